@@ -1,0 +1,23 @@
+"""Fine-tune experts so that they merge well, merge them well, and prove it.
+
+Importing this package loads no framework: public names are resolved on first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "merge_state_dicts": "mergekit_lab.merging",
+    "open_checkpoint": "mergekit_lab.checkpoints",
+    "InputError": "mergekit_lab.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'mergekit_lab' has no attribute {name!r}")

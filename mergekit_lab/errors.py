@@ -1,0 +1,22 @@
+"""The error for what a user can mend: a file, a name, a value."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """An input is wrong. The message names the thing, the rule and the way out."""
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """`a, b, c and 12 more`: the first `limit` names, sorted, and how many are left."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:limit])
+    return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'density'?` where a known name is near, else `; known: …`."""
+    options = sorted(known)
+    near = get_close_matches(name, options, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {listing(options, 20)}"
