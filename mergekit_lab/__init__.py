@@ -14,7 +14,7 @@ _PUBLIC = {
     "InputError": "mergekit_lab.errors",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,184 @@
+"""What a merging method is.
+
+A method is a frozen dataclass whose fields are its hyper-parameters. It never sees a whole model: the
+driver (`stream.py`) hands it one tensor, or one flat block of a tensor, of all experts at a time.
+
+Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the base, `θ_t` an expert,
+`δ_t = θ_t − θ0` its task vector, `λ_t` its weight, `α` the global coefficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError, listing, suggestion
+
+
+def _no_note(key: str, value: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the model a call stands, and what belongs to it.
+
+    Attributes:
+        experts: the experts' names, in the order of dimension 0 of the task vectors.
+        weights: `λ`, shape `[T]`.
+        offset: flat index, within the tensor, of the first entry handed over (0 for whole tensors).
+        side: side inputs of this tensor, by kind (`"fisher"`), each shaped like the task vectors.
+        survey: what the method's own `survey` returned.
+        note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
+    """
+
+    experts: tuple[str, ...]
+    weights: Tensor
+    offset: int = 0
+    side: Mapping[str, Tensor] = field(default_factory=dict)
+    survey: Any = None
+    note: Callable[[str, object], None] = _no_note
+
+
+class Stream(Protocol):
+    """What a survey pass sees of the model: its floating-point tensors, in flat blocks.
+
+    Attributes:
+        experts: the experts' names.
+        entries: number of floating-point entries of the model, 0-d tensors included; weights that are
+            tied count once.
+        buffer_entries: number of integer and boolean entries.
+    """
+
+    @property
+    def experts(self) -> tuple[str, ...]: ...
+
+    @property
+    def entries(self) -> int: ...
+
+    @property
+    def buffer_entries(self) -> int: ...
+
+    def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
+        """Every tensor's name, task vectors `[T, n]` and site; `n` is the driver's choice."""
+
+    def side_blocks(self, kind: str) -> Iterator[Tensor]:
+        """The side inputs of one kind, `[T, n]` a block."""
+
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
+        """The same stream with every block of task vectors changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of all methods.
+
+    Args:
+        weights: `λ_t`, one number an expert: a sequence in the order of the experts or a mapping by
+            name. None takes the method's own (see `default_weight`).
+    """
+
+    weights: Sequence[float] | Mapping[str, float] | None = None
+
+    side_inputs: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an entry of the result depends on that entry of the inputs alone."""
+        return False
+
+    @property
+    def scale(self) -> float:
+        """`α`: the driver multiplies what `merge` returns by it."""
+        return 1.0
+
+    def at(self, coefficient: float) -> Self:
+        """This method at another global coefficient.
+
+        Raises:
+            InputError: the method has none.
+        """
+        raise InputError(f"{type(self).__name__} has no coefficient to set")
+
+    def default_weight(self, experts: int) -> float:
+        """`λ_t` where `weights` is None."""
+        return 1.0
+
+    def expert_weights(self, experts: Sequence[str]) -> list[float]:
+        """`λ_t` for these experts, in their order.
+
+        Raises:
+            InputError: too many, too few, or a name that is no expert.
+        """
+        if self.weights is None:
+            return [self.default_weight(len(experts))] * len(experts)
+        if isinstance(self.weights, Mapping):
+            for name in self.weights:
+                if name not in experts:
+                    raise InputError(f"weights name {name!r}, which is no expert{suggestion(name, experts)}")
+            missing = set(experts) - set(self.weights)
+            if missing:
+                raise InputError(f"weights lack a number for {listing(missing)}")
+            return [float(self.weights[name]) for name in experts]
+        if len(self.weights) != len(experts):
+            raise InputError(f"{len(self.weights)} weights were given for {len(experts)} experts")
+        return [float(weight) for weight in self.weights]
+
+    def survey(self, stream: Stream) -> Any:
+        """An optional first pass over the model; the result reaches `merge` as `site.survey`."""
+        return None
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        """The merged task vector at `α = 1`.
+
+        Args:
+            name: the tensor's name.
+            base: `θ0`, shape `[*S]`, or a flat block `[n]` of it for elementwise methods.
+            deltas: `δ`, shape `[T, *S]` or `[T, n]`; float32, or float64 where the model is.
+            site: the rest.
+
+        Returns:
+            A tensor shaped like `base`, in the dtype of `deltas`. Inputs are not changed.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledMethod(Method):
+    """A method with a global coefficient `α`: `θ = θ0 + α·merge(δ)`.
+
+    Args:
+        coefficient: `α`, any finite number; negative values move away from the experts (forgetting).
+    """
+
+    coefficient: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.coefficient
+
+    def at(self, coefficient: float) -> Self:
+        return replace(self, coefficient=coefficient)
+
+
+def require(ok: bool, what: str, value: object, rule: str) -> None:
+    """Raise an `InputError` that says `what` is `value` and must obey `rule`, unless `ok`."""
+    if not ok:
+        raise InputError(f"{what} is {value!r}; it must be {rule}")
+
+
+def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
+    """Raise an `InputError` naming the nearest choice unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InputError(f"{what} is {value!r}{suggestion(str(value), choices)}")
+
+
+def weighted(deltas: Tensor, weights: Tensor) -> Tensor:
+    """`λ_t δ_t`: `deltas` `[T, *S]` times `weights` `[T]`; the input itself where every weight is 1."""
+    if bool(torch.all(weights == 1)):
+        return deltas
+    return deltas * weights.view(-1, *[1] * (deltas.dim() - 1))

@@ -1,0 +1,80 @@
+"""Fisher-weighted average: `θ0 + Σ W_t δ_t / Σ W_t` with `W_t` from the diagonal Fisher.
+
+Matena & Raffel 2022, "Merging models with Fisher-weighted averaging"; reference for `matena`:
+mmatena/model_merging. There only the first model's Fisher is floored, which makes the result depend on
+the order of experts; here all are, unless `favor_target`. `mergelm` is what yule-BUAA/MergeLM and
+tanganke/fusion_bench run: the floor is added, and the norm has it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fisher(Method):
+    """Fisher-weighted average.
+
+    Args:
+        preset: `"matena"`: `W_t = λ_t max(F_t, floor)`; `"mergelm"`: `W_t = λ_t (F_t + floor)`.
+        floor: ≥ 0.
+        normalise: divide `W_t` by `‖F_t‖`, the L2 norm over all floating-point entries of the model
+            (`mergelm`: by `‖F_t‖ + floor`).
+        favor_target: `matena` only: floor the first expert's Fisher alone, as the original does.
+        weights: `λ_t`, 1 by default.
+
+    Needs `statistics={"fisher": …}`. Where all `W_t` are 0 the plain mean is taken.
+    """
+
+    preset: str = "matena"
+    floor: float = 1e-6
+    normalise: bool = False
+    favor_target: bool = False
+
+    side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
+
+    def __post_init__(self) -> None:
+        require_choice("preset", self.preset, ("matena", "mergelm"))
+        require(self.floor >= 0, "floor", self.floor, "at least 0")
+        require(
+            not self.favor_target or self.preset == "matena",
+            "favor_target",
+            self.favor_target,
+            "False for the preset 'mergelm'",
+        )
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def survey(self, stream: Stream) -> Any:
+        if not self.normalise:
+            return None
+        squares = torch.zeros(len(stream.experts), dtype=torch.float64)
+        for fisher in stream.side_blocks("fisher"):
+            squares += fisher.double().square().sum(dim=1).cpu()
+        return squares.sqrt()
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        fisher = site.side["fisher"]
+        if self.preset == "mergelm":
+            importance = fisher + self.floor
+        elif self.favor_target:
+            importance = torch.cat([fisher[:1].clamp(min=self.floor), fisher[1:]])
+        else:
+            importance = fisher.clamp(min=self.floor)
+        share = site.weights.clone()
+        if self.normalise:
+            norms = site.survey + (self.floor if self.preset == "mergelm" else 0)
+            share /= norms.clamp(min=torch.finfo(torch.float64).tiny).to(share)
+        importance = importance * share.view(-1, *[1] * base.dim())
+        total = importance.sum(dim=0)
+        mean = deltas.mean(dim=0)
+        merged = (importance * deltas).sum(dim=0) / torch.where(total == 0, 1, total)
+        return torch.where(total == 0, mean, merged)

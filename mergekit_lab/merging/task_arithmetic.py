@@ -1,0 +1,56 @@
+"""Task arithmetic: a scaled sum of task vectors.
+
+Ilharco et al. 2023, "Editing models with task arithmetic"; reference: mlfoundations/task_vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import ScaledMethod, Site, require, weighted
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskArithmetic(ScaledMethod):
+    """`θ0 + α Σ λ_t δ_t`.
+
+    Args:
+        coefficient: `α`, or a list of `α_t`, one an expert, which takes the place of `weights`.
+            Negative values forget. Limits: 0 is the base bit for bit; one expert at 1 is that expert.
+        weights: `λ_t`, 1 by default.
+    """
+
+    coefficient: float | Sequence[float] = 0.3  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        values = self.coefficient if isinstance(self.coefficient, Sequence) else [self.coefficient]
+        require(all(math.isfinite(v) for v in values), "coefficient", self.coefficient, "finite")
+        if isinstance(self.coefficient, Sequence) and self.weights is not None:
+            raise InputError("give either a list of coefficients or weights, not both")
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if isinstance(self.coefficient, Sequence) else self.coefficient
+
+    def at(self, coefficient: float) -> Self:
+        if isinstance(self.coefficient, Sequence):
+            raise InputError("a list of coefficients cannot be searched; set weights and one coefficient")
+        return replace(self, coefficient=coefficient)
+
+    def expert_weights(self, experts: Sequence[str]) -> list[float]:
+        if isinstance(self.coefficient, Sequence):
+            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).expert_weights(experts)
+        return super().expert_weights(experts)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        return weighted(deltas, site.weights).sum(dim=0)

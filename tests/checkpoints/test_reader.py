@@ -1,0 +1,120 @@
+"""Whatever holds them, tensors come back the same; what cannot be trusted is not opened."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import write_tensors
+
+
+@pytest.fixture
+def tensors():
+    return {"w": torch.randn(4, 3), "b": torch.randn(4).bfloat16(), "ids": torch.arange(5)}
+
+
+def assert_same(checkpoint, tensors) -> None:
+    assert set(checkpoint) == set(tensors)
+    for name, value in tensors.items():
+        assert torch.equal(checkpoint[name], value)
+        assert checkpoint.specs[name].shape == tuple(value.shape)
+        assert checkpoint.specs[name].dtype == value.dtype
+
+
+def test_every_layout_gives_the_same_tensors(tmp_path, tensors) -> None:
+    write_tensors(tmp_path / "single.safetensors", tensors)
+    torch.save(tensors, tmp_path / "plain.pt")
+    torch.save({"state_dict": tensors, "epoch": 3}, tmp_path / "lightning.ckpt")
+    for folder in ("folder", "sharded", "odd"):
+        (tmp_path / folder).mkdir()
+    write_tensors(tmp_path / "folder/model.safetensors", tensors)
+    write_tensors(tmp_path / "odd/anything.safetensors", tensors)
+    shards = {"w": "part-1.safetensors", "b": "part-2.safetensors", "ids": "part-2.safetensors"}
+    for file in set(shards.values()):
+        save_file({n: tensors[n] for n, f in shards.items() if f == file}, tmp_path / "sharded" / file)
+    (tmp_path / "sharded/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for source in ("single.safetensors", "plain.pt", "lightning.ckpt", "folder", "sharded", "odd"):
+        assert_same(open_checkpoint(tmp_path / source), tensors)
+    assert_same(open_checkpoint(tensors), tensors)
+
+
+def test_a_truncated_file_is_named(tmp_path, tensors) -> None:
+    for name in ("cut.safetensors", "cut.pt"):
+        file = tmp_path / name
+        write_tensors(file, tensors) if name.endswith("safetensors") else torch.save(tensors, file)
+        file.write_bytes(file.read_bytes()[:-40])
+        with pytest.raises(InputError, match=rf"expert_a: .*{name}.*copy cut short"):
+            open_checkpoint(file, "expert_a")
+
+
+class Malicious:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('executed')",))
+
+
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(tmp_path) -> None:
+    torch.save({"w": torch.zeros(2), "extra": Malicious()}, tmp_path / "evil.pt")
+    (tmp_path / "plain.bin").write_bytes(pickle.dumps(Malicious()))
+    for file in ("evil.pt", "plain.bin"):
+        with pytest.raises(InputError, match=r"not opened|cannot be read"):
+            open_checkpoint(tmp_path / file)
+
+
+def test_a_whole_module_is_refused_with_the_way_out(tmp_path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(InputError, match=r"save `model.state_dict\(\)` instead"):
+        open_checkpoint(tmp_path / "module.pt")
+
+
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, tensors) -> None:
+    write_tensors(tmp_path / "secret.safetensors", tensors)
+    (tmp_path / "model").mkdir()
+    index = {"weight_map": dict.fromkeys(tensors, "../secret.safetensors")}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="outside its folder"):
+        open_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"metadata": {}}'])
+def test_a_broken_index_is_named(tmp_path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match="not a safetensors index"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_of_missing_shards_or_tensors_is_named(tmp_path, tensors) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "gone.safetensors"}})
+    )
+    with pytest.raises(InputError, match="does not exist"):
+        open_checkpoint(tmp_path)
+    write_tensors(tmp_path / "gone.safetensors", {"v": tensors["w"]})
+    with pytest.raises(InputError, match=r"its files lack \(w\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_paths_that_hold_nothing_readable_are_named(tmp_path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="does not exist"):
+        open_checkpoint(tmp_path / "nowhere.pt")
+    with pytest.raises(InputError, match=r"holds 0 \.safetensors files"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(InputError, match="no checkpoint that can be read"):
+        open_checkpoint(tmp_path / "notes.txt")
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    with pytest.raises(InputError, match="holds a list"):
+        open_checkpoint(tmp_path / "list.pt")
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, tensors) -> None:
+    file = tmp_path / "model.safetensors"
+    write_tensors(file, tensors)
+    with pytest.raises(AttributeError):
+        write_tensors(file, {"w": "no tensor"})  # type: ignore[dict-item]
+    assert_same(open_checkpoint(file), tensors)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]

@@ -1,0 +1,35 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+
+
+class Golden:
+    """The stored inputs of the golden vectors, and the stored outputs by name."""
+
+    def __init__(self) -> None:
+        self.base = load_file(GOLDEN / "inputs/base.safetensors")
+        self.experts = [load_file(GOLDEN / f"inputs/expert_{t}.safetensors") for t in range(4)]
+        self.fishers = [load_file(GOLDEN / f"inputs/fisher_{t}.safetensors") for t in range(4)]
+
+    def output(self, name: str) -> dict[str, Tensor]:
+        return load_file(GOLDEN / f"outputs/{name}.safetensors")
+
+
+def in_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """`‖found − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
+    difference = float((found.double() - wanted.double()).norm())
+    return difference / (float(wanted.double().norm()) or 1.0)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Golden:
+    return Golden()

@@ -1,0 +1,134 @@
+"""Each wrong input has one clear error that names it."""
+
+import pytest
+import torch
+
+from mergekit_lab import InputError
+from mergekit_lab.merging import (
+    DARE,
+    TIES,
+    TSVM,
+    EpiMer,
+    Fisher,
+    TaskArithmetic,
+    WeightAverage,
+    merge_state_dicts,
+)
+
+
+def state(**changes):
+    tensors = {"w": torch.zeros(3, 2), "b": torch.zeros(3), "ids": torch.arange(4)}
+    return {k: v for k, v in (tensors | changes).items() if v is not None}
+
+
+def refuse(match: str, base=None, experts=None, method=None, **options) -> None:
+    with pytest.raises(InputError, match=match):
+        merge_state_dicts(
+            base or state(),
+            {"svhn": state()} if experts is None else experts,
+            method or WeightAverage(),
+            **options,
+        )
+
+
+def test_missing_tensors_are_named_with_their_expert() -> None:
+    refuse(r"'svhn' lacks 2 tensors the base has \(b, w\)", experts={"svhn": state(w=None, b=None)})
+
+
+def test_extra_tensors_are_named_with_their_expert() -> None:
+    refuse(r"'svhn' has 1 tensors the base lacks \(head\)", experts={"svhn": state(head=torch.ones(1))})
+
+
+def test_shapes_that_differ_are_named_with_both_shapes() -> None:
+    refuse(r"w \[2, 3\] where the base has \[3, 2\]", experts={"svhn": state(w=torch.zeros(2, 3))})
+
+
+def test_an_integer_tensor_in_place_of_a_float_is_named() -> None:
+    refuse("b torch.int64 where the base has torch.float32", experts={"svhn": state(b=torch.zeros(3).long())})
+
+
+def test_integer_buffers_that_differ_are_refused() -> None:
+    refuse(
+        r"'svhn' has other integer buffers than the base \(ids\)",
+        experts={"svhn": state(ids=torch.ones(4).long())},
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_entry_is_found_with_its_expert_and_tensor(value: float) -> None:
+    broken = state(w=torch.tensor([[0.0, value], [0, 0], [0, 0]]))
+    refuse("'w' of svhn holds 1 NaN or infinite", experts={"dtd": state(), "svhn": broken})
+    refuse("'w' of svhn holds 1 NaN or infinite", experts={"dtd": state(), "svhn": broken}, method=TSVM())
+    refuse("'w' of the base holds 1 NaN", base=broken)
+
+
+def test_no_experts_is_an_error() -> None:
+    refuse("no expert was given", experts={})
+    refuse("no expert was given", experts=[])
+
+
+def test_one_state_dict_in_place_of_several_is_an_error() -> None:
+    refuse("'w' is a Tensor: pass a mapping from expert name to state dict", experts=state())
+    refuse("'w' is a float", experts={"w": 1.0})
+    refuse("must be a mapping from name to checkpoint or a list", experts="experts/svhn")
+
+
+def test_missing_and_mismatched_side_inputs_are_named() -> None:
+    refuse("Fisher needs a fisher checkpoint", method=Fisher())
+    refuse("fisher checkpoints are for", method=Fisher(), fishers={"dtd": state()})
+    refuse(
+        r"the fisher 'fisher of svhn' lacks 1 tensors the base has \(w\)",
+        method=EpiMer(),
+        fishers=[state(w=None)],
+    )
+    refuse("not both", method=Fisher(), fishers=[state()], statistics={"fisher": [state()]})
+
+
+def test_weights_must_fit_the_experts() -> None:
+    refuse("2 weights were given for 1 experts", method=WeightAverage(weights=[1, 2]))
+    refuse("'svnh', which is no expert; did you mean 'svhn'", method=WeightAverage(weights={"svnh": 1}))
+    refuse(
+        "lack a number for dtd", experts={"svhn": state(), "dtd": state()}, method=TIES(weights={"svhn": 1.0})
+    )
+    refuse("sum to zero", method=WeightAverage(weights=[0.0]))
+
+
+def test_different_values_under_tied_names_are_refused() -> None:
+    base = state()
+    base["head"] = base["w"]
+    refuse(r"ties \(head\)", base=base, experts={"svhn": state(head=torch.ones(3, 2))})
+
+
+def test_complex_tensors_are_refused() -> None:
+    base = state(w=torch.zeros(2, dtype=torch.complex64))
+    refuse("complex", base=base, experts={"svhn": base})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: TIES(density=0.0), r"density is 0.0; it must be in \(0, 1\]"),
+        (lambda: TIES(density=1.5), "density is 1.5"),
+        (lambda: TIES(preset="papr"), "did you mean 'paper'"),
+        (lambda: TIES(elect="mas"), "did you mean 'mass'"),
+        (lambda: TIES(normalize=False), "defined for the preset 'mergekit'"),
+        (lambda: TIES(preset="peft", count_buffers=True), "whole-model"),
+        (lambda: DARE(drop=1.0), r"drop is 1.0; it must be in \[0, 1\)"),
+        (lambda: DARE(rescale="inverted"), "did you mean 'inverse'"),
+        (lambda: DARE(weights=[1.0]), "give them to the inner method"),
+        (lambda: Fisher(floor=-1.0), "floor is -1.0"),
+        (lambda: Fisher(preset="mergelm", favor_target=True), "favor_target"),
+        (lambda: TSVM(rank=0), "rank is 0; it must be at least 1"),
+        (lambda: EpiMer(eps=0.0), "eps is 0.0; it must be positive"),
+        (lambda: EpiMer(coordinates="tag"), "did you mean 'tagged'"),
+        (lambda: TaskArithmetic(coefficient=float("nan")), "finite"),
+        (lambda: TaskArithmetic(coefficient=[1.0], weights=[1.0]), "not both"),
+    ],
+)
+def test_hyper_parameters_out_of_range_are_refused_by_name(make, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        make()
+
+
+def test_l1_rescaling_refuses_an_inner_method_that_surveys_the_model() -> None:
+    refuse("surveys the whole model", method=DARE(rescale="l1", inner=TIES()))
