@@ -1,0 +1,30 @@
+"""`python -m mergekit_lab +experiment=quickstart`"""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.paths import conf_dir
+
+
+class UserError(CompactHydraException):
+    """An `InputError` as Hydra prints a user's mistake: the message alone, exit code 1."""
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
+def main(cfg: DictConfig) -> None:
+    from mergekit_lab.stages import run
+
+    settings = HydraConfig.get()
+    try:
+        run(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task))
+    except InputError as error:
+        raise UserError(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

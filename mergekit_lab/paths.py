@@ -1,0 +1,21 @@
+"""Where the package's own files are, and where results go by default."""
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def conf_dir() -> Path:
+    """The Hydra configuration: inside the installed package, or beside it in a source checkout."""
+    inside = _PACKAGE / "conf"
+    return inside if inside.is_dir() else _PACKAGE.parent / "conf"
+
+
+def default_store() -> Path:
+    """`$MERGEKIT_LAB_STORE`, else `$XDG_CACHE_HOME/mergekit_lab`, else `~/.cache/mergekit_lab`."""
+    named = os.environ.get("MERGEKIT_LAB_STORE")
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "mergekit_lab"

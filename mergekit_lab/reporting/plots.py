@@ -1,0 +1,305 @@
+"""Figures of a report. One order and one look per merger in all of them.
+
+Colours are Okabe and Ito's, told apart by readers with any colour vision; past the seventh merger the
+colours repeat with another hatch or line, and bars, rows and lines carry names besides.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergekit_lab.reporting.tables import MISSING, Row, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Curves = Mapping[str, Sequence[Mapping[str, float]]]
+"""Expert's label → points {step, train_loss, val_loss?, val_accuracy?}; losses in nats, accuracy 0..1."""
+
+Searches = Mapping[str, Sequence[Mapping[str, float]]]
+"""Merger's label → points {coefficient, normalised, chosen}; `normalised` on validation (1.0: as good as
+the experts), `chosen` true at the point taken."""
+
+DPI = 130
+LINES_PER_FIGURE = 12
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
+_HATCHES = ("", "///", "...")
+_DASHES = ("-", "--", ":")
+_MARKERS = "osD^vPX"
+_STYLE: dict[Any, Any] = {
+    "text.parse_math": False,  # a name may hold a dollar sign
+    "font.size": 10.0, "axes.titlesize": 11.0, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
+    "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.7, "hatch.linewidth": 0.8,
+    "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
+}
+
+
+def merger_figures(table: Table, folder: Path) -> list[Path]:
+    """Bars of average and normalised accuracy per merger, one panel a group: `mergers.png`."""
+    groups = [group for group in table.groups if any(_merged(table, group))]
+    if not groups:
+        return []
+    heading = "Average and normalised accuracy of the merged models (%)"
+    with _panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
+        for axes, group in zip(panels, groups, strict=True):
+            _bars(axes, table, group)
+        _legend(figure, *_bar_legend(table))
+        return [_save(figure, folder / "mergers.png")]
+
+
+def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
+    rows = {row.label: row for row in _merged(table, group)}
+    top = max([1.0, *(cell.mean + (cell.sd or 0.0) for row in table.rows for cell in row.cells[-2:]
+                      if row.kind == "merged" and cell.mean is not None)])
+    for place, label in enumerate(table.mergers):
+        if label not in rows:
+            continue
+        hatch = _HATCHES[place // len(_COLOURS) % len(_HATCHES)]
+        for cell, shift, colour in ((rows[label].average, -0.2, _colour(place)),
+                                    (rows[label].normalised, 0.2, _light(_colour(place)))):
+            if cell.mean is None:
+                continue
+            axes.barh(place + shift, cell.mean, 0.38, color=colour, hatch=hatch,
+                      edgecolor="white", xerr=cell.sd, error_kw={"elinewidth": 1.0, "capsize": 2.0})
+            axes.text(top + 0.015, place + shift, cell.text, va="center", fontsize=8,
+                      fontweight="bold" if cell.best else "normal")
+    for row in table.rows:
+        if row.group == group and row.kind in _REFERENCES and row.average.mean is not None:
+            axes.axvline(row.average.mean, color="#333333", linewidth=1.2, linestyle=_REFERENCES[row.kind])
+    axes.set_yticks(range(len(table.mergers)), [_short(label) for label in table.mergers])
+    axes.set_ylim(len(table.mergers) - 0.5, -0.5)
+    _percent_axis(axes.xaxis)
+    axes.set_xlim(0, top * (1.18 if any(row.average.sd is not None for row in rows.values()) else 1.09))
+    axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(labelbottom=True, labelleft=True)
+
+
+_REFERENCES: dict[str, Any] = {"zero_shot": ":", "expert": "-", "joint": "--"}
+
+
+def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=_light("#5A5A5A"))]
+    labels = ["average", "normalised (÷ experts)"]
+    for row in table.rows:
+        name = f"{row.label}, average"
+        if row.kind in _REFERENCES and row.average.mean is not None and name not in labels:
+            handles.append(Line2D([], [], color="#333333", linestyle=_REFERENCES[row.kind], linewidth=1.2))
+            labels.append(name)
+    return handles, labels
+
+
+def heat_maps(table: Table, folder: Path) -> list[Path]:
+    """Model × task with numbers, one file a group: `heatmap.png` or `heatmap-1-sam.png`, ….
+
+    All of them share one colour scale.
+    """
+    values = [cell.mean for row in table.rows for cell in row.cells[:-2] if cell.mean is not None]
+    paths = []
+    for path, group in _files(folder, "heatmap", table.groups):
+        rows = [row for row in table.rows if row.group == group]
+        width = 2.8 + 0.11 * max(len(_short(row.label)) for row in rows) + 0.74 * len(table.tasks)
+        longest = max(len(_short(task)) for task in table.tasks)
+        with _figure(width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest) as figure:
+            _heat(figure, rows, table.tasks, min(values), max(values))
+            _heading(figure, _title(group, f"Accuracy per task, {table.split} split (%)"))
+            paths.append(_save(figure, path))
+    return paths
+
+
+def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: float, high: float) -> None:
+    import matplotlib
+
+    axes = figure.subplots()
+    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#EEEEEE")
+    grid = [[math.nan if cell.mean is None else cell.mean for cell in row.cells[:-2]] for row in rows]
+    image: Any = axes.imshow(grid, cmap=colours, vmin=low, vmax=max(high, low + 1e-6), aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            dark = value < low + 0.42 * (high - low)
+            axes.text(x, y, MISSING if math.isnan(value) else f"{100 * value:.1f}", ha="center", va="center",
+                      fontsize=9, color="white" if dark else "black")
+    axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+    axes.set_xticks(range(len(tasks)), [_short(task) for task in tasks],
+                    rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_xticks([x - 0.5 for x in range(1, len(tasks))], minor=True)
+    axes.set_yticks([y - 0.5 for y in range(1, len(rows))], minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.set_axisbelow(False)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    bar: Any = figure.colorbar(image, ax=axes, pad=0.02)
+    _percent_axis(bar.ax.yaxis)
+    bar.outline.set_visible(False)
+
+
+def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
+    """Losses and validation accuracy over steps, a line an expert, at most `LINES_PER_FIGURE` a file.
+
+    `groups` maps a title ("" for none) to its curves. Files: `training.png`, or `training-1-…png`, ….
+    """
+    pages = []
+    for title, curves in groups.items():
+        drawn = [(label, points) for label, points in curves.items() if points]
+        pages += [(title, dict(drawn[start:start + LINES_PER_FIGURE]))
+                  for start in range(0, len(drawn), LINES_PER_FIGURE)]
+    paths = []
+    for (path, (title,)), (_, curves) in zip(_files(folder, "training", [(title,) for title, _ in pages]),
+                                             pages, strict=True):
+        measures = [measure for measure in _MEASURES
+                    if any(measure in point for points in curves.values() for point in points)]
+        with _figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
+            _training(figure, title, curves, measures)
+            paths.append(_save(figure, path))
+    return paths
+
+
+_MEASURES = {"train_loss": "Training loss", "val_loss": "Validation loss",
+             "val_accuracy": "Validation accuracy (%)"}
+
+
+def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[str]) -> None:
+    panels = figure.subplots(1, max(len(measures), 1), squeeze=False)[0]
+    lines: list[Any] = []
+    if title:
+        _heading(figure, title)
+    for axes, measure in zip(panels, measures, strict=False):
+        lines = []
+        for place, points in enumerate(curves.values()):
+            known = [point for point in points if measure in point]
+            lines += axes.plot([point["step"] for point in known], [point[measure] for point in known],
+                               color=_colour(place), linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
+                               marker="o" if len(known) < 12 else "", markersize=3.5, linewidth=1.5)
+        if measure == "val_accuracy":
+            _percent_axis(axes.yaxis)
+        axes.set_title(_MEASURES[measure])
+        axes.set_xlabel("step")
+        axes.grid()
+    _legend(figure, lines, list(curves))
+
+
+def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
+    """Validation normalised accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
+
+    `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
+    table does, so that they keep their colours.
+    """
+    groups = {title: {label: points for label, points in searches.items() if points}
+              for title, searches in groups.items()}
+    groups = {title: searches for title, searches in groups.items() if searches}
+    if not groups:
+        return []
+    mergers = list(dict.fromkeys([*order, *(label for searches in groups.values() for label in searches)]))
+    shown = [label for label in mergers if any(label in searches for searches in groups.values())]
+    titles = [(title,) for title in groups]
+    heading = "Normalised accuracy on validation (%) over the coefficient"
+    with _panels(titles, heading, 3.3) as (figure, panels):
+        handles: dict[str, Any] = {}
+        for axes, searches in zip(panels, groups.values(), strict=True):
+            for label in (label for label in mergers if label in searches):
+                handles[label] = _search(axes, searches[label], mergers.index(label))
+            _percent_axis(axes.yaxis)
+            axes.set_xlabel("coefficient α (ringed: chosen)")
+            axes.tick_params(labelbottom=True, labelleft=True)
+            axes.grid()
+        _legend(figure, [handles[label] for label in shown], shown)
+        return [_save(figure, folder / "coefficients.png")]
+
+
+def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> Any:
+    ordered = sorted(points, key=lambda point: point["coefficient"])
+    line, = axes.plot([point["coefficient"] for point in ordered], [point["normalised"] for point in ordered],
+                      color=_colour(place), linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
+                      marker=_MARKERS[place % len(_MARKERS)], markersize=4.5, linewidth=1.5)
+    chosen = [point for point in ordered if point.get("chosen")]
+    axes.plot([point["coefficient"] for point in chosen], [point["normalised"] for point in chosen],
+              linestyle="", marker="o", markersize=11, markerfacecolor="none", markeredgewidth=1.8,
+              color=_colour(place))
+    return line
+
+
+def _merged(table: Table, group: tuple[str, ...]) -> Iterator[Row]:
+    return (row for row in table.rows if row.group == group and row.kind == "merged")
+
+
+def _colour(place: int) -> str:
+    return _COLOURS[place % len(_COLOURS)]
+
+
+def _title(group: Sequence[str], what: str) -> str:
+    return ": ".join(filter(None, (" / ".join(filter(None, group)), what)))
+
+
+def _short(name: str, limit: int = 28) -> str:
+    return name if len(name) <= limit else f"{name[:limit - 1]}…"
+
+
+def _light(colour: str) -> str:
+    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i:i + 2], 16))):02X}" for i in (1, 3, 5))
+
+
+def _heading(figure: "Figure", text: str) -> None:
+    figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
+
+
+def _legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> None:
+    names = [_short(label) for label in labels]
+    widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
+    lines = math.ceil(len(names) / widest) or 1
+    figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
+
+
+def _percent_axis(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}")
+
+
+def _files(folder: Path, stem: str, groups: Sequence[tuple[str, ...]]) -> list[tuple[Path, tuple[str, ...]]]:
+    """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
+    if len(groups) == 1:
+        return [(folder / f"{stem}.png", groups[0])]
+    files = []
+    for number, group in enumerate(groups, start=1):
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(group)).strip("-.")[:60]
+        files.append((folder / (f"{stem}-{number}-{name}.png" if name else f"{stem}-{number}.png"), group))
+    return files
+
+
+@contextmanager
+def _panels(groups: Sequence[tuple[str, ...]], heading: str,
+            height: float) -> Iterator[tuple["Figure", Sequence["Axes"]]]:
+    """A panel of `height` inches for every group, in up to three columns, on common axes."""
+    columns = len(groups) if len(groups) < 3 else 2 if len(groups) < 5 else 3
+    lines = math.ceil(len(groups) / columns)
+    with _figure((8.5, 12.5, 16.0)[columns - 1], lines * height + 1.2) as figure:
+        _heading(figure, heading)
+        panels = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
+        for axes, group in zip(panels, groups, strict=False):
+            axes.set_title(_title(group, ""))
+        for axes in panels[len(groups):]:
+            axes.set_axis_off()
+        yield figure, panels[:len(groups)]
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator["Figure"]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+    return path

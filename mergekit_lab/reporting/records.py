@@ -1,0 +1,188 @@
+"""One evaluation is one flat record; everything a report shows is a view of these records.
+
+A file of records is JSON Lines: one object a line, every field present, no other field allowed.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from mergekit_lab.errors import InputError, listing, suggestion
+
+KINDS = ("zero_shot", "expert", "merged", "joint")
+"""What was evaluated, in the order a table shows it."""
+
+_LABELS = {"zero_shot": "zero-shot", "expert": "experts", "joint": "+joint"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One model evaluated on one task with one metric. Zero-shot, expert and joint records carry the
+    backbone, finetuning and optimizer of the run they belong to, so that every group has its references.
+
+    Raises `InputError` for an unknown kind, for a `merger` that does not fit the kind, and for a value
+    above 1 (a percentage) or below -1.
+    """
+
+    backbone: str
+    suite: str
+    finetuning: str
+    optimizer: str
+    kind: str
+    """One of `KINDS`."""
+    merger: str | None
+    """Label of the merger; None unless `kind` is "merged"."""
+    coefficient: float | None
+    """Global coefficient α of the merged model, None where there is none."""
+    task: str
+    split: str
+    metric: str
+    value: float
+    """In 0..1, more is better; a correlation may fall to -1."""
+    expert_value: float | None
+    """The task's expert with the same metric on the same split."""
+    zero_shot_value: float | None
+    """The backbone with the same metric on the same split."""
+    seed: int
+    wall_seconds: float
+    """What producing this evaluation took; of a reused one, what it took when it was computed."""
+    peak_memory_bytes: int | None
+    model_key: str
+    """Store key of the evaluated weights."""
+    evaluation_key: str
+    """Store key of this evaluation."""
+    reused: bool
+    """True if the evaluation was found in the store instead of computed."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"record: unknown kind {self.kind!r}{suggestion(self.kind, KINDS)}")
+        if (self.kind == "merged") != (self.merger is not None):
+            raise InputError(f"record: kind {self.kind!r} with merger {self.merger!r}: a merger's label "
+                             "belongs to kind 'merged', and only there")
+        for name in ("value", "expert_value", "zero_shot_value"):
+            value = getattr(self, name)
+            if value is not None and not -1.0 <= value <= 1.0:
+                raise InputError(f"record of task {self.task!r}: {name} is {value}; "
+                                 "values are fractions (0..1), not percent")
+        if not 0.0 <= self.wall_seconds < math.inf:
+            raise InputError(f"record of task {self.task!r}: wall_seconds is {self.wall_seconds}")
+
+    @property
+    def normalised(self) -> float | None:
+        """`value / expert_value`: 1.0 is as good as the expert. None if the expert is unknown or ≤ 0."""
+        return self.value / self.expert_value if self.expert_value and self.expert_value > 0 else None
+
+    @property
+    def label(self) -> str:
+        """Row label: "zero-shot", "experts", the merger's label, or "+joint"."""
+        return self.merger if self.merger is not None else _LABELS[self.kind]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two records exactly when they tell of the same evaluation in the same cell."""
+        return (self.backbone, self.suite, self.finetuning, self.optimizer, self.kind, self.merger,
+                self.task, self.split, self.metric, self.seed, self.evaluation_key)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One stage of one run: wall-clock seconds, and how many of its artefacts were computed or reused."""
+
+    seconds: float
+    computed: int = 0
+    reused: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run, or a part of one, that gave no result: its name, the error, the overrides that made it."""
+
+    run: str
+    error: str
+    overrides: tuple[str, ...] = ()
+
+
+def deduplicate(records: Iterable[Record]) -> list[Record]:
+    """Each evaluation once, in order of first appearance.
+
+    Several jobs of a sweep report the evaluations they share; the copy kept is the one that was
+    computed rather than found in the store.
+    """
+    kept: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        if record.identity not in kept or (kept[record.identity].reused and not record.reused):
+            kept[record.identity] = record
+    return list(kept.values())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds all of it or what it held before, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write one JSON object a line, atomically."""
+    lines = [json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) for record in records]
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read what `write_records` wrote.
+
+    Raises `InputError`, naming file and line, for a line that is not JSON, for a missing or unknown
+    field, for a value of the wrong type or range; and for a file that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(json.loads(line)))
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: {error}") from error
+    return records
+
+
+_TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Record).items()
+          if name in {field.name for field in fields(Record)}}
+
+
+def _record(entry: object) -> Record:
+    if not isinstance(entry, Mapping):
+        raise InputError(f"a record is a JSON object, not {type(entry).__name__}")
+    if unknown := set(entry) - set(_TYPES):
+        near = suggestion(min(unknown), _TYPES)
+        raise InputError(f"unknown fields {listing(unknown)}{near}")
+    if missing := set(_TYPES) - set(entry):
+        raise InputError(f"missing fields {listing(missing)}")
+    for name, value in entry.items():
+        allowed = _TYPES[name]
+        whole_number_as_float = float in allowed and type(value) is int
+        if type(value) not in allowed and not whole_number_as_float:
+            names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
+            raise InputError(f"field {name!r} is {value!r}, not {names}")
+    return Record(**entry)

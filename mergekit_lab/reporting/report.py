@@ -1,0 +1,225 @@
+"""A run's report, and the comparison of many runs: files in, views out.
+
+`write_report` leaves in a run's folder both the views (`summary.md`, `figures/`, `report.html`) and all
+that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`).
+`compare` reads such folders and nothing else.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import html, plots
+from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.records import (
+    Failure,
+    Record,
+    Timing,
+    deduplicate,
+    read_records,
+    write_records,
+    write_text,
+)
+from mergekit_lab.reporting.summary import describe
+from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
+
+_OUR_FIGURES = re.compile(r"(mergers|coefficients|(heatmap|training)(-\d+.*)?)\.png")
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """Where a report's files are, and its table for printing or tracking."""
+
+    records: Path
+    summary: Path
+    html: Path
+    figures: tuple[Path, ...]
+    table: Table
+
+
+def write_report(out_dir: Path | str, records: Iterable[Record], *, curves: Curves, searches: Searches,
+                 config_yaml: str, timings: Mapping[str, Timing], failures: Sequence[Failure] = (),
+                 title: str) -> ReportPaths:
+    """Write one run's records and every view of them into `out_dir`.
+
+    Args:
+        records: this run's evaluations; one that is repeated counts once.
+        curves: training curves by expert, see `plots.Curves`; empty where nothing was trained.
+        searches: coefficient searches by merger, see `plots.Searches`.
+        config_yaml: the composed configuration; shown as it is, so it must hold no secret.
+        timings: by stage, in the order run.
+        failures: what gave no result.
+    """
+    folder = Path(out_dir)
+    write_text(folder / "curves.json", _json(curves))
+    write_text(folder / "searches.json", _json(searches))
+    write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
+    return _write_views(folder, deduplicate(records), {"": curves}, {"": searches}, config_yaml=config_yaml,
+                        timings=timings, failures=failures, title=title)
+
+
+def compare(run_dirs: Iterable[Path | str], out_dir: Path | str, *, failures: Sequence[Failure] = (),
+            config_yaml: str = "", title: str = "Comparison") -> ReportPaths:
+    """Write one report over the runs in `run_dirs`, from their files alone.
+
+    A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
+    read is listed among the failures, and nothing of it enters the table. Never raises for such a folder.
+    """
+    runs: list[_Run] = []
+    failed = list(failures)
+    for run_dir in map(Path, run_dirs):
+        outcome = _read_run(run_dir)
+        if isinstance(outcome, Failure):
+            failed.append(outcome)
+        else:
+            runs.append(outcome)
+    names = _short_names([run.folder for run in runs])
+    titles = _group_titles(runs)
+    timings: dict[str, Timing] = {}
+    for run in runs:
+        for stage, timing in run.timings.items():
+            total = timings.get(stage, Timing(0.0))
+            timings[stage] = Timing(total.seconds + timing.seconds, total.computed + timing.computed,
+                                    total.reused + timing.reused)
+    return _write_views(
+        Path(out_dir), deduplicate(record for run in runs for record in run.records),
+        _grouped([(group, name, run.curves) for group, name, run in zip(titles, names, runs, strict=True)]),
+        _grouped([(group, name, run.searches) for group, name, run in zip(titles, names, runs, strict=True)]),
+        config_yaml=config_yaml, timings=timings, failures=failed, title=title)
+
+
+def _write_views(folder: Path, records: list[Record], curves: Mapping[str, Curves],
+                 searches: Mapping[str, Searches], *, config_yaml: str, timings: Mapping[str, Timing],
+                 failures: Sequence[Failure], title: str) -> ReportPaths:
+    table = comparison_table(records)
+    summary = describe(table, records, failures)
+    paths = ReportPaths(folder / "records.jsonl", folder / "summary.md", folder / "report.html",
+                        figures=(), table=table)
+    write_records(paths.records, records)
+    write_text(paths.summary, _markdown(title, summary, table, records, timings, failures))
+    figures = _draw(folder / "figures", table, curves, searches)
+    write_text(paths.html, html.page(title, summary, table, figures=figures, records=records,
+                                     timings=timings, failures=failures, config_yaml=config_yaml))
+    return replace(paths, figures=tuple(figure.path for figure in figures))
+
+
+def _draw(folder: Path, table: Table, curves: Mapping[str, Curves],
+          searches: Mapping[str, Searches]) -> list[html.Figure]:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _OUR_FIGURES.fullmatch(path.name):
+                path.unlink()  # a report that has fewer figures than its predecessor must not show old ones
+    heat_maps = [html.Figure(path, f"Accuracy of every model on every task{_of(group)}; the numbers are in "
+                                   "the leaderboard.")
+                 for path, group in zip(plots.heat_maps(table, folder), table.groups, strict=True)]
+    training = plots.training_figures(curves, folder)
+    return [
+        *(html.Figure(path, "Average and normalised accuracy of every merger; the numbers are in the "
+                            "leaderboard.") for path in plots.merger_figures(table, folder)),
+        *heat_maps,
+        *(html.Figure(path, "Validation accuracy, normalised by the experts', over the merging coefficient; "
+                            "the chosen coefficients are ringed and stand in the leaderboard.")
+          for path in plots.coefficient_figures(searches, table.mergers, folder)),
+        *(html.Figure(path, "Training curves of the experts: losses and validation accuracy over steps.",
+                      folded=len(training) > 2) for path in training),
+    ]
+
+
+def _of(group: tuple[str, ...]) -> str:
+    return f" ({', '.join(group)})" if group else ""
+
+
+def _markdown(title: str, summary: str, table: Table, records: Sequence[Record],
+              timings: Mapping[str, Timing], failures: Sequence[Failure]) -> str:
+    parts = [f"# {title}", summary]
+    if table.rows:
+        parts.append(to_markdown(table).rstrip("\n"))
+    parts += ["## Time and cache", html.cache_sentence(records)]
+    if timings:
+        parts.append("\n".join(f"- {stage}: {html.duration(timing.seconds)}, {timing.computed} computed, "
+                               f"{timing.reused} reused" for stage, timing in timings.items()))
+    if failures:
+        parts.append("## Failures")
+        parts.append("\n".join(f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}"
+                               for failure in failures))
+    return "\n\n".join(parts) + "\n"
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "no message")
+
+
+@dataclass(frozen=True)
+class _Run:
+    folder: Path
+    records: list[Record]
+    curves: Curves = field(default_factory=dict)
+    searches: Searches = field(default_factory=dict)
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+
+
+def _read_run(folder: Path) -> _Run | Failure:
+    name = str(folder)
+    try:
+        if (folder / "failure.json").exists():
+            told = _object(folder / "failure.json")
+            return Failure(name, str(told.get("error", "failed without a message")),
+                           tuple(map(str, told.get("overrides", ()))))
+        if not (folder / "records.jsonl").exists():
+            return Failure(name, "no records.jsonl: the run did not reach its report" if folder.is_dir()
+                           else "no such folder")
+        records = read_records(folder / "records.jsonl")
+        if not records:
+            return Failure(name, "records.jsonl is empty")
+        timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
+        curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
+        return _Run(folder, records, curves, searches, timings)
+    except (OSError, ValueError, TypeError) as error:
+        return Failure(name, str(error))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: a JSON object is expected, not {type(content).__name__}")
+    return content
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names; their whole paths where two names are equal."""
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _group_titles(runs: Sequence[_Run]) -> list[str]:
+    """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
+    described = [[", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records))
+                  for axis in (*AXES, "seed")] for run in runs]
+    vary = [len(set(column)) > 1 for column in zip(*described, strict=True)]
+    return [" / ".join((f"seed {value}" if axis == "seed" else value)
+                       for axis, value, shown in zip((*AXES, "seed"), values, vary, strict=True) if shown)
+            for values in described]
+
+
+def _grouped(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Series by group and label; two of one label that differ are told apart by their run's name."""
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for group, run, series in runs:
+        for label, points in series.items():
+            name = label if groups[group].setdefault(label, points) == points else f"{label} ({run})"
+            groups[group][name] = points
+    return groups

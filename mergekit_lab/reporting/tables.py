@@ -1,0 +1,291 @@
+"""The comparison table: one structure, several renderers.
+
+Values are never averaged over anything but seeds, and a mean over tasks is shown only where every task
+of the group was evaluated, so that two numbers in one column always mean the same thing.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.reporting.records import KINDS, Record, deduplicate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AXES = ("backbone", "suite", "finetuning", "optimizer")
+"""What a group of rows has in common; an axis with one value is not shown."""
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean over seeds, in 0..1, and sample standard deviation (None for fewer than two seeds)."""
+
+    mean: float | None = None
+    sd: float | None = None
+    best: bool = False
+    """The best merger of its group in this column, at the precision shown."""
+
+    @property
+    def text(self) -> str:
+        """Percent with one decimal: "91.3", "91.3 ± 0.4", or "–" where there is no value."""
+        if self.mean is None:
+            return MISSING
+        return _percent(self.mean) + (f" ± {_percent(self.sd)}" if self.sd is not None else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model (over all seeds). `cells` follow the table's `columns`."""
+
+    group: tuple[str, ...]
+    label: str
+    kind: str
+    cells: tuple[Cell, ...]
+    coefficients: tuple[float, ...]
+    """The distinct coefficients chosen, ascending; several if the seeds disagree."""
+    seeds: tuple[int, ...]
+
+    @property
+    def average(self) -> Cell:
+        return self.cells[-2]
+
+    @property
+    def normalised(self) -> Cell:
+        return self.cells[-1]
+
+    @property
+    def coefficient(self) -> str:
+        return "–".join(f"{value:g}" for value in sorted({*self.coefficients[:1], *self.coefficients[-1:]})) \
+            or MISSING
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows zero-shot, experts, every merger, +joint, for each group; columns the tasks and two means."""
+
+    axes: tuple[str, ...]
+    """Names of the entries of `Row.group`."""
+    tasks: tuple[str, ...]
+    rows: tuple[Row, ...]
+    split: str
+    notes: tuple[str, ...]
+    """What a reader must know to read the numbers, one sentence each."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.tasks, "average", "normalised")
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        return (*self.axes, "model", *self.columns, "coefficient")
+
+    @property
+    def mergers(self) -> tuple[str, ...]:
+        """Labels of the merged rows, in order of first appearance: the order and colour of every view."""
+        return tuple(dict.fromkeys(row.label for row in self.rows if row.kind == "merged"))
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(dict.fromkeys(row.group for row in self.rows))
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The rows as flat dicts of names and numbers (0..1): for files and trackers."""
+        flat = []
+        for row in self.rows:
+            entry: dict[str, Any] = dict(zip(self.axes, row.group, strict=True))
+            entry["model"] = row.label
+            for column, cell in zip(self.columns, row.cells, strict=True):
+                entry[column] = cell.mean
+                entry[f"{column} sd"] = cell.sd
+            entry["coefficient"] = row.coefficient
+            flat.append(entry)
+        return flat
+
+
+def comparison_table(records: Iterable[Record], split: str | None = None) -> Table:
+    """Build the table of one split ("test" if there is one, else the first met).
+
+    Of a task with several metrics the first met counts. Raises `InputError` if no record has `split`.
+    """
+    everything = deduplicate(records)
+    splits = list(dict.fromkeys(record.split for record in everything))
+    if split is not None and split not in splits:
+        raise InputError(f"no record of split {split!r}{suggestion(split, splits)}")
+    split = split or ("test" if "test" in splits or not splits else splits[0])
+    of_split = [record for record in everything if record.split == split]
+    metric: dict[str, str] = {}
+    for record in of_split:
+        metric.setdefault(record.task, record.metric)
+    shown = [record for record in of_split if record.metric == metric[record.task]]
+
+    axes = tuple(axis for axis in AXES if len({getattr(record, axis) for record in shown}) > 1)
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record in shown:
+        groups[tuple(getattr(record, axis) for axis in AXES)].append(record)
+    tasks = tuple(metric)
+    rows: list[Row] = []
+    conflicts: list[str] = []
+    for members in groups.values():
+        group = tuple(getattr(members[0], axis) for axis in axes)
+        rows += _group_rows(group, members, tasks, conflicts)
+    notes = (*_notes(split, rows, metric, sorted({record.metric for record in of_split})), *conflicts)
+    return Table(axes, tasks, tuple(rows), split, notes)
+
+
+def _group_rows(group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...],
+                conflicts: list[str]) -> list[Row]:
+    names = _distinct_labels(members)
+    by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
+    for record in members:
+        label = names.get((record.label, record.model_key), record.label)
+        by_row[KINDS.index(record.kind), label].append(record)
+    needed = {record.task for record in members}
+    rows = []
+    for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
+        rows.append(_row(group, KINDS[kind], label, of_row, tasks, needed, conflicts))
+    return _mark_best(rows)
+
+
+def _distinct_labels(members: Sequence[Record]) -> dict[tuple[str, str], str]:
+    """Labels by (label, model key) for mergers that ran more than once under one label with one seed.
+
+    They are told apart by their coefficients if these differ, else by the model's key.
+    """
+    runs: dict[tuple[str, int], dict[str, float | None]] = defaultdict(dict)
+    for record in members:
+        if record.kind == "merged":
+            runs[record.label, record.seed][record.model_key] = record.coefficient
+    ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
+    by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
+    return {(label, key): f"{label} ({key[:8]})" if label in by_key or coefficient is None
+            else f"{label} (α={coefficient:g})"
+            for (label, _), models in runs.items() if label in ambiguous
+            for key, coefficient in models.items()}
+
+
+def _row(group: tuple[str, ...], kind: str, label: str, of_row: Sequence[Record], tasks: tuple[str, ...],
+         needed: set[str], conflicts: list[str]) -> Row:
+    cells: dict[str, dict[int, Record]] = {task: {} for task in tasks}
+    conflicts += [f"{' / '.join((*group, label))}, {record.task}, seed {record.seed}: several evaluations "
+                  "differ in something no axis names; the first is shown." for record in of_row
+                  if cells[record.task].setdefault(record.seed, record) is not record]
+    seeds = sorted({record.seed for record in of_row})
+    complete = [[cells[task][seed] for task in tasks if task in needed] for seed in seeds
+                if all(seed in cells[task] for task in needed)]
+    ratios = [[record.normalised for record in members] for members in complete]
+    return Row(
+        group, label, kind,
+        cells=(*(_cell([record.value for record in of_task.values()]) for of_task in cells.values()),
+               _cell([mean(record.value for record in members) for members in complete]),
+               _cell([mean(known) for members in ratios
+                      if len(known := [ratio for ratio in members if ratio is not None]) == len(members)])),
+        coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
+        seeds=tuple(seeds),
+    )
+
+
+def _cell(values: Sequence[float]) -> Cell:
+    if not values:
+        return Cell()
+    return Cell(mean(values), stdev(values) if len(values) > 1 else None)
+
+
+def _mark_best(rows: Sequence[Row]) -> list[Row]:
+    merged = [row for row in rows if row.kind == "merged"]
+    if len(merged) < 2:
+        return list(rows)
+    best = [max((round(cell.mean, 3) for cell in column if cell.mean is not None), default=None)
+            for column in zip(*(row.cells for row in merged), strict=True)]
+    return [row if row.kind != "merged" else replace(row, cells=tuple(
+                replace(cell, best=cell.mean is not None and round(cell.mean, 3) == top)
+                for cell, top in zip(row.cells, best, strict=True)))
+            for row in rows]
+
+
+def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
+    if not rows:
+        return ["No evaluation was recorded."]
+    seeds = sorted({seed for row in rows for seed in row.seeds})
+    over = f"; mean ± standard deviation over seeds {_numbers(seeds)}" if len(seeds) > 1 else ""
+    notes = [f"Percent on the {split} split{over}.",
+             "Normalised: the mean over tasks of value ÷ the task's expert on the same split."]
+    if any(row.kind == "joint" for row in rows):
+        notes.append("+joint is trained on all tasks at once: the upper reference.")
+    if any(cell.best for row in rows for cell in row.cells):
+        notes.append("Bold: the best merger of its group in that column.")
+    if len(met) > 1:
+        of_tasks = ", ".join(f"{task} {name}" for task, name in metric.items())
+        others = sorted(set(met) - set(metric.values()))
+        notes.append(f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others
+                                                else ""))
+    notes += [f"{' / '.join((*row.group, row.label))} has only seeds {_numbers(row.seeds)}."
+              for row in rows if list(row.seeds) != seeds]
+    return notes
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def print_table(table: Table, console: "Console | None" = None) -> None:
+    """Print with rich; where the terminal is too narrow for every task, only the means are shown."""
+    from rich.console import Console
+
+    console = console or Console()
+    full = _rich_table(table, table.columns)
+    unlimited = console.options.update(max_width=sys.maxsize)
+    narrow = console.measure(full, options=unlimited).maximum > console.width
+    console.print(_rich_table(table, table.columns[-2:]) if narrow else full)
+    notes = [*table.notes, *(["The terminal is too narrow for the tasks' columns."] if narrow else [])]
+    for note in notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _rich_table(table: Table, columns: Sequence[str]) -> Any:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(header_style="bold")
+    for name in (*table.axes, "model"):
+        drawn.add_column(Text(name), no_wrap=True)
+    for name in (*columns, "coefficient"):
+        drawn.add_column(Text(name), justify="right", no_wrap=True)
+    for row, following in zip(table.rows, (*table.rows[1:], None), strict=True):
+        cells = row.cells[-len(columns):]
+        drawn.add_row(*map(Text, (*row.group, row.label)),
+                      *(Text(cell.text, style="bold green" if cell.best else "") for cell in cells),
+                      Text(row.coefficient), end_section=following is None or following.group != row.group,
+                      style="" if row.kind == "merged" else "dim")
+    return drawn
+
+
+def to_markdown(table: Table) -> str:
+    """A GitHub-flavoured table and its notes; the best merger of a column is bold."""
+    names = len(table.axes) + 1
+    lines = [_line(map(_escape, table.header)),
+             _line(["---"] * names + ["---:"] * (len(table.header) - names))]
+    for row in table.rows:
+        cells = [f"**{cell.text}**" if cell.best else cell.text for cell in row.cells]
+        lines.append(_line([*map(_escape, (*row.group, row.label)), *cells, row.coefficient]))
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in table.notes)]) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _escape(text: str) -> str:
+    for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
+        text = text.replace(character, safe)
+    return text

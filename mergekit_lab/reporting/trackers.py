@@ -1,0 +1,94 @@
+"""Where a run tells of its progress. A stage sees only `Tracker`; which one it is, the config decides."""
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.reporting.records import write_text
+from mergekit_lab.reporting.tables import Table
+
+
+class Tracker:
+    """Tracks nothing: the base of the others, and what a run without a logger uses.
+
+    `start` comes first and `finish` last, also after an error; a tracker may be started again afterwards.
+    """
+
+    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
+              job_type: str | None = None) -> None:
+        """Begin a run that keeps its files under `run_dir`; `config` is the composed one, plain types."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of one step. Names may change between calls; steps need not ascend."""
+
+    def log_summary(self, table: Table) -> None:
+        """The final comparison."""
+
+    def log_figure(self, name: str, path: Path | str) -> None:
+        """A PNG file, already written."""
+
+    def finish(self) -> None:
+        """Flush and close."""
+
+
+class CsvTracker(Tracker):
+    """Writes `metrics.csv` (one row a call, column `step` first) and `leaderboard.csv` (fractions 0..1).
+
+    A metric met later adds a column; rows that lack a metric leave it empty. A run started again in the
+    same folder goes on in the same file.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._columns: list[str] = []
+
+    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
+              job_type: str | None = None) -> None:
+        self._folder = Path(run_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._columns = []
+        path = self._folder / "metrics.csv"
+        if path.exists():
+            self._columns, rows = _read(path)
+            self._rewrite(rows)  # a run killed in mid-line left a row that would swallow the next one
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._folder is None:
+            raise RuntimeError("CsvTracker.log before start")
+        path = self._folder / "metrics.csv"
+        if new := [name for name in ("step", *metrics) if name not in self._columns]:
+            rows = _read(path)[1] if path.exists() else []
+            self._columns += new
+            self._rewrite(rows)
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
+
+    def log_summary(self, table: Table) -> None:
+        if self._folder is None:
+            raise RuntimeError("CsvTracker.log_summary before start")
+        if rows := table.as_rows():
+            write_text(self._folder / "leaderboard.csv", _csv(list(rows[0]), rows))
+
+    def finish(self) -> None:
+        self._folder = None
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        assert self._folder is not None
+        write_text(self._folder / "metrics.csv", _csv(self._columns, rows))
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    return list(reader.fieldnames or ()), rows
+
+
+def _csv(columns: list[str], rows: list[Any]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,163 @@
+"""Tracking with Weights & Biases: the only file that imports it.
+
+A tracker must never cost a run: whatever wandb raises becomes one logged warning, and a run that cannot
+go online goes offline (`wandb sync` uploads it later).
+"""
+
+import logging
+import netrc
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.tables import Table
+from mergekit_lab.reporting.trackers import Tracker
+
+_LOG = logging.getLogger(__name__)
+_MODES = ("online", "offline", "disabled")
+_AXES = ("backbone", "suite", "finetuning", "optimizer", "merger", "mergers", "seed")
+_SECRET = re.compile(r"(^|[._])(api_key|token|password|secret)$", re.IGNORECASE)
+
+
+class WandbTracker(Tracker):
+    """Logs metrics over `step`, the leaderboard as a table, and figures.
+
+    Args:
+        project: W&B project.
+        entity: W&B user or team; None is the account's default.
+        mode: "online", "offline", "disabled", or None: online if wandb is configured to be and a key is
+            found (environment, netrc or settings file), else offline. Nothing ever prompts for a key.
+
+    Offline nothing is sent: wandb's own error reports, which would call its server even then, are
+    switched off unless WANDB_ERROR_REPORTING says otherwise. Raises `InputError` for an unknown mode.
+    """
+
+    def __init__(self, project: str = "mergekit_lab", entity: str | None = None,
+                 mode: str | None = None) -> None:
+        if mode is not None and mode not in _MODES:
+            raise InputError(f"wandb mode {mode!r}: one of {', '.join(_MODES)}, or null")
+        self.project, self.entity, self.mode = project, entity, mode
+        self._run: Any = None
+        self._warned = False
+
+    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
+              job_type: str | None = None) -> None:
+        self._run, self._warned = None, False
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with self._never_fail("start"):
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            import wandb
+
+            arguments: dict[str, Any] = {
+                "project": self.project, "entity": self.entity, "dir": str(run_dir), "name": name,
+                "group": group, "job_type": job_type, "config": flatten(config),
+                "reinit": "create_new",  # a job that failed must not lend its run to the next one
+                "settings": wandb.Settings(console="off"),
+            }
+            mode: Any = self._resolve_mode()
+            try:
+                self._run = wandb.init(mode=mode, **arguments)
+            except Exception as error:
+                if mode != "online":
+                    raise
+                self._warn(f"online start failed ({error}); the run is tracked offline")
+                self._run = wandb.init(mode="offline", **arguments)
+            # wandb drops what is logged to a step lower than the last; every expert starts at 0
+            self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._send("log", {**metrics, "step": step})
+
+    def log_summary(self, table: Table) -> None:
+        if self._run is None:
+            return
+        with self._never_fail("log_summary"):
+            import wandb
+
+            rows = table.as_rows()
+            columns: list[str | int] = list(rows[0]) if rows else []
+            self._run.log({"leaderboard": wandb.Table(
+                columns=columns, data=[[row[str(column)] for column in columns] for row in rows])})
+            for row in table.rows:
+                name = "/".join((*row.group, row.label))
+                self._run.summary[f"{name}/average"] = row.average.mean
+                self._run.summary[f"{name}/normalised"] = row.normalised.mean
+
+    def log_figure(self, name: str, path: Path | str) -> None:
+        if self._run is None:
+            return
+        with self._never_fail("log_figure"):
+            import wandb
+
+            self._run.log({name: wandb.Image(str(path))})
+
+    def finish(self) -> None:
+        if self._run is not None:
+            with self._never_fail("finish"):
+                self._run.finish()
+            self._run = None
+
+    def _send(self, what: str, content: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            with self._never_fail(what):
+                self._run.log(content)
+
+    def _resolve_mode(self) -> str:
+        import wandb
+
+        settings = wandb.setup().settings
+        mode = self.mode or settings.mode
+        if mode != "online" or settings.api_key or _key_outside_settings(settings.base_url):
+            return mode
+        if self.mode == "online":
+            self._warn("mode=online, but no API key is configured; the run is tracked offline")
+        return "offline"
+
+    @contextmanager
+    def _never_fail(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{what} failed: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            _LOG.warning("wandb: %s", message)
+        self._warned = True
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys, the axes of a sweep first; values of keys that name a secret are left out."""
+    leaves = {name: leaf for key, value in config.items() for name, leaf in _leaves(str(key), value)}
+    first = {key: value for axis in _AXES for key, value in leaves.items() if key.split(".")[0] == axis}
+    return {key: value for key, value in {**first, **leaves}.items() if not _SECRET.search(key)}
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{prefix}.{key}", inner)
+    else:
+        yield prefix, value
+
+
+def _key_outside_settings(base_url: str) -> bool:
+    """Where wandb looks besides its settings: an identity token, or the netrc entry of its server."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(base_url).netloc
+    # the entry that `wandb login` wrote before the public service moved is still honoured by wandb
+    hosts = [host, *(["api.wandb.ai"] if host.endswith(".coreweave.com") else [])]
+    candidates = [os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc"]
+    for path in (Path(candidate).expanduser() for candidate in candidates if candidate):
+        try:
+            entries = netrc.netrc(path)
+        except (OSError, netrc.NetrcParseError):
+            continue
+        return any((entries.authenticators(host) or ("", "", ""))[2] for host in hosts)
+    return False

@@ -1,0 +1,234 @@
+"""What all stages of a run share: the objects the configuration names, and the names of its artefacts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.merging import Method
+from mergekit_lab.paths import default_store
+from mergekit_lab.reporting import Timing, Tracker
+from mergekit_lab.stages.config import Search, build
+from mergekit_lab.store import Artefact, Store, content_key
+from mergekit_lab.tasks import Task
+from mergekit_lab.training import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Merger:
+    """One row of the table to come.
+
+    Attributes:
+        label: what it is called.
+        method: the method; where `searched`, its coefficient is still to be chosen.
+        content: the method's configuration as it enters keys.
+        searched: whether validation chooses the coefficient.
+    """
+
+    label: str
+    method: Method
+    content: Mapping[str, Any]
+    searched: bool
+
+
+class Context:
+    """A run's objects and its store.
+
+    Args:
+        cfg: the composed, checked configuration.
+        folder: where the run's report goes.
+        choices: which option of each group was taken; names in records.
+    """
+
+    def __init__(self, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        self.cfg = cfg
+        self.plain: dict[str, Any] = plain
+        self.choices = choices
+        self.folder = folder
+        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
+        self.settings = Settings(**plain["training"])
+        self.search = Search(**plain["search"])
+        self.seed: int = cfg.seed
+        self.backbone = build(cfg.backbone)
+        self.tasks: dict[str, Task] = {name: build(node) for name, node in cfg.suite.tasks.items()}
+        if not self.tasks:
+            raise InputError("the suite has no tasks")
+        self.mergers = self._mergers()
+        self.tracker: Tracker = build(cfg.logger)
+        self.timings: dict[str, Timing] = {}
+        self.made: set[str] = set()
+        self._counts = {"computed": 0, "reused": 0}
+
+    def _mergers(self) -> dict[str, Merger]:
+        nodes = dict(self.cfg.mergers)
+        if self.cfg.merger is not None:
+            nodes = {self.choices.get("merger") or "merger": self.cfg.merger}
+        return {label: self._merger(label, node) for label, node in nodes.items()}
+
+    def _merger(self, label: str, node: DictConfig) -> Merger:
+        plain: Any = OmegaConf.to_container(node, resolve=True)
+        content, open_coefficient = _without_null_coefficient(plain)
+        method = build(content)
+        if not isinstance(method, Method):
+            raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
+        return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
+
+    @property
+    def device(self) -> torch.device:
+        """Where evaluation, curvature and merging happen."""
+        if self.cfg.device != "auto":
+            return torch.device(self.cfg.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    # --- parts of the backbone ------------------------------------------------------------------------
+
+    @cached_property
+    def encoder(self) -> nn.Module:
+        """One image encoder for all evaluations; its weights are whatever was loaded last."""
+        encoder: nn.Module = self.backbone.image_encoder()
+        return encoder.to(self.device)
+
+    @cached_property
+    def base_state(self) -> dict[str, Tensor]:
+        """`θ0`, on the CPU."""
+        return {n: t.detach().cpu().clone() for n, t in self.backbone.image_encoder().state_dict().items()}
+
+    def head(self, task: str) -> Tensor:
+        """The frozen zero-shot head of a task, `[C, D]`."""
+        if task not in self._heads:
+            self._heads[task] = self.backbone.zero_shot_head(
+                self.tasks[task].classes, self.tasks[task].templates
+            )
+        return self._heads[task]
+
+    @cached_property
+    def _heads(self) -> dict[str, Tensor]:
+        return {}
+
+    # --- what things are called in the store ------------------------------------------------------------
+
+    @cached_property
+    def backbone_content(self) -> dict[str, str]:
+        return dict(self.backbone.identity())
+
+    def fingerprint(self, task: str) -> str:
+        return self.tasks[task].fingerprint()
+
+    def _training_content(self, settings: Settings) -> dict[str, Any]:
+        return {
+            "backbone": self.backbone_content,
+            "finetuning": self.plain["finetuning"],
+            "optimizer": self.plain["optimizer"],
+            "training": {name: getattr(settings, name) for name in self.plain["training"]},
+            "seed": self.seed,
+        }
+
+    def expert_content(self, task: str) -> dict[str, Any]:
+        return self._training_content(self.settings) | {"task": task, "data": self.fingerprint(task)}
+
+    @property
+    def joint_settings(self) -> Settings:
+        """As many steps as all experts together."""
+        return replace(self.settings, steps=self.settings.steps * len(self.tasks))
+
+    def joint_content(self) -> dict[str, Any]:
+        data = {task: self.fingerprint(task) for task in self.tasks}
+        return self._training_content(self.joint_settings) | {"tasks": list(data), "data": data}
+
+    def fisher_content(self, task: str) -> dict[str, Any]:
+        curvature = {k: v for k, v in self.plain["curvature"].items() if k != "chunk"}
+        return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
+
+    def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:
+        experts = {task: content_key(self.expert_content(task)) for task in self.tasks}
+        content = {
+            "base": self.backbone_content,
+            "order": list(experts),
+            "experts": experts,
+            "method": method,
+        }
+        if merger.method.side_inputs:
+            content["fishers"] = {task: content_key(self.fisher_content(task)) for task in self.tasks}
+        return content
+
+    def search_content(self, merger: Merger) -> dict[str, Any]:
+        data = {task: self.fingerprint(task) for task in self.tasks}
+        return self.merge_content(merger, merger.content) | {"data": data, "grid": self.search.coefficients}
+
+    # --- artefacts --------------------------------------------------------------------------------------
+
+    def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artefact:
+        """`Store.obtain`, counted for the stage in progress."""
+        artefact = self.store.obtain(kind, content, make)
+        self._counts["reused" if artefact.reused else "computed"] += 1
+        if not artefact.reused:
+            self.made.add(artefact.key)
+        return artefact
+
+    def expert(self, task: str) -> Artefact:
+        return self.made_earlier("experts", self.expert_content(task), f"the expert of {task}", "finetune")
+
+    def fisher(self, task: str) -> Artefact:
+        return self.made_earlier("fishers", self.fisher_content(task), f"the Fisher of {task}", "curvature")
+
+    def made_earlier(self, kind: str, content: Mapping[str, Any], what: str, stage: str) -> Artefact:
+        found = self.store.find(kind, content)
+        if found is None:
+            raise InputError(f"{what} is not in the store {self.store.root}: run stage={stage} first")
+        return found
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Record a stage's seconds, and how many of its artefacts were made."""
+        begun = time.monotonic()
+        self._counts = {"computed": 0, "reused": 0}
+        yield
+        self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
+        log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
+                 self._counts["computed"], self._counts["reused"])  # fmt: skip
+
+
+def _without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
+    kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
+    found = len(kept) < len(node)
+    if isinstance(kept.get("inner"), dict):
+        kept["inner"], inner_found = _without_null_coefficient(kept["inner"])
+        found = found or inner_found
+    return kept, found
+
+
+def load_state(artefact: Artefact, name: str = "model.safetensors") -> dict[str, Tensor]:
+    """All tensors of an artefact's file."""
+    checkpoint = open_checkpoint(artefact.file(name), f"{artefact.kind} {artefact.key}")
+    return {tensor: checkpoint[tensor] for tensor in checkpoint}
+
+
+def stage_list(cfg: DictConfig, known: Mapping[str, Any]) -> list[str]:
+    """The stages asked for, `stage=X` before `stages=[…]`.
+
+    Raises:
+        InputError: an unknown stage.
+    """
+    wanted = [cfg.stage] if cfg.stage else list(cfg.stages)
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"there is no stage {name!r}{suggestion(name, known)}")
+    if not wanted:
+        raise InputError(f"stages is empty; known: {listing(known)}")
+    return wanted

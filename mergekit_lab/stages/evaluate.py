@@ -1,0 +1,111 @@
+"""Stage evaluate: every model of the run on the test split of every task, into the store.
+
+The test split is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from mergekit_lab.evaluation import accuracy
+from mergekit_lab.stages.context import Context, Merger, load_state
+from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.tasks import Part
+
+log = logging.getLogger(__name__)
+
+METRIC = "accuracy"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is evaluated.
+
+    Attributes:
+        kind: "zero_shot", "expert", "joint" or "merged".
+        key: its key in the store.
+        tasks: what it is evaluated on.
+        state: loads its weights.
+        merger: the merger that made it.
+    """
+
+    kind: str
+    key: str
+    tasks: tuple[str, ...]
+    state: Callable[[], dict[str, Tensor]]
+    merger: Merger | None = None
+
+    @staticmethod
+    def expert(run: Context, task: str) -> Subject:
+        artefact = run.expert(task)
+        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact))
+
+
+def subjects(run: Context) -> Iterator[Subject]:
+    """Every model of the run, in the order of the table."""
+    from mergekit_lab.stages.merge import merged_content
+
+    tasks = tuple(run.tasks)
+    yield Subject("zero_shot", content_key({"base": run.backbone_content}), tasks, lambda: run.base_state)
+    for task in tasks:
+        yield Subject.expert(run, task)
+    for merger in run.mergers.values():
+        merged = run.made_earlier(
+            "merged", merged_content(run, merger), f"the model of {merger.label}", "merge"
+        )
+        yield Subject("merged", merged.key, tasks, _loader(merged), merger)
+    if run.cfg.joint:
+        joint = run.made_earlier("joint", run.joint_content(), "the joint model", "finetune")
+        yield Subject("joint", joint.key, tasks, _loader(joint))
+
+
+def _loader(artefact: Artefact) -> Callable[[], dict[str, Tensor]]:
+    return lambda: load_state(artefact)
+
+
+def evaluation_content(run: Context, subject: Subject, task: str, part: Part) -> dict[str, Any]:
+    return {
+        "model": subject.key,
+        "base": run.backbone_content,
+        "task": task,
+        "data": run.fingerprint(task),
+        "split": part,
+        "metric": METRIC,
+    }
+
+
+def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
+    """A model's accuracy on one part of one task, as an artefact: `info["value"]`."""
+
+    def make(_: Any) -> Mapping[str, Any]:
+        split = run.tasks[task].split(part)
+        run.encoder.load_state_dict(subject.state())
+        value = accuracy(
+            run.encoder, run.head(task), split.images, split.labels, batch_size=run.cfg.evaluation_batch_size
+        )
+        return {"value": value, "images": len(split), "peak_memory_bytes": _peak_memory(run.device)}
+
+    return run.obtain("evaluations", evaluation_content(run, subject, task, part), make)
+
+
+def stage_evaluate(run: Context) -> None:
+    cells = [(subject, task) for subject in subjects(run) for task in subject.tasks]
+    for subject, task in track(cells, "evaluating", disable=not run.cfg.progress, transient=True):
+        evaluate(run, subject, task, "test")
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: the device's own peak on CUDA, else the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

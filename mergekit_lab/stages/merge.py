@@ -1,0 +1,117 @@
+"""Stage merge: each merger's coefficient chosen on validation, and its model, into the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from mergekit_lab.checkpoints import write_tensors
+from mergekit_lab.evaluation import Candidate, accuracy, best_candidate, normalised
+from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.evaluate import Subject, evaluate
+from mergekit_lab.store import Artefact
+from mergekit_lab.store.store import Workplace
+
+log = logging.getLogger(__name__)
+
+
+def stage_merge(run: Context) -> None:
+    if not run.mergers:
+        log.info("merge: this run names no merger; set merger=NAME")
+    for label, merger in run.mergers.items():
+        if merger.searched:
+            found = search(run, merger).info
+            log.info(
+                "%s: the best of %d coefficients keeps %.1f %% of the experts' accuracy on validation",
+                label,
+                len(found["curve"]),
+                100 * found["normalised"],
+            )
+        merged = run.obtain("merged", merged_content(run, merger), _maker(run, merger))
+        alpha = chosen_coefficient(run, merger)
+        how = "found in the store" if merged.reused else f"{merged.info['wall_seconds']:.1f} s"
+        log.info("%s: %s%s", label, how, "" if alpha is None else f", coefficient {alpha:g}")
+
+
+def search(run: Context, merger: Merger) -> Artefact:
+    """The validation curve of a merger, as an artefact: `info["curve"]` and `info["coefficient"]`."""
+    return run.obtain("searches", run.search_content(merger), lambda place: _search(run, merger))
+
+
+def chosen_coefficient(run: Context, merger: Merger) -> float | None:
+    """The merger's coefficient: the searched one, else the method's own; None where it has none."""
+    if merger.searched:
+        return float(
+            run.made_earlier("searches", run.search_content(merger), merger.label, "merge").info["coefficient"]
+        )
+    return _own_coefficient(merger.method)
+
+
+def _own_coefficient(method: Method) -> float | None:
+    inner = getattr(method, "inner", None)
+    if inner is not None:
+        return _own_coefficient(inner)
+    return method.scale if hasattr(method, "coefficient") else None
+
+
+def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
+    """What names the merged model: everything that decides it, the chosen coefficient included."""
+    chosen = {"coefficient": chosen_coefficient(run, merger)} if merger.searched else {}
+    return run.merge_content(merger, merger.content) | chosen
+
+
+def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) -> dict[str, Any]:
+    experts: dict[str, Path] = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
+    fishers = (
+        {task: run.fisher(task).file("fisher.safetensors") for task in run.tasks}
+        if method.side_inputs
+        else None
+    )
+    return merge_state_dicts(run.base_state, experts, method, fishers=fishers, device=run.device, notes=notes)
+
+
+def _maker(run: Context, merger: Merger) -> Any:
+    def make(place: Workplace) -> Mapping[str, Any]:
+        alpha = chosen_coefficient(run, merger)
+        method = merger.method.at(alpha) if merger.searched and alpha is not None else merger.method
+        notes: dict[str, dict[str, object]] = {}
+        write_tensors(place.out / "model.safetensors", _merge(run, method, notes))
+        (place.out / "notes.json").write_text(json.dumps(notes, indent=1))
+        return {"method": repr(method), "coefficient": alpha}
+
+    return make
+
+
+def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
+    """Merge once, at coefficient 1; every candidate is then one pass of arithmetic, and one evaluation."""
+    experts = {
+        task: float(evaluate(run, Subject.expert(run, task), task, "validation").info["value"])
+        for task in run.tasks
+    }
+    unit = _merge(run, merger.method.at(1.0), {})
+    moved = {n: t for n, t in unit.items() if t.is_floating_point()}
+    delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in moved.items()}
+    base = {n: run.base_state[n].double().to(run.device) for n in moved}
+    encoder, curve = run.encoder, []
+    grid = run.search.coefficients
+    for alpha in track(grid, f"coefficient of {merger.label}", disable=not run.cfg.progress, transient=True):
+        candidate = {n: (base[n] + alpha * delta[n]).to(moved[n].dtype) for n in moved}
+        encoder.load_state_dict(unit | candidate)
+        values = {}
+        for name, task in run.tasks.items():
+            split = task.split("validation")
+            values[name] = accuracy(
+                encoder, run.head(name), split.images, split.labels, batch_size=run.cfg.evaluation_batch_size
+            )
+        curve.append(Candidate(alpha, values, normalised(values, experts)))
+    best = best_candidate(curve)
+    points: list[dict[str, Any]] = [
+        {"coefficient": c.coefficient, "normalised": c.normalised, "values": dict(c.values)} for c in curve
+    ]
+    return {"coefficient": best.coefficient, "normalised": best.normalised, "curve": points}

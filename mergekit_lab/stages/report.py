@@ -1,0 +1,113 @@
+"""Stage report: the records of the run, from the store, and every view of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import Record, compare, print_table, write_report
+from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.evaluate import METRIC, Subject, evaluation_content, subjects
+from mergekit_lab.stages.finetune import CURVE
+from mergekit_lab.stages.merge import chosen_coefficient
+from mergekit_lab.store import Artefact
+
+log = logging.getLogger(__name__)
+
+
+def stage_report(run: Context) -> None:
+    records = collect(run)
+    curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
+    if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):
+        curves["+joint"] = json.loads(joint.file(CURVE).read_text())
+    paths = write_report(
+        run.folder,
+        records,
+        curves=curves,
+        searches=_searches(run),
+        config_yaml=OmegaConf.to_yaml(run.cfg),
+        timings=run.timings,
+        title=f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts",
+    )
+    run.tracker.log_summary(paths.table)
+    for figure in paths.figures:
+        run.tracker.log_figure(figure.stem, figure)
+    print_table(paths.table)
+    reused = sum(record.reused for record in records)
+    log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
+    log.info("table %s\nreport %s", paths.summary, paths.html)
+
+
+def collect(run: Context) -> list[Record]:
+    """One record a (model, task), all from artefacts.
+
+    Raises:
+        InputError: an evaluation is missing.
+    """
+    cells: list[tuple[Subject, str, Artefact]] = []
+    for subject in subjects(run):
+        for task in subject.tasks:
+            content = evaluation_content(run, subject, task, "test")
+            found = run.store.find("evaluations", content)
+            if found is None:
+                raise InputError(f"{subject.kind} is not evaluated on {task}: run stage=evaluate first")
+            cells.append((subject, task, found))
+    expert = {task: a.info["value"] for s, task, a in cells if s.kind == "expert"}
+    zero_shot = {task: a.info["value"] for s, task, a in cells if s.kind == "zero_shot"}
+    return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
+
+
+def _record(
+    run: Context, subject: Subject, task: str, found: Artefact, expert_value: float, zero_shot_value: float
+) -> Record:
+    return Record(
+        backbone=run.choices["backbone"],
+        suite=run.plain["suite"]["name"],
+        finetuning=run.choices["finetuning"],
+        optimizer=run.choices["optimizer"],
+        kind=subject.kind,
+        merger=subject.merger.label if subject.merger else None,
+        coefficient=chosen_coefficient(run, subject.merger) if subject.merger else None,
+        task=task,
+        split="test",
+        metric=METRIC,
+        value=found.info["value"],
+        expert_value=expert_value,
+        zero_shot_value=zero_shot_value,
+        seed=run.seed,
+        wall_seconds=found.info["wall_seconds"],
+        peak_memory_bytes=found.info["peak_memory_bytes"],
+        model_key=subject.key,
+        evaluation_key=found.key,
+        reused=found.key not in run.made,
+    )
+
+
+def _searches(run: Context) -> dict[str, list[dict[str, Any]]]:
+    result = {}
+    for label, merger in run.mergers.items():
+        found = run.store.find("searches", run.search_content(merger)) if merger.searched else None
+        if found:
+            chosen = found.info["coefficient"]
+            result[label] = [
+                {
+                    "coefficient": p["coefficient"],
+                    "normalised": p["normalised"],
+                    "chosen": p["coefficient"] == chosen,
+                }
+                for p in found.info["curve"]
+            ]
+    return result
+
+
+def report_sweep(folders: Iterable[Path], out: Path) -> None:
+    """One comparison over the jobs of a sweep; jobs that failed are listed."""
+    paths = compare(folders, out, title="Comparison of a sweep")
+    print_table(paths.table)
+    log.info("comparison %s\nreport %s", paths.summary, paths.html)

@@ -1,0 +1,104 @@
+import struct
+
+import pytest
+
+from mergekit_lab.reporting import comparison_table, plots
+
+CURVE = [{"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
+         {"step": 10, "train_loss": 1.0},
+         {"step": 20, "train_loss": 0.5, "val_loss": 0.7, "val_accuracy": 0.8}]
+SEARCH = [{"coefficient": 0.5, "normalised": 0.9, "chosen": True},
+          {"coefficient": 0.1, "normalised": 0.7, "chosen": False}]
+
+
+def size(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert content[12:16] == b"IHDR"
+    return struct.unpack(">II", content[16:24])
+
+
+@pytest.mark.parametrize(("tasks", "mergers", "optimizers"), [(1, 1, 1), (20, 15, 1), (2, 3, 4), (3, 0, 1)])
+def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizers):
+    table = comparison_table(study(tasks, mergers, optimizers))
+    heat_maps = plots.heat_maps(table, tmp_path)
+    assert len(heat_maps) == optimizers
+    assert all(size(path)[0] >= 5 * plots.DPI for path in heat_maps)
+    bars = plots.merger_figures(table, tmp_path)
+    assert [path.name for path in bars] == (["mergers.png"] if mergers else [])
+    assert all(size(path)[1] > 40 * mergers for path in bars)
+
+
+def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
+    records = [record(merger="_$x^{$ <b>", task="a"),
+               record(merger="m" * 90, task="$\\frac{$", optimizer="../x"),
+               record(merger="m" * 90, task="b", expert_value=None, optimizer="../x")]
+    table = comparison_table(records)
+    paths = [*plots.heat_maps(table, tmp_path), *plots.merger_figures(table, tmp_path),
+             *plots.coefficient_figures({"": {"_$x^{$": SEARCH}}, table.mergers, tmp_path),
+             *plots.training_figures({"$_{": {"_a$": CURVE}}, tmp_path)]
+    assert [path.name for path in paths] == ["heatmap-1-adamw.png", "heatmap-2-x.png", "mergers.png",
+                                             "coefficients.png", "training.png"]
+    assert all(size(path)[0] < 2600 for path in paths)
+
+
+def test_many_curves_are_spread_over_files_of_a_dozen(tmp_path):
+    curves = {f"expert{number}": CURVE for number in range(20)}
+    paths = plots.training_figures({"": curves}, tmp_path)
+    assert [path.name for path in paths] == ["training-1.png", "training-2.png"]
+
+
+def test_each_group_has_its_own_curves(tmp_path):
+    paths = plots.training_figures({"": {"one": CURVE[1:2]}, "b": {"one": CURVE}}, tmp_path)
+    assert [path.name for path in paths] == ["training-1.png", "training-2-b.png"]
+
+
+def test_nothing_to_show_makes_no_file(tmp_path):
+    table = comparison_table([])
+    assert not plots.heat_maps(table, tmp_path)
+    assert not plots.merger_figures(table, tmp_path)
+    assert not plots.training_figures({"": {"a": []}}, tmp_path)
+    assert not plots.coefficient_figures({"": {}}, (), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_merger_keeps_its_colour_when_others_have_no_search(tmp_path, monkeypatch):
+    drawn = {}
+    original = plots._search
+
+    def spy(axes, points, place):
+        line = original(axes, points, place)
+        drawn[place] = line.get_color()
+        return line
+
+    monkeypatch.setattr(plots, "_search", spy)
+    plots.coefficient_figures({"sam": {"c": SEARCH}, "adamw": {"a": SEARCH, "c": SEARCH}}, ("a", "b", "c"),
+                              tmp_path)
+    assert drawn == {0: plots._COLOURS[0], 2: plots._COLOURS[2]}
+
+
+def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice():
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    line = plots._search(axes, SEARCH, 0)
+    assert list(line.get_xdata()) == [0.1, 0.5]
+    ring = axes.lines[1]
+    assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([0.5], [0.9])
+
+
+def test_every_label_is_in_the_legend_a_long_one_shortened():
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure()
+    plots._legend(figure, [Line2D([], [])] * 2, ["_x", "m" * 40])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_x", "m" * 27 + "…"]
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path, study):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plots.merger_figures(comparison_table(study(1, 1)), tmp_path)
+    assert dict(matplotlib.rcParams) == before

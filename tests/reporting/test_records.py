@@ -1,0 +1,90 @@
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import deduplicate, read_records, write_records
+from mergekit_lab.reporting.records import write_text
+
+
+def test_written_records_are_read_back_equal(tmp_path, study):
+    odd = replace(study(1, 1)[0], task="tâche \"x\"\n", reused=True)
+    records = [*study(tasks=2, mergers=2, seeds=2), odd]
+    write_records(tmp_path / "deep" / "records.jsonl", records)
+    assert read_records(tmp_path / "deep" / "records.jsonl") == records
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["records.jsonl"]
+
+
+def test_a_failed_write_keeps_the_previous_file_and_leaves_no_temporary_one(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.txt", "before")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_text(tmp_path / "a.txt", "after")
+    assert (tmp_path / "a.txt").read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_normalised_is_value_over_expert_value(record):
+    assert record(value=0.6, expert_value=0.8).normalised == pytest.approx(0.75)
+    assert record(expert_value=None).normalised is None
+    assert record(expert_value=0.0).normalised is None
+
+
+@pytest.mark.parametrize(("kind", "label"), [("zero_shot", "zero-shot"), ("expert", "experts"),
+                                             ("joint", "+joint"), ("merged", "ties")])
+def test_row_labels(record, kind, label):
+    assert record(kind=kind).label == label
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"kind": "merge"}, "unknown kind 'merge'; did you mean 'merged'"),
+    ({"merger": None}, "kind 'merged' with merger None"),
+    ({"value": 85.3}, "value is 85.3; values are fractions"),
+    ({"expert_value": float("nan")}, "expert_value is nan"),
+    ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),
+])
+def test_impossible_records_are_refused(record, changes, message):
+    with pytest.raises(InputError, match=message):
+        replace(record(), **changes)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda entry: "{broken", "line 2: Expecting property name"),
+    (lambda entry: "[1]", "line 2: a record is a JSON object, not list"),
+    (lambda entry: json.dumps({**entry, "sed": 1}), "line 2: unknown fields sed; did you mean 'seed'"),
+    (lambda entry: json.dumps({k: v for k, v in entry.items() if k != "task"}),
+     "line 2: missing fields task"),
+    (lambda entry: json.dumps({**entry, "seed": "0"}), "line 2: field 'seed' is '0', not int"),
+    (lambda entry: json.dumps({**entry, "seed": True}), "line 2: field 'seed' is True, not int"),
+    (lambda entry: json.dumps({**entry, "coefficient": "a"}), "'coefficient' is 'a', not float or null"),
+    (lambda entry: json.dumps({**entry, "value": 2}), "line 2: record of task 'dtd': value is 2"),
+])
+def test_a_broken_line_is_named_with_file_and_line(tmp_path, record, change, message):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(asdict(record())) + "\n" + change(asdict(record())) + "\n")
+    with pytest.raises(InputError, match=message) as caught:
+        read_records(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_whole_number_is_read_where_a_float_is_meant(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps({**asdict(record()), "value": 1}))
+    assert read_records(path)[0].value == 1
+
+
+def test_a_missing_file_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_records(tmp_path / "none.jsonl")
+
+
+def test_duplicates_keep_the_computed_copy_in_place_of_the_reused_one(record):
+    first, other = record(task="a", reused=True, wall_seconds=0.0), record(task="b")
+    computed = record(task="a", wall_seconds=9.0)
+    assert deduplicate([first, other, computed, first]) == [computed, other]
+
+
+def test_one_evaluation_listed_under_two_optimizers_stays_in_both(record):
+    shared = [record(kind="zero_shot", optimizer=name, evaluation_key="same") for name in ("adamw", "sam")]
+    assert deduplicate(shared) == shared

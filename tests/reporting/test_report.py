@@ -1,0 +1,212 @@
+import base64
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from mergekit_lab.reporting import (
+    Failure,
+    Timing,
+    compare,
+    comparison_table,
+    read_records,
+    write_records,
+    write_report,
+)
+from mergekit_lab.reporting.html import cache_sentence, duration
+
+CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
+SEARCHES = {"merger0": [{"coefficient": 0.1, "normalised": 0.7, "chosen": True}]}
+EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
+
+
+def report(folder, records, **changes):
+    arguments = {"curves": CURVES, "searches": SEARCHES, "config_yaml": "seed: 0\n", "title": "A run",
+                 "timings": {"finetune": Timing(61.0, computed=1, reused=2)}}
+    return write_report(folder, records, **{**arguments, **changes})
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, the text of every table cell, and unbalanced tags."""
+
+    void = ("meta", "img")
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.rows, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.void:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and {"td", "th"} & set(self.open) and "unseen" not in str(self.elements[-1]):
+            self.rows[-1][-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, study):
+    return report(tmp_path_factory.mktemp("run"), study(tasks=2, mergers=2))
+
+
+def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, study):
+    folder = written.html.parent
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "curves.json", "figures/coefficients.png", "figures/heatmap.png", "figures/mergers.png",
+        "figures/training.png", "records.jsonl", "report.html", "searches.json", "summary.md", "timings.json"]
+    assert read_records(written.records) == study(tasks=2, mergers=2)
+    assert json.loads((folder / "timings.json").read_text()) == {
+        "finetune": {"seconds": 61.0, "computed": 1, "reused": 2}}
+
+
+def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
+    text = written.summary.read_text()
+    assert "Experts of 2 tasks (task0, task1) on ViT-B-32, trained with full fine-tuning" in text
+    best = next(row for row in written.table.rows if row.label == "merger1")
+    assert f"The best, merger1, reaches {best.normalised.text} % of its experts' accuracy" in text
+    assert "finetune: 1 min 01 s, 1 computed, 2 reused" in text
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(written):
+    page = Page(written.html.read_text())
+    assert not page.open
+    assert not re.findall(r"(?:src|href)=\"(?!data:image/png;base64,)", written.html.read_text())
+    assert not page.all("link")
+    assert "default-src 'none'" in page.all("meta")[2]["content"]
+
+
+def test_the_page_embeds_every_figure_with_a_text_for_it(written):
+    images = Page(written.html.read_text()).all("img")
+    embedded = [base64.b64decode(image["src"].split(",")[1]) for image in images]
+    assert embedded == [path.read_bytes() for path in written.figures]
+    assert all(image["alt"] for image in images)
+
+
+def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
+    rows = Page(written.html.read_text()).rows
+    assert rows[0] == ["model", "average", "normalised", "coefficient", "task0", "task1"]
+    for shown, row in zip(rows[1:], written.table.rows, strict=False):
+        assert shown == [row.label, row.average.text, row.normalised.text, row.coefficient,
+                         *(cell.text for cell in row.cells[:2])]
+
+
+def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
+    page = Page(written.html.read_text())
+    assert len(page.all("button")) == len(written.table.header)
+    assert [th["aria-sort"] for th in page.all("th") if "aria-sort" in th] == ["none"] * 6
+    sortable = [td["data-value"] for td in page.all("td") if "data-value" in td]
+    assert float(sortable[0]) == written.table.rows[0].average.mean
+
+
+def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, record):
+    names = dict.fromkeys(("backbone", "suite", "finetuning", "task", "merger"), EVIL)
+    paths = report(tmp_path, [record(**names, optimizer=EVIL), record(**names, optimizer="sam")], title=EVIL,
+                   config_yaml=EVIL, timings={EVIL: Timing(1.0)}, failures=[Failure(EVIL, EVIL, (EVIL,))],
+                   curves={EVIL: CURVES["task0"]}, searches={EVIL: SEARCHES["merger0"]})
+    text = paths.html.read_text()
+    page = Page(text)
+    assert len(page.all("script")) == text.count("</script>") == 1
+    assert all("onerror" not in attributes for _, attributes in page.elements)
+    assert len(page.all("img")) == len(paths.figures)
+    assert page.rows[1][1] == EVIL
+    assert "<img" not in paths.summary.read_text().split("| --- |")[1].split("## ")[0]
+
+
+def test_failures_and_configuration_are_on_the_page(tmp_path, study):
+    text = report(tmp_path, study(1, 1), config_yaml="optimizer: sam", failures=[
+        Failure("job 3", "out of memory\nat step 9", ("optimizer=sam",))]).html.read_text()
+    assert "<pre>out of memory\nat step 9</pre>" in text
+    assert "<code>optimizer=sam</code>" in text
+    assert "<summary>Configuration</summary><pre>optimizer: sam</pre>" in text
+
+
+def test_a_report_of_nothing_is_still_written(tmp_path):
+    paths = report(tmp_path, [], curves={}, searches={}, timings={}, config_yaml="")
+    assert paths.figures == ()
+    assert "No evaluation was recorded." in paths.html.read_text()
+
+
+def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(tmp_path, study):
+    report(tmp_path, study(1, 1, optimizers=2))
+    (tmp_path / "figures" / "landscape.png").write_bytes(b"")
+    report(tmp_path, study(1, 1), searches={})
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        "heatmap.png", "landscape.png", "mergers.png", "training.png"]
+
+
+def test_the_cache_sentence_counts_what_was_reused(record):
+    sentence = cache_sentence([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
+    assert sentence == ("1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
+                        "The largest memory peak was 1.00 GiB.")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.6, "1 h 00 min"),
+    (7620, "2 h 07 min")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_path, study):
+    records = study(tasks=2, mergers=2, seeds=2)
+    for seed in range(2):
+        report(tmp_path / f"seed{seed}", [r for r in records if r.seed == seed], curves={}, searches={})
+    for name in ("crashed", "empty", "broken", "odd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "crashed" / "failure.json").write_text(
+        json.dumps({"overrides": ["optimizer=sam", "seed=3"], "error": "CUDA out of memory"}))
+    (tmp_path / "crashed" / "records.jsonl").write_text((tmp_path / "seed0" / "records.jsonl").read_text())
+    (tmp_path / "broken" / "records.jsonl").write_text("{\n")
+    write_records(tmp_path / "odd" / "records.jsonl", study(1, 1))
+    (tmp_path / "odd" / "timings.json").write_text('{"merge": {"hours": 1}}')
+    dirs = [tmp_path / name for name in ("seed0", "crashed", "empty", "seed1", "broken", "none", "odd")]
+    together = compare(dirs, tmp_path / "all", title="All", failures=[Failure("job 9", "killed")])
+
+    assert together.table == comparison_table(records)
+    assert read_records(together.records) == records
+    text = together.summary.read_text()
+    assert "- job 9 : killed" in text
+    assert f"- {tmp_path / 'crashed'} optimizer=sam seed=3: CUDA out of memory" in text
+    assert f"- {tmp_path / 'empty'} : no records.jsonl" in text
+    assert "broken/records.jsonl, line 1: Expecting property name" in text
+    assert f"- {tmp_path / 'none'} : no such folder" in text
+    assert f"- {tmp_path / 'odd'} : " in text
+    assert "6 failures: see the list." in text
+    assert "finetune: 2 min 02 s, 2 computed, 4 reused" in text
+
+
+def test_a_comparison_draws_the_curves_of_each_group_once(tmp_path, study):
+    records = study(tasks=1, mergers=2, optimizers=2)
+    for number, record in enumerate(r for r in records if r.kind == "merged"):
+        report(tmp_path / str(number), [record], searches={record.merger: SEARCHES["merger0"]})
+    names = [path.name for path in compare([tmp_path / str(n) for n in range(4)], tmp_path / "all").figures]
+    assert [name for name in names if name.startswith("training")] == ["training-1-optimizer0.png",
+                                                                      "training-2-optimizer1.png"]
+
+
+def test_a_comparison_of_failures_only_is_written(tmp_path):
+    paths = compare([tmp_path / "a"], tmp_path / "all")
+    assert "1 failure: see the list." in paths.summary.read_text()
+    assert "no such folder" in paths.html.read_text()
+
+
+def test_importing_the_room_loads_no_heavy_package():
+    code = ("import sys, mergekit_lab.reporting; "
+            "print([m for m in ('rich', 'matplotlib', 'wandb', 'torch', 'numpy') if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True).stdout.strip() == "[]"

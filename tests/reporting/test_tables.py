@@ -1,0 +1,188 @@
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import Cell, comparison_table, print_table, to_markdown
+
+
+def small(record, **changes):
+    """Two tasks, experts .8 and .5; ties is better on dtd and in the mean, average on svhn."""
+    values = {"zero_shot": (0.4, 0.2), "expert": (0.8, 0.5), "ties": (0.6, 0.3), "average": (0.5, 0.35),
+              "joint": (0.8, 0.4)}
+    records = []
+    for name, pair in values.items():
+        for task, value, expert, zero_shot in zip(("dtd", "svhn"), pair, (0.8, 0.5), (0.4, 0.2), strict=True):
+            kind = name if name in ("zero_shot", "expert", "joint") else "merged"
+            records.append(record(kind=kind, merger=name, task=task, value=value, expert_value=expert,
+                                  zero_shot_value=zero_shot, **changes))
+    return records
+
+
+def row_of(table, label, *group):
+    return next(row for row in table.rows if row.label == label and row.group == group)
+
+
+def test_markdown_of_a_small_study(record):
+    table = comparison_table(small(record))
+    assert to_markdown(table) == """\
+| model | dtd | svhn | average | normalised | coefficient |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| zero-shot | 40.0 | 20.0 | 30.0 | 45.0 | – |
+| experts | 80.0 | 50.0 | 65.0 | 100.0 | – |
+| ties | **60.0** | 30.0 | **45.0** | **67.5** | 0.3 |
+| average | 50.0 | **35.0** | 42.5 | 66.2 | 0.3 |
+| +joint | 80.0 | 40.0 | 60.0 | 90.0 | – |
+
+- Percent on the test split.
+- Normalised: the mean over tasks of value ÷ the task's expert on the same split.
+- +joint is trained on all tasks at once: the upper reference.
+- Bold: the best merger of its group in that column.
+"""
+
+
+def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
+    ties = row_of(comparison_table(small(record)), "ties")
+    assert ties.normalised.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
+    assert ties.normalised.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))
+
+
+def test_seeds_give_mean_and_sample_standard_deviation(record):
+    by_seed = {0: (0.6, 0.2), 1: (0.62, 0.3), 2: (0.7, 0.4)}
+    table = comparison_table(
+        record(task=task, value=value, expert_value=1.0, seed=seed, coefficient=0.1 * (seed + 1))
+        for seed, pair in by_seed.items() for task, value in zip(("a", "b"), pair, strict=True))
+    row = row_of(table, "ties")
+    assert row.cells[0].mean == pytest.approx(0.64)
+    assert row.cells[0].sd == pytest.approx((0.0016 + 0.0004 + 0.0036) ** 0.5 / 2 ** 0.5)
+    assert row.average.mean == pytest.approx(0.47)
+    assert row.average.sd == pytest.approx((0.07**2 + 0.01**2 + 0.08**2) ** 0.5 / 2 ** 0.5)
+    assert row.cells[0].text == "64.0 ± 5.3"
+    assert row.coefficient == "0.1–0.3"
+    assert "over seeds 0, 1, 2" in table.notes[0]
+
+
+def test_a_missing_task_shows_a_dash_and_takes_the_mean_with_it(record):
+    records = [r for r in small(record) if (r.label, r.task) != ("average", "svhn")]
+    average = row_of(comparison_table(records), "average")
+    assert [cell.text for cell in average.cells] == ["50.0", "–", "–", "–"]
+    assert average.cells[0].best is False
+
+
+def test_a_seed_that_lacks_a_task_is_left_out_of_the_mean_only(record):
+    records = [record(task=task, value=value, seed=seed) for task, seed, value in
+               (("a", 0, 0.2), ("b", 0, 0.4), ("a", 1, 0.8))]
+    row = row_of(comparison_table(records), "ties")
+    assert row.cells[0].mean == pytest.approx(0.5)
+    assert row.average == Cell(pytest.approx(0.3), None)
+
+
+def test_a_row_with_fewer_seeds_than_the_table_is_named(record):
+    records = [*small(record, seed=0), *(r for r in small(record, seed=1) if r.label != "average")]
+    assert "average has only seeds 0." in comparison_table(records).notes
+
+
+def test_axes_with_several_values_group_the_rows_and_others_are_hidden(record):
+    table = comparison_table([*small(record, optimizer="adamw"), *small(record, optimizer="sam")])
+    assert table.axes == ("optimizer",)
+    assert table.groups == (("adamw",), ("sam",))
+    assert table.header[:2] == ("optimizer", "model")
+    assert [row.label for row in table.rows] == ["zero-shot", "experts", "ties", "average", "+joint"] * 2
+
+
+def test_the_best_merger_is_marked_in_each_group_by_itself(record):
+    weak = [replace(r, optimizer="sam", value=r.value / 2) for r in small(record)]
+    table = comparison_table([*small(record), *weak])
+    assert row_of(table, "ties", "adamw").average.best
+    assert row_of(table, "ties", "sam").average.best
+    assert not any(cell.best for row in table.rows if row.kind != "merged" for cell in row.cells)
+
+
+def test_mergers_equal_at_the_shown_precision_are_both_best_and_a_lone_one_is_not(record):
+    pair = [record(merger="a", value=0.5001), record(merger="b", value=0.5004)]
+    assert all(row.average.best for row in comparison_table(pair).rows)
+    assert not comparison_table(pair[:1]).rows[0].average.best
+
+
+def test_a_group_is_averaged_over_its_own_tasks(record):
+    table = comparison_table(record(suite=suite, task=task, value=value) for suite, task, value in
+                             (("one", "a", 0.2), ("two", "a", 0.4), ("two", "b", 0.6)))
+    assert row_of(table, "ties", "one").average.mean == pytest.approx(0.2)
+    assert row_of(table, "ties", "two").average.mean == pytest.approx(0.5)
+
+
+def test_runs_of_one_merger_are_told_apart_and_never_averaged(record):
+    by_coefficient = comparison_table(record(coefficient=c, value=c, seed=seed)
+                                      for c in (0.3, 0.5) for seed in (0, 1))
+    assert [row.label for row in by_coefficient.rows] == ["ties (α=0.3)", "ties (α=0.5)"]
+    by_key = comparison_table(record(model_key=key, evaluation_key=key, value=value)
+                              for key, value in (("abcdefgh1", 0.2), ("12345678x", 0.3)))
+    assert [(row.label, row.average.mean) for row in by_key.rows] == [("ties (abcdefgh)", 0.2),
+                                                                      ("ties (12345678)", 0.3)]
+
+
+def test_different_evaluations_of_one_expert_are_reported_not_averaged(record):
+    table = comparison_table(record(kind="expert", value=value, evaluation_key=str(value))
+                             for value in (0.8, 0.6))
+    assert table.rows[0].average.text == "80.0"
+    assert "experts, dtd, seed 0: several evaluations" in table.notes[-1]
+
+
+def test_the_test_split_is_shown_unless_another_is_asked_for(record):
+    records = [record(split="validation", value=0.1), record(split="test", value=0.2)]
+    assert comparison_table(records).rows[0].average.text == "20.0"
+    assert comparison_table(records, split="validation").rows[0].average.text == "10.0"
+    assert comparison_table(records[:1]).split == "validation"
+    with pytest.raises(InputError, match="no record of split 'tset'; did you mean 'test'"):
+        comparison_table(records, split="tset")
+
+
+def test_the_first_metric_of_a_task_counts_and_the_others_are_named(record):
+    table = comparison_table([record(task="cstance", metric="strict", value=0.2),
+                              record(task="cstance", metric="lenient", value=0.6),
+                              record(task="meetingbank", metric="rouge_l", value=0.4)])
+    assert table.rows[0].average.mean == pytest.approx(0.3)
+    assert "Metrics: cstance strict, meetingbank rouge_l. Recorded but not shown: lenient." in table.notes
+
+
+def test_markdown_keeps_a_hostile_name_inside_its_cell(record):
+    text = to_markdown(comparison_table([record(merger="a|b<script>\nc")]))
+    assert "| a\\|b&lt;script&gt; c |" in text
+
+
+def printed(table, width):
+    console = Console(file=StringIO(), width=width)
+    print_table(table, console)
+    return console.file.getvalue()
+
+
+def test_printing_shows_every_value_and_takes_no_markup_from_names(record):
+    text = printed(comparison_table(small(record, optimizer="[red]adamw") + small(record)), width=120)
+    assert "[red]adamw" in text
+    for value in ("60.0", "30.0", "45.0", "67.5", "66.2", "0.3", "+joint"):
+        assert value in text
+
+
+def test_a_narrow_terminal_gets_the_means_in_full_and_is_told(study):
+    table = comparison_table(study(tasks=20, mergers=2, seeds=2))
+    assert "task19" in printed(table, width=400)
+    narrow = printed(table, width=80)
+    assert "task19" not in narrow
+    assert "too narrow" in narrow
+    assert table.rows[2].average.text in narrow
+    assert "…" not in narrow
+
+
+def test_flat_rows_hold_numbers_under_the_headers_names(record):
+    rows = comparison_table(small(record)).as_rows()
+    assert rows[2]["model"] == "ties"
+    assert rows[2]["average"] == pytest.approx(0.45)
+    assert rows[2]["average sd"] is None
+
+
+def test_no_records_make_an_empty_table_that_says_so():
+    table = comparison_table([])
+    assert table.rows == ()
+    assert "No evaluation was recorded." in to_markdown(table)

@@ -1,0 +1,70 @@
+import csv
+
+import pytest
+
+from mergekit_lab.reporting import CsvTracker, Tracker, comparison_table
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def started(folder):
+    tracker = CsvTracker()
+    tracker.start({"seed": 0}, run_dir=folder, name="n")
+    return tracker
+
+
+def test_metrics_are_rows_under_their_names(tmp_path):
+    tracker = started(tmp_path / "run")
+    tracker.log({"loss": 2.5}, step=1)
+    tracker.log({"loss": 1.0 / 3.0}, step=2)
+    tracker.finish()
+    assert rows(tmp_path / "run" / "metrics.csv") == [{"step": "1", "loss": "2.5"},
+                                                      {"step": "2", "loss": repr(1.0 / 3.0)}]
+
+
+def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
+    tracker = started(tmp_path)
+    tracker.log({"loss": 2.0}, step=1)
+    tracker.log({"accuracy, top 1": 0.5}, step=2)
+    tracker.log({"loss": 1.0}, step=1)
+    assert rows(tmp_path / "metrics.csv") == [
+        {"step": "1", "loss": "2.0", "accuracy, top 1": ""},
+        {"step": "2", "loss": "", "accuracy, top 1": "0.5"},
+        {"step": "1", "loss": "1.0", "accuracy, top 1": ""}]
+
+
+def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
+    tracker = started(tmp_path)
+    tracker.log({"loss": 2.0, "lr": 0.1}, step=1)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2,1.")
+    started(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
+    assert rows(tmp_path / "metrics.csv") == [{"step": "1", "loss": "2.0", "lr": "0.1"},
+                                              {"step": "2", "loss": "1.", "lr": ""},
+                                              {"step": "3", "loss": "0.5", "lr": "0.2"}]
+
+
+def test_the_leaderboard_is_written_as_fractions(tmp_path, record):
+    tracker = started(tmp_path)
+    tracker.log_summary(comparison_table([record(value=0.6, expert_value=0.8)]))
+    row, = rows(tmp_path / "leaderboard.csv")
+    assert (row["model"], row["dtd"], row["coefficient"]) == ("ties", "0.6", "0.3")
+    assert float(row["normalised"]) == pytest.approx(0.75)
+
+
+def test_logging_before_the_start_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="before start"):
+        CsvTracker().log({"loss": 1.0}, step=0)
+
+
+def test_the_base_tracker_writes_nothing(tmp_path, record):
+    tracker = Tracker()
+    tracker.start({}, run_dir=tmp_path, name="n", group="g", job_type="j")
+    tracker.log({"loss": 1.0}, step=0)
+    tracker.log_summary(comparison_table([record()]))
+    tracker.log_figure("f", tmp_path / "none.png")
+    tracker.finish()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,217 @@
+"""wandb itself runs here, offline, with its home and its server replaced."""
+
+import gc
+import json
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import WandbTracker, comparison_table
+from mergekit_lab.reporting.wandb_tracker import flatten
+
+# wandb.Table and wandb.Image keep their files in a TemporaryDirectory that they never close
+pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {"trainer": {"steps": 7}, "optimizer": {"name": "sam", "rho": 0.05}, "hub": {"token": "t0p-secret"},
+          "tasks": ["dtd"], "seed": 3}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A listening socket in place of the W&B server; home, netrc and settings are empty."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ERROR_REPORTING",
+                     "NETRC"):
+            monkeypatch.setenv(name, "")  # recorded, so that what the tracker sets is undone
+            monkeypatch.delenv(name)
+        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            monkeypatch.setenv(name, str(tmp_path / "home"))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        monkeypatch.chdir(tmp_path)
+        import wandb
+
+        wandb.teardown()
+        yield listener
+        wandb.teardown()
+        gc.collect()
+
+
+def offline_records(folder):
+    """The protobuf records of the offline run under `folder`: a LevelDB log after a 7-byte header."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # its service writes the file's end after the run has finished
+    path, = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    content, position, message, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(content):
+        if (room := 32768 - position % 32768) < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        message += content[position + 7:position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            record = Record()
+            record.ParseFromString(message)
+            records.append(record)
+            message = b""
+    return records
+
+
+def items(updates):
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
+
+
+def small_table(record):
+    return comparison_table([record(value=0.6, expert_value=0.8), record(merger="average", value=0.4)])
+
+
+def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monkeypatch, tmp_path, record):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    from matplotlib.figure import Figure
+
+    Figure(figsize=(1, 1)).savefig(tmp_path / "figure.png")
+    tracker = WandbTracker(project="a project", mode="offline")
+    tracker.start(CONFIG, run_dir=tmp_path / "run", name="a name", group="a group", job_type="merge")
+    tracker.log({"loss": 2.0}, step=5)
+    tracker.log({"loss": 1.0}, step=1)
+    tracker.log_summary(small_table(record))
+    tracker.log_figure("mergers", tmp_path / "figure.png")
+    tracker.finish()
+
+    with pytest.raises(BlockingIOError):
+        server.accept()
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+    records = offline_records(tmp_path / "run")
+    run = next(r.run for r in records if r.HasField("run"))
+    assert (run.project, run.display_name, run.run_group, run.job_type) == ("a project", "a name", "a group",
+                                                                            "merge")
+    config = items(run.config.update)
+    assert {**config, "_wandb": None} == {**flatten(CONFIG), "_wandb": None}
+    history = [items(r.history.item) for r in records if r.HasField("history")]
+    assert [(h["step"], h["loss"]) for h in history if "loss" in h] == [(5, 2.0), (1, 1.0)]
+    assert [h["leaderboard/nrows"] for h in history if "leaderboard/nrows" in h] == [2]
+    assert [h["mergers/format"] for h in history if "mergers/format" in h] == ["png"]
+    summary = {key: value for r in records if r.HasField("summary")
+               for key, value in items(r.summary.update).items()}
+    assert summary["ties/normalised"] == pytest.approx(0.75)
+    stored, = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
+    board = json.loads(stored.read_text())
+    assert board["columns"][:2] == ["model", "dtd"]
+    assert board["data"][0][:2] == ["ties", 0.6]
+
+
+def test_no_secret_is_written_anywhere(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    tracker = WandbTracker(mode="offline")
+    tracker.start(CONFIG, run_dir=tmp_path / "run", name="n")
+    tracker.finish()
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"optimizer.rho" in content for content in written)
+    assert not any(KEY.encode() in content or b"t0p-secret" in content for content in written)
+
+
+def test_without_a_key_the_run_is_offline_with_one_warning_if_online_was_asked(server, tmp_path, caplog):
+    for mode, warnings in ((None, 0), ("online", 1)):
+        tracker = WandbTracker(mode=mode)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            tracker.start({}, run_dir=tmp_path / str(mode), name="n")
+        tracker.finish()
+        assert len(list((tmp_path / str(mode)).glob("wandb/offline-run-*/*.wandb"))) == 1
+        assert len(warnings_of(caplog)) == warnings
+
+
+@pytest.fixture
+def asked_modes(server, monkeypatch):
+    """The modes that wandb.init is asked for; nothing is started."""
+    modes = []
+
+    def refuse(mode, **_):
+        modes.append(mode)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    return modes
+
+
+@pytest.mark.parametrize("where", ["environment", "netrc"])
+def test_with_a_key_the_run_is_online_unless_the_environment_says_otherwise(
+        asked_modes, monkeypatch, tmp_path, server, where):
+    if where == "environment":
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+    else:
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "netrc").write_text(f"machine {host} login user password {KEY}\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    WandbTracker().start({}, run_dir=tmp_path, name="n")
+    assert asked_modes == ["online", "offline"]
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandbTracker().start({}, run_dir=tmp_path, name="n")
+    assert asked_modes[2:] == ["offline"]
+
+
+def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_path, record, caplog):
+    tracker = WandbTracker(mode="offline")
+    with caplog.at_level(logging.WARNING):
+        tracker.start({}, run_dir=tmp_path, name="n")
+        tracker.log({"loss": 1.0}, step=0)
+        tracker.log_summary(small_table(record))
+        tracker.log_figure("f", tmp_path / "none.png")
+        tracker.finish()
+    assert warnings_of(caplog) == ["wandb: start failed: ConnectionError: no route"]
+
+
+def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive(server, tmp_path, caplog):
+    tracker = WandbTracker(mode="offline")
+    tracker.start({}, run_dir=tmp_path, name="n")
+    with caplog.at_level(logging.WARNING):
+        tracker.log_figure("f", tmp_path / "none.png")
+        tracker.log_figure("f", tmp_path / "none.png")
+        tracker.log({"loss": 1.0}, step=4)
+    tracker.finish()
+    warning, = warnings_of(caplog)
+    assert "log_figure failed: FileNotFoundError" in warning
+    assert 4 in [items(r.history.item).get("step") for r in offline_records(tmp_path)]
+
+
+def test_a_run_that_was_never_finished_does_not_lend_itself_to_the_next(server, tmp_path):
+    abandoned = WandbTracker(mode="offline")
+    abandoned.start({}, run_dir=tmp_path / "a", name="a")
+    tracker = WandbTracker(mode="offline")
+    tracker.start({}, run_dir=tmp_path / "b", name="b")
+    tracker.finish()
+    abandoned.finish()
+    for name in ("a", "b"):
+        run = next(r.run for r in offline_records(tmp_path / name) if r.HasField("run"))
+        assert run.display_name == name
+
+
+def test_the_config_is_flat_with_the_axes_first_and_without_secrets():
+    assert list(flatten(CONFIG).items()) == [("optimizer.name", "sam"), ("optimizer.rho", 0.05), ("seed", 3),
+                                             ("trainer.steps", 7), ("tasks", ["dtd"])]
+    kept = {"a": {}, "b.max_tokens": 1, "b.tokenizer": "t", "b.model_key": "k"}
+    assert flatten({"a": {}, "b": {"max_tokens": 1, "tokenizer": "t", "model_key": "k", "hf_token": "x"},
+                    "password": "x"}) == kept
+    assert flatten({}) == {}
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(InputError, match="wandb mode 'of'"):
+        WandbTracker(mode="of")
