@@ -111,6 +111,8 @@ class Store:
             return Artefact(kind, key, folder, dict(manifest["info"]))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise InputError(f"the store {self.root} cannot be read ({error}): set store.root=PATH") from None
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} to make "

@@ -58,6 +58,13 @@ class StepBatches:
         for step in range(self.start, self.steps):
             yield self.batch(step)
 
+    def state_dict(self) -> dict[str, int]:
+        """Lightning asks resumable loaders for a state; here the step is all there is, and the trainer has it."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Nothing to restore."""
+
     def batch(self, step: int) -> Batch:
         """The batch of one step, images uint8 `[n, 3, H, W]` and labels int64 `[n]` by task."""
         result = {}

@@ -163,6 +163,7 @@ def finetune(
     encoder.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         lit.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     if lit.interrupted:
         raise KeyboardInterrupt

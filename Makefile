@@ -1,0 +1,45 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types wheel-test sweep clean
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(if $(shell command -v $(p)),$(p))))
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways, compare
+	$(BIN)/python -m mergekit_lab +experiment=quickstart
+
+test: .venv/dev  ## install what tests need, and run all of them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations 10 -m "not alone"
+	$(BIN)/python -m pytest -m alone --durations 5
+
+lint: .venv/dev  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev  ## mypy
+	$(BIN)/mypy
+
+wheel-test: .venv/dev  ## build the wheel, install it elsewhere, run it from another folder
+	$(BIN)/python -m pytest -q tests/test_wheel.py
+
+sweep: .venv/demo  ## 4 optimizers × 7 mergers on the quickstart's tasks: 16 experts, one comparison
+	$(BIN)/python -m mergekit_lab -m +experiment=quickstart optimizer=adamw,sam,asam,mergopt \
+		merger=average,task_arithmetic,ties,dare,fisher,tsvm,epimer
+
+clean:  ## remove the environment and what runs left here; the store stays
+	rm -rf .venv outputs
+
+.venv/python:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/demo: .venv/python pyproject.toml constraints.txt
+	$(INSTALL) -e ".[demo]"
+	touch $@
+
+.venv/dev: .venv/python pyproject.toml constraints.txt
+	$(INSTALL) -e ".[demo,dev]"
+	touch $@

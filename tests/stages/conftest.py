@@ -1,0 +1,57 @@
+"""A quickstart shrunk to seconds."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
+
+from mergekit_lab.paths import conf_dir
+
+TINY = [
+    "+experiment=quickstart",
+    "training.steps=4",
+    "training.warmup_steps=1",
+    "training.batch_size=16",
+    "curvature.samples=8",
+    "search.coefficients=[0.2,1.0]",
+    "progress=false",
+    "trainer.accelerator=cpu",
+    "device=cpu",
+    "suite.tasks.digits.train_size=60",
+    "suite.tasks.digits.validation_size=40",
+    "suite.tasks.digits.test_size=50",
+    "~suite.tasks.mnist",
+    "~suite.tasks.math",
+]
+"""Two tasks: digits and greek."""
+
+
+def composed(overrides: list[str]):
+    """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("main", overrides, return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    choices = dict(cfg.hydra.runtime.choices)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, choices
+
+
+@pytest.fixture(autouse=True)
+def _no_hydra_left_behind():
+    yield
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def plain(cfg):
+    return OmegaConf.to_container(cfg, resolve=True)

@@ -1,0 +1,104 @@
+"""What a user sees on the command line, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stages.conftest import TINY
+
+from mergekit_lab.reporting import read_records
+
+
+def cli(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mergekit_lab", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"MERGEKIT_LAB_STORE": str(folder / "store")} | environment,
+    )
+
+
+def test_help_lists_groups_and_a_way_to_start(tmp_path) -> None:
+    done = cli(tmp_path, "--help")
+    assert done.returncode == 0
+    for text in ("+experiment=quickstart", "merger: average", "optimizer: adamw", "--config-dir"):
+        assert text in done.stdout
+
+
+def test_the_composed_configuration_can_be_read(tmp_path) -> None:
+    done = cli(tmp_path, "+experiment=quickstart", "--cfg", "job")
+    assert done.returncode == 0
+    assert "mergers:" in done.stdout
+    assert "hydra:" not in done.stdout
+    assert cli(tmp_path, "--info", "defaults").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["merger=teis"], ["teis", "ties", "tsvm"]),
+        (["optimzer=sam"], ["optimzer"]),
+        (["training.lrr=1"], ["lrr"]),
+        (["+training.lrr=1"], ["unknown key 'training.lrr'", "from the command line", "did you mean 'lr'"]),
+        (["merger=ties", "merger.density=2"], ["density is 2; it must be in (0, 1]"]),
+        (["+experiment=quickstat"], ["quickstat", "quickstart"]),
+        (["backbone.weights=nowhere.pt"], ["nowhere.pt"]),
+    ],
+)
+def test_a_mistake_is_one_message_without_a_traceback(
+    tmp_path, arguments: list[str], expected: list[str]
+) -> None:
+    done = cli(tmp_path, *arguments, "run_dir=run")
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Traceback" not in said
+    for text in expected:
+        assert text in said
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_full_error_can_be_asked_for(tmp_path) -> None:
+    done = cli(tmp_path, "+sede=1", "run_dir=run", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_a_misspelt_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
+    (tmp_path / "mine/training").mkdir(parents=True)
+    (tmp_path / "mine/training/short.yaml").write_text(
+        "steps: 1\nbatch_size: 2\nlr: 1e-4\nweight_decay: 0.0\nwarmup_stepz: 0\n"
+    )
+    done = cli(tmp_path, "--config-dir", "mine", "training=short", "run_dir=run")
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "unknown key 'training.warmup_stepz'" in said
+    assert "short.yaml" in said
+    assert "did you mean 'warmup_steps'" in said
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fails(tmp_path) -> None:
+    done = cli(
+        tmp_path, "-m", *TINY, "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
+        "merger=average,ties,tsvm", "training.clip_norm=1.0,-1.0",
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert len(list((tmp_path / "store/experts").glob("*/manifest.json"))) == 2 * 2
+    records = read_records(tmp_path / "sweep/records.jsonl")
+    assert {(r.optimizer, r.merger) for r in records if r.merger} == {
+        (o, m) for o in ("adamw", "sam") for m in ("average", "ties", "tsvm")
+    }
+    summary = (tmp_path / "sweep/summary.md").read_text()
+    assert summary.count("training.clip_norm is -1.0") == 6
+    assert (tmp_path / "sweep/report.html").is_file()
+    jobs = [p for p in (tmp_path / "sweep").iterdir() if p.name.isdigit()]
+    assert len(jobs) == 12
+    assert sum((p / "failure.json").is_file() for p in jobs) == 6
+    assert "clip_norm=-1.0" in " ".join(
+        json.loads((jobs[0].parent / "1/failure.json").read_text())["overrides"]
+    )

@@ -1,0 +1,131 @@
+"""Every configuration composes, names what exists, and takes no key that nothing reads."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.utils import get_class
+from stages.conftest import composed, plain
+
+from mergekit_lab import InputError
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.stages import STAGES, run
+from mergekit_lab.stages.config import build, check, optimizer_factory
+from mergekit_lab.stages.context import stage_list
+
+GROUPS = [
+    *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
+    *("search", "merger", "trainer", "logger", "store"),
+]
+OPTIONS = [(group, f.stem) for group in GROUPS for f in sorted((conf_dir() / group).glob("*.yaml"))]
+EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_every_target_takes_its_keys(group: str, option: str) -> None:
+    cfg, choices = composed([f"{group}={option}"])
+    check(cfg)
+    assert choices[group] == option
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_says_its_command_and_runs_fast(name: str, tmp_path) -> None:
+    """One step on the small backbone; the tasks and mergers are the experiment's own."""
+    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:4]
+    assert any(line.startswith("# Question:") for line in head)
+    assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
+    check(composed([f"+experiment={name}"])[0])
+    cfg, choices = composed(
+        [
+            f"+experiment={name}",
+            f"store.root={tmp_path}/store",
+            *("backbone=glyph_clip", "joint=false", "progress=false", "device=cpu", "trainer.accelerator=cpu"),
+            *("training.steps=1", "training.warmup_steps=0", "training.batch_size=2"),
+            *("training.precision=32-true", "curvature.samples=2", "search.coefficients=[0.5]"),
+        ]
+    )
+    run(cfg, tmp_path / "run", choices, [])
+    assert (tmp_path / "run/report.html").is_file()
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "merger").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_field_of_a_method_stands_in_its_file(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    assert set(node) - {"_target_"} == {field.name for field in fields(get_class(node["_target_"]))}
+
+
+@pytest.mark.parametrize("option", [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))])
+def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
+    make = optimizer_factory(composed([f"optimizer={option}"])[0])
+    optimizer = make(list(encoder.named_parameters()))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-4)
+
+
+def test_the_command_line_wins_over_an_experiment_in_its_own_groups() -> None:
+    cfg, choices = composed(["+experiment=vit_b32_saft", "optimizer=sam", "training.steps=5"])
+    assert choices["optimizer"] == "sam"
+    assert cfg.training.steps == 5
+    assert composed(["+experiment=vit_b32_saft"])[0].training.steps == 8000
+
+
+def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) -> None:
+    from mergekit_lab.stages.context import Context
+
+    cfg, choices = composed(["+experiment=quickstart", "merger=ties", "merger.preset=mergekit", "store.root=s"])
+    check(cfg)
+    mergers = Context(cfg, tmp_path, choices).mergers
+    assert list(mergers) == ["ties"]
+    assert mergers["ties"].method.preset == "mergekit"
+    assert mergers["ties"].searched
+    cfg, choices = composed(["merger=ties", "merger.coefficient=0.4", "store.root=s"])
+    fixed = Context(cfg, tmp_path, choices).mergers["ties"]
+    assert not fixed.searched
+    assert fixed.method.coefficient == 0.4
+    cfg, choices = composed(["merger=task_arithmetic", "search=none", "store.root=s"])
+    default = Context(cfg, tmp_path, choices).mergers["task_arithmetic"]
+    assert not default.searched
+    assert default.method.coefficient == 0.3
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("+training.warmup=3", r"unknown key 'training.warmup' .*did you mean 'warmup_steps'"),
+        ("+merger.densty=0.5", r"unknown key 'merger.densty' .*did you mean 'density'"),
+        ("+optimizer.base.lrr=1", r"unknown key 'optimizer.base.lrr' .*did you mean 'lr'"),
+        ("+suite.tasks.digits.size=1", r"unknown key 'suite.tasks.digits.size'"),
+        ("+sede=1", r"unknown key 'sede' .*did you mean 'seed'"),
+        ("+trainer.acelerator=cpu", r"unknown key 'trainer.acelerator' .*did you mean 'accelerator'"),
+        ("training.steps=many", "training.steps is 'many'; it must be of type int"),
+        ("training.steps=0", "training.steps is 0; it must be at least 1"),
+        ("training.precision=16-mixed", "fp16 gradient scaling"),
+        ("curvature.samples=0", "curvature.samples is 0"),
+        ("finetuning.parametrisation=fulll", "did you mean 'full'"),
+        ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
+        ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
+        ("training.lr=${nowhere}", "does not resolve"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:
+    cfg, _ = composed(["merger=ties", "optimizer=sam", override])
+    with pytest.raises(InputError, match=match):
+        check(cfg)
+
+
+def test_a_methods_own_complaint_comes_through() -> None:
+    cfg, _ = composed(["merger=ties", "merger.density=2"])
+    with pytest.raises(InputError, match=r"density is 2; it must be in \(0, 1\]"):
+        build(cfg.merger)
+
+
+def test_stages_are_listed_in_short_and_long_form() -> None:
+    cfg, _ = composed([])
+    assert stage_list(cfg, STAGES) == list(STAGES)
+    assert stage_list(composed(["stage=report"])[0], STAGES) == ["report"]
+    with pytest.raises(InputError, match="no stage 'marge'; did you mean 'merge'"):
+        stage_list(composed(["stage=marge"])[0], STAGES)
+
+
+def test_values_of_a_composed_configuration_are_plain() -> None:
+    assert plain(composed(["+experiment=quickstart"])[0])["seed"] == 0

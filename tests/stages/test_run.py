@@ -1,0 +1,150 @@
+"""The whole path on two tasks, and what a second run finds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from stages.conftest import TINY, composed
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+
+MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def count(store: Path, kind: str) -> int:
+    return len(list((store / kind).glob("*/manifest.json")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("run")
+    go(folder / "first", folder / "store")
+    return folder / "first", folder / "store"
+
+
+def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
+    folder, _ = finished
+    for name in ("summary.md", "records.jsonl", "report.html", "metrics.csv", "leaderboard.csv"):
+        assert (folder / name).stat().st_size > 0
+    assert {f.stem for f in (folder / "figures").glob("*.png")} >= {
+        "mergers",
+        "heatmap",
+        "training",
+        "coefficients",
+    }
+    summary = (folder / "summary.md").read_text()
+    for row in ("zero-shot", "experts", *MERGERS, "+joint"):
+        assert row in summary
+
+
+def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
+    folder, _ = finished
+    records = read_records(folder / "records.jsonl")
+    cells = {(r.label, r.task) for r in records}
+    assert len(records) == len(cells) == (1 + 1 + len(MERGERS) + 1) * 2
+    for r in records:
+        expert = next(x for x in records if x.kind == "expert" and x.task == r.task)
+        zero_shot = next(x for x in records if x.kind == "zero_shot" and x.task == r.task)
+        assert (r.expert_value, r.zero_shot_value) == (expert.value, zero_shot.value)
+        assert (r.backbone, r.suite, r.optimizer, r.split) == ("glyph_clip", "glyphs4", "adamw", "test")
+        assert (r.coefficient is None) == (r.label in ("zero-shot", "experts", "+joint", "average", "fisher"))
+
+
+def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
+    from mergekit_lab.evaluation import accuracy
+    from mergekit_lab.stages.context import Context
+
+    folder, store = finished
+    cfg, choices = composed([*TINY, f"store.root={store}"])
+    context = Context(cfg, folder, choices)
+    record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "greek")
+    model = open_checkpoint(store / "merged" / record.model_key)
+    context.encoder.load_state_dict({name: model[name] for name in model})
+    split = context.tasks["greek"].split("test")
+    assert accuracy(context.encoder, context.head("greek"), split.images, split.labels) == pytest.approx(
+        record.value
+    )
+
+
+def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
+    first, store = finished
+    monkeypatch.setattr("mergekit_lab.stages.finetune.finetune", None)
+    monkeypatch.setattr("mergekit_lab.stages.merge.merge_state_dicts", None)
+    monkeypatch.setattr("mergekit_lab.stages.evaluate.accuracy", None)
+    go(tmp_path, store)
+    again, before = (read_records(p / "records.jsonl") for p in (tmp_path, first))
+    assert all(r.reused for r in again)
+    assert not any(r.reused for r in before)
+    assert [(r.identity, r.value) for r in again] == [(r.identity, r.value) for r in before]
+
+
+def test_the_coefficient_was_chosen_on_validation_by_normalised_accuracy(finished) -> None:
+    folder, _ = finished
+    searches = json.loads((folder / "searches.json").read_text())
+    assert set(searches) == {"task_arithmetic", "ties", "dare", "tsvm", "epimer"}
+    for label, points in searches.items():
+        assert [p["coefficient"] for p in points] == [0.2, 1.0]
+        chosen = next(p for p in points if p["chosen"])
+        assert chosen["normalised"] == max(p["normalised"] for p in points)
+        records = [r for r in read_records(folder / "records.jsonl") if r.merger == label]
+        assert {r.coefficient for r in records} == {chosen["coefficient"]}
+
+
+def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
+    from mergekit_lab.merging import WeightAverage, merge_state_dicts
+
+    folder, store = finished
+    records = read_records(folder / "records.jsonl")
+    key = next(r.model_key for r in records if r.merger == "average")
+    experts = [store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"]
+    from mergekit_lab.backbones import OpenClip
+
+    base = OpenClip("glyph-clip", "asset:glyph_clip").image_encoder().state_dict()
+    wanted = merge_state_dicts(base, experts, WeightAverage())
+    stored = open_checkpoint(store / "merged" / key)
+    assert all(torch.equal(stored[name], value) for name, value in wanted.items())
+
+
+def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:
+    _, store = finished
+    before = count(store, "experts")
+    only = ["stage=finetune", "joint=false"]
+    go(tmp_path, store, *only, "merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7")
+    assert count(store, "experts") == before
+    go(tmp_path, store, *only, "training.lr=1e-4")
+    assert count(store, "experts") == before + 2
+    go(tmp_path, store, *only, "seed=1")
+    assert count(store, "experts") == before + 4
+    go(tmp_path, store, *only, "optimizer=sam")
+    go(tmp_path, store, *only, "optimizer=sam", "optimizer.rho=0.1")
+    assert count(store, "experts") == before + 8
+    go(tmp_path, store, *only, "suite.tasks.digits.seed=5")
+    assert count(store, "experts") == before + 9
+
+
+def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
+    with pytest.raises(
+        InputError, match=r"the expert of digits is not in the store .*run stage=finetune first"
+    ):
+        go(tmp_path / "run", tmp_path / "store", "stage=merge")
+    failure = json.loads((tmp_path / "run/failure.json").read_text())
+    assert "run stage=finetune first" in failure["error"]
+    assert "stage=merge" in failure["overrides"]
+
+
+def test_wandb_offline_runs_the_same_path(finished, tmp_path, monkeypatch) -> None:
+    _, store = finished
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    go(tmp_path / "run", store, "logger=wandb")
+    import wandb
+
+    wandb.teardown()
+    assert list((tmp_path / "run").rglob("*.wandb"))

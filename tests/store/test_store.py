@@ -1,0 +1,111 @@
+"""An artefact is whole or absent, made once, and named by its content alone."""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.store import Store, content_key
+
+CONTENT = {"task": "digits", "lr": 1e-4, "seed": 0}
+
+
+def maker(calls: list, text: str = "weights"):
+    def make(place):
+        calls.append(1)
+        (place.out / "model.txt").write_text(text)
+        return {"accuracy": 0.5}
+
+    return make
+
+
+def test_the_key_ignores_the_order_of_keys_and_nothing_else() -> None:
+    assert content_key(CONTENT) == content_key(dict(reversed(CONTENT.items())))
+    for name, value in {"task": "mnist", "lr": 2e-4, "seed": 1}.items():
+        assert content_key(CONTENT | {name: value}) != content_key(CONTENT)
+    assert content_key(CONTENT | {"order": ["a", "b"]}) != content_key(CONTENT | {"order": ["b", "a"]})
+
+
+@pytest.mark.parametrize("value", [float("nan"), Path("x"), object()])
+def test_content_that_json_cannot_hold_names_nothing(value) -> None:
+    with pytest.raises(InputError, match="cannot name an artefact"):
+        content_key({"value": value})
+
+
+def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
+    store, calls = Store(tmp_path), []
+    assert store.find("experts", CONTENT) is None
+    first = store.obtain("experts", CONTENT, maker(calls))
+    second = Store(tmp_path).obtain("experts", CONTENT, maker(calls))
+    assert len(calls) == 1
+    assert (first.reused, second.reused) == (False, True)
+    assert second.info["accuracy"] == 0.5
+    assert second.file("model.txt").read_text() == "weights"
+
+
+def test_the_manifest_explains_the_artefact(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
+    manifest = json.loads(made.file("manifest.json").read_text())
+    assert manifest["content"] == CONTENT
+    assert set(manifest["files"]) == {"model.txt"}
+    assert len(manifest["files"]["model.txt"]) == 64
+    assert manifest["versions"]["torch"]
+
+
+def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(tmp_path) -> None:
+    store = Store(tmp_path)
+
+    def dies(place):
+        (place.resume / "last.ckpt").write_text("step 7")
+        (place.out / "model.txt").write_text("half")
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        store.obtain("experts", CONTENT, dies)
+    assert store.find("experts", CONTENT) is None
+
+    def goes_on(place):
+        assert (place.resume / "last.ckpt").read_text() == "step 7"
+        assert list(place.out.iterdir()) == []
+        return {}
+
+    store.obtain("experts", CONTENT, goes_on)
+    assert not (tmp_path / "work" / "experts" / content_key(CONTENT)).exists()
+
+
+def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
+    made.file("manifest.json").write_text("{")
+    with pytest.raises(InputError, match=f"delete the folder .*{made.key}"):
+        Store(tmp_path).find("experts", CONTENT)
+
+
+def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"set store\.root"):
+        Store(tmp_path / "file").obtain("experts", CONTENT, maker([]))
+
+
+def _race(root: Path, log: Path) -> None:
+    def slow(place):
+        with log.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.3)
+        (place.out / "model.txt").write_text("weights")
+        return {}
+
+    Store(root).obtain("experts", CONTENT, slow)
+
+
+def test_of_several_processes_that_ask_one_makes_it(tmp_path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_race, args=(tmp_path / "store", tmp_path / "log")) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert (tmp_path / "log").read_text() == "made\n"

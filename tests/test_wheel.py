@@ -1,0 +1,68 @@
+"""The wheel is complete: it runs from another folder, without the checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from sysconfig import get_path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(out), str(ROOT)]
+    subprocess.run([sys.executable, "-m", *build], check=True)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_configs_weights_and_the_sweeper(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (
+        "mergekit_lab/conf/main.yaml",
+        "mergekit_lab/conf/experiment/quickstart.yaml",
+        "mergekit_lab/assets/glyph_clip.safetensors",
+        "mergekit_lab/py.typed",
+        "hydra_plugins/mergekit_lab/comparison_sweeper.py",
+    ):
+        assert needed in names
+    assert "hydra_plugins/__init__.py" not in names
+    assert not [n for n in names if n.startswith(("tests", "experiments", "docs"))]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    """A fresh environment that sees this one's packages, but not its editable install."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env/bin/python"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel], check=True
+    )
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
+    ).stdout.strip()
+    (Path(site) / "borrowed.pth").write_text(get_path("purelib") + "\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "conf").mkdir()  # a folder of that name in the working directory must not be read
+
+    where = subprocess.run(
+        [python, "-c", "from mergekit_lab.paths import conf_dir; print(conf_dir())"],
+        capture_output=True, text=True, cwd=elsewhere, check=True,
+    )  # fmt: skip
+    assert where.stdout.strip().startswith(str(tmp_path / "env"))
+
+    done = subprocess.run(
+        [
+            python, "-m", "mergekit_lab", "+experiment=quickstart", "training.steps=2", "training.warmup_steps=0",
+            "joint=false", "merger=average", "store.root=store", "run_dir=run", "progress=false",
+        ],
+        capture_output=True, text=True, cwd=elsewhere,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "average" in done.stdout
+    assert (elsewhere / "run/report.html").is_file()
+    assert (elsewhere / "run/records.jsonl").is_file()

@@ -1,0 +1,161 @@
+"""Fine-tuning learns, and one that was cut goes on as if it had not been."""
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import TinyEncoder, tiny_split
+
+from mergekit_lab import InputError
+from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training.module import cosine_with_warmup
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "sam": partial(SAM, base=ADAMW, rho=0.05),
+    "asam": partial(ASAM, base=ADAMW, rho=0.5, scaling="saft"),
+    "mergopt": partial(MergOPT, base=ADAMW, scale=1e-3),
+}
+SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4)
+
+
+def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",)):
+    return finetune(
+        TinyEncoder(),
+        dict.fromkeys(tasks, head),
+        {task: tiny_split(60) for task in tasks},
+        {task: tiny_split(30, seed=9) for task in tasks},
+        make_optimizer,
+        settings,
+        seed=0,
+        resume=folder,
+        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        on_metrics=on_metrics,
+    )
+
+
+class Cut(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
+    tmp_path, head, name
+) -> None:
+    settings = Settings(
+        steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4, keep="last"
+    )
+    whole = run(tmp_path / "whole", head, OPTIMIZERS[name], settings)
+
+    def cut(metrics, step) -> None:
+        if step == 8:
+            raise Cut
+
+    with pytest.raises(Cut):
+        run(tmp_path / "cut", head, OPTIMIZERS[name], settings, on_metrics=cut)
+    steps = []
+    resumed = run(tmp_path / "cut", head, OPTIMIZERS[name], settings, on_metrics=lambda m, s: steps.append(s))
+    assert min(steps) > 3
+    assert whole.state.keys() == resumed.state.keys()
+    for key, value in whole.state.items():
+        assert torch.equal(resumed.state[key], value), key
+    assert resumed.curve == whole.curve
+
+
+def test_training_learns_and_keeps_the_best_on_validation(tmp_path, head) -> None:
+    settings = Settings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=6)
+    done = run(tmp_path, head, settings=settings)
+    validated = [p for p in done.curve if "val_accuracy" in p]
+    assert [p["step"] for p in validated] == [10, 20, 30, 40, 50, 60]
+    assert done.val_accuracy == max(p["val_accuracy"] for p in validated) > 0.8
+    assert done.curve[-1]["train_loss"] < done.curve[0]["train_loss"]
+    assert done.state.keys() == TinyEncoder().state_dict().keys()
+
+
+def test_joint_training_learns_every_task(tmp_path, head) -> None:
+    settings = Settings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=2)
+    assert run(tmp_path, head, settings=settings, tasks=("a", "b")).val_accuracy > 0.8
+
+
+def test_two_evaluations_a_step_record_the_loss_at_the_weights_themselves(tmp_path, head) -> None:
+    """At a learning rate of 0 the recorded losses must be those of a plain optimizer."""
+    still = partial(torch.optim.SGD, lr=0.0)
+    plain = run(tmp_path / "plain", head, still)
+    sam = run(tmp_path / "sam", head, partial(SAM, base=still, rho=5.0))
+    assert [p["train_loss"] for p in sam.curve] == [p["train_loss"] for p in plain.curve]
+
+
+def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -> None:
+    """With SGD at rate 1 a step moves the weights by the clipped norm."""
+    settings = Settings(
+        steps=1,
+        batch_size=8,
+        lr=1.0,
+        weight_decay=0.0,
+        warmup_steps=0,
+        clip_norm=1e-3,
+        validations=1,
+        keep="last",
+    )
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    start = TinyEncoder().state_dict()
+    for name, make in {"sgd": sgd, "sam": partial(SAM, base=sgd, rho=0.5)}.items():
+        done = run(tmp_path / name, head, make, settings)
+        moved = torch.cat([(done.state[k] - start[k]).flatten() for k in start]).norm()
+        assert float(moved) == pytest.approx(1e-3, rel=1e-3), name
+
+
+def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
+    """Methods that are not invariant to the gradient's scale would go elsewhere."""
+    base = partial(torch.optim.SGD, lr=0.1)
+    norms = []
+
+    class Probe(SAM):
+        def perturbation(self, params, grads):
+            norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+            return super().perturbation(params, grads)
+
+    settings = Settings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
+    run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
+    assert norms[0] > 1e-2
+
+
+def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:
+    with pytest.raises(InputError, match=r"the loss of a is (nan|inf) at step \d+ of 12 \(learning rate"):
+        run(tmp_path, head * float("nan"))
+
+
+def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
+    factors = [cosine_with_warmup(step, 10, 4) for step in range(11)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[7] == pytest.approx(0.5)
+    assert factors[10] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "every"), [(300, 5, 60), (7, 5, 7), (2000, 5, 400), (1, 5, 1), (12, 5, 3)]
+)
+def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every: int) -> None:
+    settings = Settings(steps=steps, batch_size=1, lr=1.0, weight_decay=0.0, validations=asked)
+    assert settings.validate_every == every
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"steps": 0}, "training.steps is 0; it must be at least 1"),
+        ({"lr": -1.0}, "training.lr is -1.0"),
+        ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
+        ({"clip_norm": 0.0}, "positive, or null"),
+        ({"label_smoothing": 1.0}, r"in \[0, 1\)"),
+        ({"precision": "16-mixed"}, "fp16 gradient scaling"),
+        ({"keep": "first"}, "one of best, last"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(changes, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Settings(**{"steps": 12, "batch_size": 8, "lr": 1e-2, "weight_decay": 0.1} | changes)
