@@ -1,22 +1,7 @@
-"""Small models and tasks that the tests share."""
-
 import pytest
 import torch
-from torch import Tensor, nn
-
-from mergekit_lab.tasks import Split
-
-
-class TinyEncoder(nn.Module):
-    """Images `[N, 3, 4, 4]` to features `[N, 8]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.body(images.float() / 255)
+from tiny import TinyEncoder
+from torch import Tensor
 
 
 @pytest.fixture
@@ -27,11 +12,3 @@ def encoder() -> TinyEncoder:
 @pytest.fixture
 def head() -> Tensor:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-
-
-def tiny_split(count: int, seed: int = 0) -> Split:
-    """Three classes that differ in brightness."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 3
-    noise = torch.randint(0, 60, (count, 3, 4, 4), generator=generator)
-    return Split((noise + labels[:, None, None, None] * 90).to(torch.uint8), labels)

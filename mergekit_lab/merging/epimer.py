@@ -13,22 +13,22 @@ Only one Gram matrix is needed, that of `v̄ = Σ λ_t v_t`, because `H_t d_t = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import ScaledMethod, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import Atoms, is_spectral, whitened_atoms
-from mergekit_lab.merging.tsvm import noted_rank
+from mergekit_lab.merging.contract import Site, Stream, require, require_choice
+from mergekit_lab.merging.spectral import Atoms, SpectralMethod, noted_rank, whitened_atoms
 
 _COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpiMer(ScaledMethod):
+class EpiMer(SpectralMethod):
     """Curvature-weighted merge in the experts' singular directions.
 
     Args:
@@ -70,73 +70,81 @@ class EpiMer(ScaledMethod):
         means = totals / stream.entries
         return means if self.normalise == "trace" else means.sqrt()
 
-    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        shares = site.weights / site.weights.sum()
-        if not is_spectral(name, base):
-            return torch.tensordot(shares, deltas, dims=1)
-        rank = noted_rank(base.shape, len(deltas), self.rank, site)
+    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        return torch.tensordot(self._shares(site), deltas, dims=1)
+
+    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        experts = deltas.shape[1]
+        rank = noted_rank(bases.shape[1:], experts, self.rank, sites)
         if rank == 0:
-            return torch.zeros_like(base)
-        atoms = whitened_atoms(deltas, rank, site.note)
-        curvature = site.side["fisher"].double()
-        if site.survey is not None:
-            curvature = curvature / site.survey.to(curvature.device).view(-1, 1, 1)
-        merged, eta = frechet_mean(
-            Atoms(atoms.u.double(), atoms.v.double(), atoms.sigma.double(), atoms.task),
-            self._coordinates(atoms, deltas).double(),
-            curvature,
-            shares.double(),
-            self.eps,
-        )
-        site.note("eta", eta)
-        return atoms.lift((merged * (len(deltas) if self.aggregator == "sum" else 1)).to(atoms.u.dtype))
+            return torch.zeros_like(bases)
+        atoms = whitened_atoms(deltas, rank, sites)
+        curvature = torch.stack([site.side["fisher"] for site in sites]).double()
+        if sites[0].survey is not None:
+            curvature /= sites[0].survey.to(curvature.device).view(1, -1, 1, 1)
+        shares = self._shares(sites[0]).double()
+        merged, eta = frechet_mean(atoms, self._coordinates(atoms, deltas), curvature, shares, self.eps)
+        for site, gain in zip(sites, eta.tolist(), strict=True):
+            site.note("eta", gain)
+        return atoms.lift(merged * (experts if self.aggregator == "sum" else 1)).to(deltas.dtype)
+
+    def _shares(self, site: Site) -> Tensor:
+        return site.weights / site.weights.sum()
 
     def _coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:
-        """`d`, `[T, p]`."""
-        own = atoms.task == torch.arange(len(deltas), device=atoms.task.device)[:, None]
+        """`d`, `[B, T, p]`."""
+        own = atoms.task == torch.arange(deltas.shape[1], device=atoms.task.device)[:, None]
         if self.coordinates == "tagged":
-            return torch.where(own, atoms.sigma, 0)
-        projected = ((atoms.u.T @ deltas) * atoms.v.T).sum(dim=-1)
+            return torch.where(own, atoms.sigma[:, None], 0)
+        projected = _project(atoms, deltas.double())
         return projected if self.coordinates == "full" else torch.where(own, projected, 0)
 
 
 def frechet_mean(
     atoms: Atoms, coordinates: Tensor, curvature: Tensor, shares: Tensor, eps: float
-) -> tuple[Tensor, float]:
-    """`H̄⁻¹ b` and `η` of one matrix.
+) -> tuple[Tensor, Tensor]:
+    """`H̄⁻¹ b` `[B, p]` and `η` `[B]` of `B` matrices.
 
     Args:
-        atoms: `p` whitened atoms of an `[m, n]` matrix, float64.
-        coordinates: `d`, `[T, p]`.
-        curvature: `v`, `[T, m, n]`, non-negative.
+        atoms: `p` whitened atoms of `[B, m, n]` matrices, float64.
+        coordinates: `d`, `[B, T, p]`.
+        curvature: `v`, `[B, T, m, n]`, non-negative.
         shares: `λ`, `[T]`, summing to 1.
         eps: `ε`.
     """
-    gram = projected_gram(atoms, torch.tensordot(shares, curvature, dims=1))
-    gram.diagonal().add_(eps)
-    pull = sum(
-        (share * (v + eps) * atoms.lift(d) for share, v, d in zip(shares, curvature, coordinates, strict=True)),
-        start=torch.zeros_like(curvature[0]),
-    )
-    b = ((atoms.u.T @ pull) * atoms.v.T).sum(dim=1)
+    gram = projected_gram(atoms, torch.einsum("t,btmn->bmn", shares, curvature))
+    gram.diagonal(dim1=-2, dim2=-1).add_(eps)
+    pull = torch.zeros_like(curvature[:, 0])
+    for t, share in enumerate(shares):
+        pull += share * (curvature[:, t] + eps) * atoms.lift(coordinates[:, t])
+    b = _project(atoms, pull[:, None])[:, 0]
     factor = torch.linalg.cholesky(gram)
-    merged = torch.cholesky_solve(b[:, None], factor)[:, 0]
-    residual = b - gram @ (shares @ coordinates)
-    eta = float(residual @ torch.cholesky_solve(residual[:, None], factor)[:, 0])
+    merged = torch.cholesky_solve(b[..., None], factor)[..., 0]
+    flat = torch.einsum("t,btp->bp", shares, coordinates)
+    residual = b - (gram @ flat[..., None])[..., 0]
+    eta = (residual * torch.cholesky_solve(residual[..., None], factor)[..., 0]).sum(dim=-1)
     return merged, eta
 
 
+def _project(atoms: Atoms, matrices: Tensor) -> Tensor:
+    """`u_iᵀ M v_i` for `M` `[B, T, m, n]`: `[B, T, p]`."""
+    return ((atoms.u.mT[:, None] @ matrices) * atoms.v.mT[:, None]).sum(dim=-1)
+
+
 def projected_gram(atoms: Atoms, curvature: Tensor) -> Tensor:
-    """`Sᵀ diag(v) S`, `[p, p]`, for `v` `[m, n]`: `H_ij = Σ_ab v_ab U_ai V_bi U_aj V_bj`, in blocks of `i`."""
+    """`Sᵀ diag(v) S` `[B, p, p]` for `v` `[B, m, n]`: `H_ij = Σ_ab v_ab U_ai V_bi U_aj V_bj`.
+
+    In blocks of `i`, contracting the larger dimension first: `W_i = v (V ∘ v_i)`, `H_i = Σ_a U_ai (U ∘ W_i)`.
+    """
     u, v = atoms.u, atoms.v
-    if curvature.shape[0] > curvature.shape[1]:
-        u, v, curvature = v, u, curvature.T
-    p = u.shape[1]
-    step = max(1, _BLOCK_ENTRIES // max(1, v.shape[0] * p))
+    if curvature.shape[1] > curvature.shape[2]:
+        u, v, curvature = v, u, curvature.mT
+    batch, p = u.shape[0], u.shape[2]
+    step = max(1, _BLOCK_ENTRIES // (batch * v.shape[1] * p))
     rows = []
     for start in range(0, p, step):
         block = slice(start, min(start + step, p))
-        inner = curvature @ (v[:, block].T[:, :, None] * v)
-        rows.append((u[:, block].T[:, :, None] * u * inner).sum(dim=1))
-    gram = torch.cat(rows) if rows else curvature.new_zeros(0, 0)
-    return (gram + gram.T) / 2
+        inner = curvature[:, None] @ (v[:, :, block].mT[..., None] * v[:, None])
+        rows.append((u[:, :, block].mT[..., None] * u[:, None] * inner).sum(dim=2))
+    gram = torch.cat(rows, dim=1)
+    return (gram + gram.mT) / 2

@@ -1,4 +1,4 @@
-"""Steps that several methods share: trimming, election, dropping, spectra.
+"""Steps that several elementwise methods share: trimming and dropping.
 
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -128,80 +127,3 @@ def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "i
         return kept / (1 - drop)
     before, after = delta.abs().sum(), kept.abs().sum()
     return kept * torch.where(after > 0, before / after.where(after > 0, torch.ones_like(after)), after)
-
-
-# --- spectra ------------------------------------------------------------------------------------------
-
-_EXCLUDED = "text_projection"
-
-
-def is_spectral(name: str, delta: Tensor) -> bool:
-    """Whether the spectral methods treat this tensor `[*S]` as a matrix: 2-D and no text projection."""
-    return delta.dim() == 2 and _EXCLUDED not in name
-
-
-def rank_budget(shape: torch.Size, experts: int, cap: int | None) -> int:
-    """Singular triplets an expert may keep of an `[m, n]` matrix: `int(min(m, n)·(1/T))`, at most `cap`."""
-    share = int(min(shape) * (1 / experts))
-    return share if cap is None else min(cap, share)
-
-
-def polar_factor(matrix: Tensor) -> tuple[Tensor, int]:
-    """The orthonormal factor `U Vᵀ` of `matrix = U S Vᵀ`, and the numerical rank.
-
-    Directions with `s ≤ tol·s_max` (tol 1e-6 in float32, 1e-12 in float64) have no polar direction:
-    they are left out, which makes the factor a partial isometry. Computed in float64: a float32 Gram
-    matrix would lose half the digits of these ill-conditioned concatenations.
-    """
-    tolerance = 1e-12 if matrix.dtype == torch.float64 else 1e-6
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    keep = s > tolerance * s.max()
-    rank = int(keep.sum())
-    return (u[:, keep] @ vh[keep]).to(matrix.dtype), rank
-
-
-@dataclass(frozen=True)
-class Atoms:
-    """Rank-one directions of all experts, whitened together.
-
-    `p` atoms: `u_i v_iᵀ` with `U_⊥ = [u_1 …]` `[m, p]`, `V_⊥` `[n, p]`, both with orthonormal columns;
-    `sigma` `[p]` are the singular values `λ_t σ`, `task` `[p]` the expert an atom came from.
-    """
-
-    u: Tensor
-    v: Tensor
-    sigma: Tensor
-    task: Tensor
-
-    def lift(self, coordinates: Tensor) -> Tensor:
-        """`U_⊥ diag(d) V_⊥ᵀ` for coordinates `d` `[p]`: `[m, n]`."""
-        return (self.u * coordinates) @ self.v.T
-
-
-def whitened_atoms(deltas: Tensor, rank: int, note: Callable[[str, object], None]) -> Atoms:
-    """The top `rank` singular triplets of every `δ_t` in task order, `U` and `V` replaced by polar factors.
-
-    Args:
-        deltas: `[T, m, n]`.
-        rank: `k ≥ 1`, with `kT ≤ min(m, n)`.
-        note: receives `rank_deficient`, the ranks of `U` and `V` where they fall short.
-
-    Atoms with `σ = 0` (an expert equal to the base) are dropped.
-    """
-    us, sigmas, vs, tasks = [], [], [], []
-    for t, delta in enumerate(deltas.double()):
-        u, s, vh = torch.linalg.svd(delta, full_matrices=False)
-        real = s[:rank] > 0
-        us.append(u[:, :rank][:, real])
-        sigmas.append(s[:rank][real])
-        vs.append(vh[:rank][real].T)
-        tasks.append(torch.full((int(real.sum()),), t, device=deltas.device))
-    sigma = torch.cat(sigmas).to(deltas.dtype)
-    if len(sigma) == 0:
-        empty = deltas.new_zeros
-        return Atoms(empty(deltas.shape[1], 0), empty(deltas.shape[2], 0), sigma, torch.cat(tasks))
-    u_white, u_rank = polar_factor(torch.cat(us, dim=1).to(deltas.dtype))
-    v_white, v_rank = polar_factor(torch.cat(vs, dim=1).to(deltas.dtype))
-    if min(u_rank, v_rank) < len(sigma):
-        note("rank_deficient", {"atoms": len(sigma), "u": u_rank, "v": v_rank})
-    return Atoms(u_white, v_white, sigma, torch.cat(tasks))

@@ -24,8 +24,17 @@ class Figure:
     """Shown only when the reader opens it."""
 
 
-def page(title: str, summary: str, table: Table, *, figures: Sequence[Figure], records: Sequence[Record],
-         timings: Mapping[str, Timing], failures: Sequence[Failure], config_yaml: str) -> str:
+def page(
+    title: str,
+    summary: str,
+    table: Table,
+    *,
+    figures: Sequence[Figure],
+    records: Sequence[Record],
+    timings: Mapping[str, Timing],
+    failures: Sequence[Failure],
+    config_yaml: str,
+) -> str:
     """The whole page as text. Reads the figures' files."""
     sections = [
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>",
@@ -36,33 +45,37 @@ def page(title: str, summary: str, table: Table, *, figures: Sequence[Figure], r
         _config(config_yaml),
     ]
     body = "\n".join(section for section in sections if section)
-    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-            f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
-            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-            f"<script>{_SCRIPT}</script>\n</body>\n</html>\n")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+    )
 
 
 def _leaderboard(table: Table) -> str:
     if not table.rows:
         return ""
     headings = "".join(_heading(name) for name in (*table.axes, "model")) + "".join(
-        _heading(name, "number") for name in _means_first(table.columns, "coefficient"))
+        _heading(name, "number") for name in _means_first(table.columns, "coefficient")
+    )
     rows = "\n".join(_leaderboard_row(row) for row in table.rows)
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return (f'<h2 id="leaderboard">Leaderboard</h2>\n'
-            f'<div class="wide" tabindex="0" role="region" aria-labelledby="leaderboard">\n'
-            f'<table class="sortable">\n<caption>Choose a heading to sort, again to reverse.</caption>\n'
-            f"<thead><tr>{headings}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
-            f'<ul class="notes">{notes}</ul>')
+    return (
+        f'<h2 id="leaderboard">Leaderboard</h2>\n'
+        f'<div class="wide" tabindex="0" role="region" aria-labelledby="leaderboard">\n'
+        f'<table class="sortable">\n<caption>Choose a heading to sort, again to reverse.</caption>\n'
+        f"<thead><tr>{headings}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
+        f'<ul class="notes">{notes}</ul>'
+    )
 
 
 def _leaderboard_row(row: Row) -> str:
     group = "".join(f"<td>{escape(name)}</td>" for name in row.group)
     chosen = _number(row.coefficient, row.coefficients[0] if row.coefficients else None)
-    cells = "".join(_means_first(
-        [_number(cell.text, cell.mean, best=cell.best) for cell in row.cells], chosen))
+    cells = "".join(_means_first([_number(cell.text, cell.mean, best=cell.best) for cell in row.cells], chosen))
     kind = "" if row.kind == "merged" else ' class="reference"'
     return f'<tr{kind}>{group}<th scope="row">{escape(row.label)}</th>{cells}</tr>'
 
@@ -73,8 +86,10 @@ def _means_first(columns: Sequence[str], coefficient: str) -> list[str]:
 
 
 def _heading(name: str, kind: str = "name") -> str:
-    return (f'<th scope="col" class="{kind}" aria-sort="none"><button type="button">{escape(name)}'
-            f'<span aria-hidden="true"></span></button></th>')
+    return (
+        f'<th scope="col" class="{kind}" aria-sort="none"><button type="button">{escape(name)}'
+        f'<span aria-hidden="true"></span></button></th>'
+    )
 
 
 def _number(text: str, value: float | None, best: bool = False) -> str:
@@ -92,9 +107,11 @@ def _figures(figures: Sequence[Figure]) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    return (f'<figure><img alt="{escape(figure.text)}" '
-            f'src="data:image/png;base64,{b64encode(figure.path.read_bytes()).decode("ascii")}">'
-            f"<figcaption>{escape(figure.text)}</figcaption></figure>")
+    return (
+        f'<figure><img alt="{escape(figure.text)}" '
+        f'src="data:image/png;base64,{b64encode(figure.path.read_bytes()).decode("ascii")}">'
+        f"<figcaption>{escape(figure.text)}</figcaption></figure>"
+    )
 
 
 def _failures(failures: Sequence[Failure]) -> str:
@@ -103,7 +120,9 @@ def _failures(failures: Sequence[Failure]) -> str:
     items = "\n".join(
         f"<li><strong>{escape(failure.run)}</strong>"
         + (f" <code>{escape(' '.join(failure.overrides))}</code>" if failure.overrides else "")
-        + f"<pre>{escape(failure.error)}</pre></li>" for failure in failures)
+        + f"<pre>{escape(failure.error)}</pre></li>"
+        for failure in failures
+    )
     return f"<h2>Failures</h2>\n<ul>\n{items}\n</ul>"
 
 
@@ -111,12 +130,17 @@ def _costs(records: Sequence[Record], timings: Mapping[str, Timing]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(stage)}</th><td class="number">{duration(timing.seconds)}</td>'
         f'<td class="number">{timing.computed}</td><td class="number">{timing.reused}</td></tr>'
-        for stage, timing in timings.items())
-    headings = "".join(f'<th scope="col" class="number">{name}</th>'
-                       for name in ("wall time", "computed", "reused"))
-    table = ("" if not rows else
-             f'<div class="wide"><table><thead><tr><th scope="col">stage</th>{headings}</tr></thead>'
-             f"<tbody>{rows}</tbody></table></div>")
+        for stage, timing in timings.items()
+    )
+    headings = "".join(
+        f'<th scope="col" class="number">{name}</th>' for name in ("wall time", "computed", "reused")
+    )
+    table = (
+        ""
+        if not rows
+        else f'<div class="wide"><table><thead><tr><th scope="col">stage</th>{headings}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
     return f"<h2>Time and cache</h2>\n<p>{escape(cache_sentence(records))}</p>\n{table}"
 
 
@@ -125,8 +149,10 @@ def cache_sentence(records: Sequence[Record]) -> str:
     found = [record for record in records if record.reused]
     peaks = [record.peak_memory_bytes for record in records if record.peak_memory_bytes is not None]
     peak = f" The largest memory peak was {max(peaks) / 2**30:.2f} GiB." if peaks else ""
-    return (f"{len(found)} of {len(records)} evaluations were found in the store; computing them had taken "
-            f"{duration(sum(record.wall_seconds for record in found))}.{peak}")
+    return (
+        f"{len(found)} of {len(records)} evaluations were found in the store; computing them had taken "
+        f"{duration(sum(record.wall_seconds for record in found))}.{peak}"
+    )
 
 
 def duration(seconds: float) -> str:

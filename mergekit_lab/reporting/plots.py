@@ -33,10 +33,20 @@ _DASHES = ("-", "--", ":")
 _MARKERS = "osD^vPX"
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a name may hold a dollar sign
-    "font.size": 10.0, "axes.titlesize": 11.0, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
-    "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.7, "hatch.linewidth": 0.8,
-    "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "font.size": 10.0,
+    "axes.titlesize": 11.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.7,
+    "hatch.linewidth": 0.8,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
 }
 
 
@@ -55,20 +65,45 @@ def merger_figures(table: Table, folder: Path) -> list[Path]:
 
 def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     rows = {row.label: row for row in _merged(table, group)}
-    top = max([1.0, *(cell.mean + (cell.sd or 0.0) for row in table.rows for cell in row.cells[-2:]
-                      if row.kind == "merged" and cell.mean is not None)])
+    top = max(
+        [
+            1.0,
+            *(
+                cell.mean + (cell.sd or 0.0)
+                for row in table.rows
+                for cell in row.cells[-2:]
+                if row.kind == "merged" and cell.mean is not None
+            ),
+        ]
+    )
     for place, label in enumerate(table.mergers):
         if label not in rows:
             continue
         hatch = _HATCHES[place // len(_COLOURS) % len(_HATCHES)]
-        for cell, shift, colour in ((rows[label].average, -0.2, _colour(place)),
-                                    (rows[label].normalised, 0.2, _light(_colour(place)))):
+        for cell, shift, colour in (
+            (rows[label].average, -0.2, _colour(place)),
+            (rows[label].normalised, 0.2, _light(_colour(place))),
+        ):
             if cell.mean is None:
                 continue
-            axes.barh(place + shift, cell.mean, 0.38, color=colour, hatch=hatch,
-                      edgecolor="white", xerr=cell.sd, error_kw={"elinewidth": 1.0, "capsize": 2.0})
-            axes.text(top + 0.015, place + shift, cell.text, va="center", fontsize=8,
-                      fontweight="bold" if cell.best else "normal")
+            axes.barh(
+                place + shift,
+                cell.mean,
+                0.38,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                xerr=cell.sd,
+                error_kw={"elinewidth": 1.0, "capsize": 2.0},
+            )
+            axes.text(
+                top + 0.015,
+                place + shift,
+                cell.text,
+                va="center",
+                fontsize=8,
+                fontweight="bold" if cell.best else "normal",
+            )
     for row in table.rows:
         if row.group == group and row.kind in _REFERENCES and row.average.mean is not None:
             axes.axvline(row.average.mean, color="#333333", linewidth=1.2, linestyle=_REFERENCES[row.kind])
@@ -127,11 +162,19 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
             dark = value < low + 0.42 * (high - low)
-            axes.text(x, y, MISSING if math.isnan(value) else f"{100 * value:.1f}", ha="center", va="center",
-                      fontsize=9, color="white" if dark else "black")
+            axes.text(
+                x,
+                y,
+                MISSING if math.isnan(value) else f"{100 * value:.1f}",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if dark else "black",
+            )
     axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
-    axes.set_xticks(range(len(tasks)), [_short(task) for task in tasks],
-                    rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        range(len(tasks)), [_short(task) for task in tasks], rotation=35, ha="right", rotation_mode="anchor"
+    )
     axes.set_xticks([x - 0.5 for x in range(1, len(tasks))], minor=True)
     axes.set_yticks([y - 0.5 for y in range(1, len(rows))], minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
@@ -151,21 +194,30 @@ def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
     pages = []
     for title, curves in groups.items():
         drawn = [(label, points) for label, points in curves.items() if points]
-        pages += [(title, dict(drawn[start:start + LINES_PER_FIGURE]))
-                  for start in range(0, len(drawn), LINES_PER_FIGURE)]
+        pages += [
+            (title, dict(drawn[start : start + LINES_PER_FIGURE]))
+            for start in range(0, len(drawn), LINES_PER_FIGURE)
+        ]
     paths = []
-    for (path, (title,)), (_, curves) in zip(_files(folder, "training", [(title,) for title, _ in pages]),
-                                             pages, strict=True):
-        measures = [measure for measure in _MEASURES
-                    if any(measure in point for points in curves.values() for point in points)]
+    for (path, (title,)), (_, curves) in zip(
+        _files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
+    ):
+        measures = [
+            measure
+            for measure in _MEASURES
+            if any(measure in point for points in curves.values() for point in points)
+        ]
         with _figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
             _training(figure, title, curves, measures)
             paths.append(_save(figure, path))
     return paths
 
 
-_MEASURES = {"train_loss": "Training loss", "val_loss": "Validation loss",
-             "val_accuracy": "Validation accuracy (%)"}
+_MEASURES = {
+    "train_loss": "Training loss",
+    "val_loss": "Validation loss",
+    "val_accuracy": "Validation accuracy (%)",
+}
 
 
 def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[str]) -> None:
@@ -177,9 +229,15 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
         lines = []
         for place, points in enumerate(curves.values()):
             known = [point for point in points if measure in point]
-            lines += axes.plot([point["step"] for point in known], [point[measure] for point in known],
-                               color=_colour(place), linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
-                               marker="o" if len(known) < 12 else "", markersize=3.5, linewidth=1.5)
+            lines += axes.plot(
+                [point["step"] for point in known],
+                [point[measure] for point in known],
+                color=_colour(place),
+                linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
+                marker="o" if len(known) < 12 else "",
+                markersize=3.5,
+                linewidth=1.5,
+            )
         if measure == "val_accuracy":
             _percent_axis(axes.yaxis)
         axes.set_title(_MEASURES[measure])
@@ -194,8 +252,10 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
     table does, so that they keep their colours.
     """
-    groups = {title: {label: points for label, points in searches.items() if points}
-              for title, searches in groups.items()}
+    groups = {
+        title: {label: points for label, points in searches.items() if points}
+        for title, searches in groups.items()
+    }
     groups = {title: searches for title, searches in groups.items() if searches}
     if not groups:
         return []
@@ -218,13 +278,26 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
 
 def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> Any:
     ordered = sorted(points, key=lambda point: point["coefficient"])
-    line, = axes.plot([point["coefficient"] for point in ordered], [point["normalised"] for point in ordered],
-                      color=_colour(place), linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
-                      marker=_MARKERS[place % len(_MARKERS)], markersize=4.5, linewidth=1.5)
+    (line,) = axes.plot(
+        [point["coefficient"] for point in ordered],
+        [point["normalised"] for point in ordered],
+        color=_colour(place),
+        linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
+        marker=_MARKERS[place % len(_MARKERS)],
+        markersize=4.5,
+        linewidth=1.5,
+    )
     chosen = [point for point in ordered if point.get("chosen")]
-    axes.plot([point["coefficient"] for point in chosen], [point["normalised"] for point in chosen],
-              linestyle="", marker="o", markersize=11, markerfacecolor="none", markeredgewidth=1.8,
-              color=_colour(place))
+    axes.plot(
+        [point["coefficient"] for point in chosen],
+        [point["normalised"] for point in chosen],
+        linestyle="",
+        marker="o",
+        markersize=11,
+        markerfacecolor="none",
+        markeredgewidth=1.8,
+        color=_colour(place),
+    )
     return line
 
 
@@ -241,11 +314,11 @@ def _title(group: Sequence[str], what: str) -> str:
 
 
 def _short(name: str, limit: int = 28) -> str:
-    return name if len(name) <= limit else f"{name[:limit - 1]}…"
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
 def _light(colour: str) -> str:
-    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i:i + 2], 16))):02X}" for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i : i + 2], 16))):02X}" for i in (1, 3, 5))
 
 
 def _heading(figure: "Figure", text: str) -> None:
@@ -275,8 +348,9 @@ def _files(folder: Path, stem: str, groups: Sequence[tuple[str, ...]]) -> list[t
 
 
 @contextmanager
-def _panels(groups: Sequence[tuple[str, ...]], heading: str,
-            height: float) -> Iterator[tuple["Figure", Sequence["Axes"]]]:
+def _panels(
+    groups: Sequence[tuple[str, ...]], heading: str, height: float
+) -> Iterator[tuple["Figure", Sequence["Axes"]]]:
     """A panel of `height` inches for every group, in up to three columns, on common axes."""
     columns = len(groups) if len(groups) < 3 else 2 if len(groups) < 5 else 3
     lines = math.ceil(len(groups) / columns)
@@ -285,9 +359,9 @@ def _panels(groups: Sequence[tuple[str, ...]], heading: str,
         panels = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
         for axes, group in zip(panels, groups, strict=False):
             axes.set_title(_title(group, ""))
-        for axes in panels[len(groups):]:
+        for axes in panels[len(groups) :]:
             axes.set_axis_off()
-        yield figure, panels[:len(groups)]
+        yield figure, panels[: len(groups)]
 
 
 @contextmanager

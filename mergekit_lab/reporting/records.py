@@ -64,13 +64,16 @@ class Record:
         if self.kind not in KINDS:
             raise InputError(f"record: unknown kind {self.kind!r}{suggestion(self.kind, KINDS)}")
         if (self.kind == "merged") != (self.merger is not None):
-            raise InputError(f"record: kind {self.kind!r} with merger {self.merger!r}: a merger's label "
-                             "belongs to kind 'merged', and only there")
+            raise InputError(
+                f"record: kind {self.kind!r} with merger {self.merger!r}: a merger's label "
+                "belongs to kind 'merged', and only there"
+            )
         for name in ("value", "expert_value", "zero_shot_value"):
             value = getattr(self, name)
             if value is not None and not -1.0 <= value <= 1.0:
-                raise InputError(f"record of task {self.task!r}: {name} is {value}; "
-                                 "values are fractions (0..1), not percent")
+                raise InputError(
+                    f"record of task {self.task!r}: {name} is {value}; values are fractions (0..1), not percent"
+                )
         if not 0.0 <= self.wall_seconds < math.inf:
             raise InputError(f"record of task {self.task!r}: wall_seconds is {self.wall_seconds}")
 
@@ -87,8 +90,19 @@ class Record:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for two records exactly when they tell of the same evaluation in the same cell."""
-        return (self.backbone, self.suite, self.finetuning, self.optimizer, self.kind, self.merger,
-                self.task, self.split, self.metric, self.seed, self.evaluation_key)
+        return (
+            self.backbone,
+            self.suite,
+            self.finetuning,
+            self.optimizer,
+            self.kind,
+            self.merger,
+            self.task,
+            self.split,
+            self.metric,
+            self.seed,
+            self.evaluation_key,
+        )
 
 
 @dataclass(frozen=True)
@@ -167,8 +181,11 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-_TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Record).items()
-          if name in {field.name for field in fields(Record)}}
+_TYPES = {
+    name: get_args(hint) or (hint,)
+    for name, hint in get_type_hints(Record).items()
+    if name in {field.name for field in fields(Record)}
+}
 
 
 def _record(entry: object) -> Record:

@@ -42,9 +42,17 @@ class ReportPaths:
     table: Table
 
 
-def write_report(out_dir: Path | str, records: Iterable[Record], *, curves: Curves, searches: Searches,
-                 config_yaml: str, timings: Mapping[str, Timing], failures: Sequence[Failure] = (),
-                 title: str) -> ReportPaths:
+def write_report(
+    out_dir: Path | str,
+    records: Iterable[Record],
+    *,
+    curves: Curves,
+    searches: Searches,
+    config_yaml: str,
+    timings: Mapping[str, Timing],
+    failures: Sequence[Failure] = (),
+    title: str,
+) -> ReportPaths:
     """Write one run's records and every view of them into `out_dir`.
 
     Args:
@@ -59,12 +67,26 @@ def write_report(out_dir: Path | str, records: Iterable[Record], *, curves: Curv
     write_text(folder / "curves.json", _json(curves))
     write_text(folder / "searches.json", _json(searches))
     write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
-    return _write_views(folder, deduplicate(records), {"": curves}, {"": searches}, config_yaml=config_yaml,
-                        timings=timings, failures=failures, title=title)
+    return _write_views(
+        folder,
+        deduplicate(records),
+        {"": curves},
+        {"": searches},
+        config_yaml=config_yaml,
+        timings=timings,
+        failures=failures,
+        title=title,
+    )
 
 
-def compare(run_dirs: Iterable[Path | str], out_dir: Path | str, *, failures: Sequence[Failure] = (),
-            config_yaml: str = "", title: str = "Comparison") -> ReportPaths:
+def compare(
+    run_dirs: Iterable[Path | str],
+    out_dir: Path | str,
+    *,
+    failures: Sequence[Failure] = (),
+    config_yaml: str = "",
+    title: str = "Comparison",
+) -> ReportPaths:
     """Write one report over the runs in `run_dirs`, from their files alone.
 
     A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
@@ -84,49 +106,94 @@ def compare(run_dirs: Iterable[Path | str], out_dir: Path | str, *, failures: Se
     for run in runs:
         for stage, timing in run.timings.items():
             total = timings.get(stage, Timing(0.0))
-            timings[stage] = Timing(total.seconds + timing.seconds, total.computed + timing.computed,
-                                    total.reused + timing.reused)
+            timings[stage] = Timing(
+                total.seconds + timing.seconds, total.computed + timing.computed, total.reused + timing.reused
+            )
     return _write_views(
-        Path(out_dir), deduplicate(record for run in runs for record in run.records),
+        Path(out_dir),
+        deduplicate(record for run in runs for record in run.records),
         _grouped([(group, name, run.curves) for group, name, run in zip(titles, names, runs, strict=True)]),
         _grouped([(group, name, run.searches) for group, name, run in zip(titles, names, runs, strict=True)]),
-        config_yaml=config_yaml, timings=timings, failures=failed, title=title)
+        config_yaml=config_yaml,
+        timings=timings,
+        failures=failed,
+        title=title,
+    )
 
 
-def _write_views(folder: Path, records: list[Record], curves: Mapping[str, Curves],
-                 searches: Mapping[str, Searches], *, config_yaml: str, timings: Mapping[str, Timing],
-                 failures: Sequence[Failure], title: str) -> ReportPaths:
+def _write_views(
+    folder: Path,
+    records: list[Record],
+    curves: Mapping[str, Curves],
+    searches: Mapping[str, Searches],
+    *,
+    config_yaml: str,
+    timings: Mapping[str, Timing],
+    failures: Sequence[Failure],
+    title: str,
+) -> ReportPaths:
     table = comparison_table(records)
     summary = describe(table, records, failures)
-    paths = ReportPaths(folder / "records.jsonl", folder / "summary.md", folder / "report.html",
-                        figures=(), table=table)
+    paths = ReportPaths(
+        folder / "records.jsonl", folder / "summary.md", folder / "report.html", figures=(), table=table
+    )
     write_records(paths.records, records)
     write_text(paths.summary, _markdown(title, summary, table, records, timings, failures))
     figures = _draw(folder / "figures", table, curves, searches)
-    write_text(paths.html, html.page(title, summary, table, figures=figures, records=records,
-                                     timings=timings, failures=failures, config_yaml=config_yaml))
+    write_text(
+        paths.html,
+        html.page(
+            title,
+            summary,
+            table,
+            figures=figures,
+            records=records,
+            timings=timings,
+            failures=failures,
+            config_yaml=config_yaml,
+        ),
+    )
     return replace(paths, figures=tuple(figure.path for figure in figures))
 
 
-def _draw(folder: Path, table: Table, curves: Mapping[str, Curves],
-          searches: Mapping[str, Searches]) -> list[html.Figure]:
+def _draw(
+    folder: Path, table: Table, curves: Mapping[str, Curves], searches: Mapping[str, Searches]
+) -> list[html.Figure]:
     if folder.is_dir():
         for path in folder.iterdir():
             if _OUR_FIGURES.fullmatch(path.name):
                 path.unlink()  # a report that has fewer figures than its predecessor must not show old ones
-    heat_maps = [html.Figure(path, f"Accuracy of every model on every task{_of(group)}; the numbers are in "
-                                   "the leaderboard.")
-                 for path, group in zip(plots.heat_maps(table, folder), table.groups, strict=True)]
+    heat_maps = [
+        html.Figure(
+            path, f"Accuracy of every model on every task{_of(group)}; the numbers are in the leaderboard."
+        )
+        for path, group in zip(plots.heat_maps(table, folder), table.groups, strict=True)
+    ]
     training = plots.training_figures(curves, folder)
     return [
-        *(html.Figure(path, "Average and normalised accuracy of every merger; the numbers are in the "
-                            "leaderboard.") for path in plots.merger_figures(table, folder)),
+        *(
+            html.Figure(
+                path, "Average and normalised accuracy of every merger; the numbers are in the leaderboard."
+            )
+            for path in plots.merger_figures(table, folder)
+        ),
         *heat_maps,
-        *(html.Figure(path, "Validation accuracy, normalised by the experts', over the merging coefficient; "
-                            "the chosen coefficients are ringed and stand in the leaderboard.")
-          for path in plots.coefficient_figures(searches, table.mergers, folder)),
-        *(html.Figure(path, "Training curves of the experts: losses and validation accuracy over steps.",
-                      folded=len(training) > 2) for path in training),
+        *(
+            html.Figure(
+                path,
+                "Validation accuracy, normalised by the experts', over the merging coefficient; "
+                "the chosen coefficients are ringed and stand in the leaderboard.",
+            )
+            for path in plots.coefficient_figures(searches, table.mergers, folder)
+        ),
+        *(
+            html.Figure(
+                path,
+                "Training curves of the experts: losses and validation accuracy over steps.",
+                folded=len(training) > 2,
+            )
+            for path in training
+        ),
     ]
 
 
@@ -134,19 +201,34 @@ def _of(group: tuple[str, ...]) -> str:
     return f" ({', '.join(group)})" if group else ""
 
 
-def _markdown(title: str, summary: str, table: Table, records: Sequence[Record],
-              timings: Mapping[str, Timing], failures: Sequence[Failure]) -> str:
+def _markdown(
+    title: str,
+    summary: str,
+    table: Table,
+    records: Sequence[Record],
+    timings: Mapping[str, Timing],
+    failures: Sequence[Failure],
+) -> str:
     parts = [f"# {title}", summary]
     if table.rows:
         parts.append(to_markdown(table).rstrip("\n"))
     parts += ["## Time and cache", html.cache_sentence(records)]
     if timings:
-        parts.append("\n".join(f"- {stage}: {html.duration(timing.seconds)}, {timing.computed} computed, "
-                               f"{timing.reused} reused" for stage, timing in timings.items()))
+        parts.append(
+            "\n".join(
+                f"- {stage}: {html.duration(timing.seconds)}, {timing.computed} computed, "
+                f"{timing.reused} reused"
+                for stage, timing in timings.items()
+            )
+        )
     if failures:
         parts.append("## Failures")
-        parts.append("\n".join(f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}"
-                               for failure in failures))
+        parts.append(
+            "\n".join(
+                f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}"
+                for failure in failures
+            )
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -168,11 +250,16 @@ def _read_run(folder: Path) -> _Run | Failure:
     try:
         if (folder / "failure.json").exists():
             told = _object(folder / "failure.json")
-            return Failure(name, str(told.get("error", "failed without a message")),
-                           tuple(map(str, told.get("overrides", ()))))
+            return Failure(
+                name,
+                str(told.get("error", "failed without a message")),
+                tuple(map(str, told.get("overrides", ()))),
+            )
         if not (folder / "records.jsonl").exists():
-            return Failure(name, "no records.jsonl: the run did not reach its report" if folder.is_dir()
-                           else "no such folder")
+            return Failure(
+                name,
+                "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
+            )
         records = read_records(folder / "records.jsonl")
         if not records:
             return Failure(name, "records.jsonl is empty")
@@ -207,12 +294,22 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 def _group_titles(runs: Sequence[_Run]) -> list[str]:
     """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
-    described = [[", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records))
-                  for axis in (*AXES, "seed")] for run in runs]
+    described = [
+        [
+            ", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records))
+            for axis in (*AXES, "seed")
+        ]
+        for run in runs
+    ]
     vary = [len(set(column)) > 1 for column in zip(*described, strict=True)]
-    return [" / ".join((f"seed {value}" if axis == "seed" else value)
-                       for axis, value, shown in zip((*AXES, "seed"), values, vary, strict=True) if shown)
-            for values in described]
+    return [
+        " / ".join(
+            (f"seed {value}" if axis == "seed" else value)
+            for axis, value, shown in zip((*AXES, "seed"), values, vary, strict=True)
+            if shown
+        )
+        for values in described
+    ]
 
 
 def _grouped(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

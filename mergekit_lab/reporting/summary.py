@@ -15,21 +15,27 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
         f"Experts of {tasks} on {_values(records, 'backbone')}, trained with "
         f"{_values(records, 'finetuning')} fine-tuning and {_values(records, 'optimizer')} "
         f"over {_count(_distinct(records, 'seed'), 'seed')}, "
-        + (f"were merged with {_listed(table.mergers)}." if table.mergers else "were not merged.")]
+        + (f"were merged with {_listed(table.mergers)}." if table.mergers else "were not merged.")
+    ]
     merged = [row for row in table.rows if row.kind == "merged" and row.normalised.mean is not None]
     if merged:
         best = max(merged, key=lambda row: row.normalised.mean or 0.0)
         name = best.label + (f" ({', '.join(best.group)})" if best.group else "")
-        sentences.append(f"The best, {name}, reaches {best.normalised.text} % of its experts' accuracy "
-                         f"and {best.average.text} % on average{_references(table, best)}.")
+        sentences.append(
+            f"The best, {name}, reaches {best.normalised.text} % of its experts' accuracy "
+            f"and {best.average.text} % on average{_references(table, best)}."
+        )
     if failures:
         sentences.append(_failed(failures))
     return " ".join(sentences)
 
 
 def _references(table: Table, best: Row) -> str:
-    known = [f"{row.label} {row.average.text} %" for row in table.rows
-             if row.group == best.group and row.kind != "merged" and row.average.mean is not None]
+    known = [
+        f"{row.label} {row.average.text} %"
+        for row in table.rows
+        if row.group == best.group and row.kind != "merged" and row.average.mean is not None
+    ]
     return f" (in the same group: {', '.join(known)})" if known else ""
 
 

@@ -62,8 +62,10 @@ class Row:
 
     @property
     def coefficient(self) -> str:
-        return "–".join(f"{value:g}" for value in sorted({*self.coefficients[:1], *self.coefficients[-1:]})) \
+        return (
+            "–".join(f"{value:g}" for value in sorted({*self.coefficients[:1], *self.coefficients[-1:]}))
             or MISSING
+        )
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,9 @@ def comparison_table(records: Iterable[Record], split: str | None = None) -> Tab
     return Table(axes, tasks, tuple(rows), split, notes)
 
 
-def _group_rows(group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...],
-                conflicts: list[str]) -> list[Row]:
+def _group_rows(
+    group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...], conflicts: list[str]
+) -> list[Row]:
     names = _distinct_labels(members)
     by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in members:
@@ -164,28 +167,54 @@ def _distinct_labels(members: Sequence[Record]) -> dict[tuple[str, str], str]:
             runs[record.label, record.seed][record.model_key] = record.coefficient
     ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
     by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
-    return {(label, key): f"{label} ({key[:8]})" if label in by_key or coefficient is None
-            else f"{label} (α={coefficient:g})"
-            for (label, _), models in runs.items() if label in ambiguous
-            for key, coefficient in models.items()}
+    return {
+        (label, key): f"{label} ({key[:8]})"
+        if label in by_key or coefficient is None
+        else f"{label} (α={coefficient:g})"
+        for (label, _), models in runs.items()
+        if label in ambiguous
+        for key, coefficient in models.items()
+    }
 
 
-def _row(group: tuple[str, ...], kind: str, label: str, of_row: Sequence[Record], tasks: tuple[str, ...],
-         needed: set[str], conflicts: list[str]) -> Row:
+def _row(
+    group: tuple[str, ...],
+    kind: str,
+    label: str,
+    of_row: Sequence[Record],
+    tasks: tuple[str, ...],
+    needed: set[str],
+    conflicts: list[str],
+) -> Row:
     cells: dict[str, dict[int, Record]] = {task: {} for task in tasks}
-    conflicts += [f"{' / '.join((*group, label))}, {record.task}, seed {record.seed}: several evaluations "
-                  "differ in something no axis names; the first is shown." for record in of_row
-                  if cells[record.task].setdefault(record.seed, record) is not record]
+    conflicts += [
+        f"{' / '.join((*group, label))}, {record.task}, seed {record.seed}: several evaluations "
+        "differ in something no axis names; the first is shown."
+        for record in of_row
+        if cells[record.task].setdefault(record.seed, record) is not record
+    ]
     seeds = sorted({record.seed for record in of_row})
-    complete = [[cells[task][seed] for task in tasks if task in needed] for seed in seeds
-                if all(seed in cells[task] for task in needed)]
+    complete = [
+        [cells[task][seed] for task in tasks if task in needed]
+        for seed in seeds
+        if all(seed in cells[task] for task in needed)
+    ]
     ratios = [[record.normalised for record in members] for members in complete]
     return Row(
-        group, label, kind,
-        cells=(*(_cell([record.value for record in of_task.values()]) for of_task in cells.values()),
-               _cell([mean(record.value for record in members) for members in complete]),
-               _cell([mean(known) for members in ratios
-                      if len(known := [ratio for ratio in members if ratio is not None]) == len(members)])),
+        group,
+        label,
+        kind,
+        cells=(
+            *(_cell([record.value for record in of_task.values()]) for of_task in cells.values()),
+            _cell([mean(record.value for record in members) for members in complete]),
+            _cell(
+                [
+                    mean(known)
+                    for members in ratios
+                    if len(known := [ratio for ratio in members if ratio is not None]) == len(members)
+                ]
+            ),
+        ),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
         seeds=tuple(seeds),
     )
@@ -201,12 +230,22 @@ def _mark_best(rows: Sequence[Row]) -> list[Row]:
     merged = [row for row in rows if row.kind == "merged"]
     if len(merged) < 2:
         return list(rows)
-    best = [max((round(cell.mean, 3) for cell in column if cell.mean is not None), default=None)
-            for column in zip(*(row.cells for row in merged), strict=True)]
-    return [row if row.kind != "merged" else replace(row, cells=tuple(
+    best = [
+        max((round(cell.mean, 3) for cell in column if cell.mean is not None), default=None)
+        for column in zip(*(row.cells for row in merged), strict=True)
+    ]
+    return [
+        row
+        if row.kind != "merged"
+        else replace(
+            row,
+            cells=tuple(
                 replace(cell, best=cell.mean is not None and round(cell.mean, 3) == top)
-                for cell, top in zip(row.cells, best, strict=True)))
-            for row in rows]
+                for cell, top in zip(row.cells, best, strict=True)
+            ),
+        )
+        for row in rows
+    ]
 
 
 def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
@@ -214,8 +253,10 @@ def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequenc
         return ["No evaluation was recorded."]
     seeds = sorted({seed for row in rows for seed in row.seeds})
     over = f"; mean ± standard deviation over seeds {_numbers(seeds)}" if len(seeds) > 1 else ""
-    notes = [f"Percent on the {split} split{over}.",
-             "Normalised: the mean over tasks of value ÷ the task's expert on the same split."]
+    notes = [
+        f"Percent on the {split} split{over}.",
+        "Normalised: the mean over tasks of value ÷ the task's expert on the same split.",
+    ]
     if any(row.kind == "joint" for row in rows):
         notes.append("+joint is trained on all tasks at once: the upper reference.")
     if any(cell.best for row in rows for cell in row.cells):
@@ -223,10 +264,14 @@ def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequenc
     if len(met) > 1:
         of_tasks = ", ".join(f"{task} {name}" for task, name in metric.items())
         others = sorted(set(met) - set(metric.values()))
-        notes.append(f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others
-                                                else ""))
-    notes += [f"{' / '.join((*row.group, row.label))} has only seeds {_numbers(row.seeds)}."
-              for row in rows if list(row.seeds) != seeds]
+        notes.append(
+            f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others else "")
+        )
+    notes += [
+        f"{' / '.join((*row.group, row.label))} has only seeds {_numbers(row.seeds)}."
+        for row in rows
+        if list(row.seeds) != seeds
+    ]
     return notes
 
 
@@ -262,19 +307,21 @@ def _rich_table(table: Table, columns: Sequence[str]) -> Any:
     for name in (*columns, "coefficient"):
         drawn.add_column(Text(name), justify="right", no_wrap=True)
     for row, following in zip(table.rows, (*table.rows[1:], None), strict=True):
-        cells = row.cells[-len(columns):]
-        drawn.add_row(*map(Text, (*row.group, row.label)),
-                      *(Text(cell.text, style="bold green" if cell.best else "") for cell in cells),
-                      Text(row.coefficient), end_section=following is None or following.group != row.group,
-                      style="" if row.kind == "merged" else "dim")
+        cells = row.cells[-len(columns) :]
+        drawn.add_row(
+            *map(Text, (*row.group, row.label)),
+            *(Text(cell.text, style="bold green" if cell.best else "") for cell in cells),
+            Text(row.coefficient),
+            end_section=following is None or following.group != row.group,
+            style="" if row.kind == "merged" else "dim",
+        )
     return drawn
 
 
 def to_markdown(table: Table) -> str:
     """A GitHub-flavoured table and its notes; the best merger of a column is bold."""
     names = len(table.axes) + 1
-    lines = [_line(map(_escape, table.header)),
-             _line(["---"] * names + ["---:"] * (len(table.header) - names))]
+    lines = [_line(map(_escape, table.header)), _line(["---"] * names + ["---:"] * (len(table.header) - names))]
     for row in table.rows:
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in row.cells]
         lines.append(_line([*map(_escape, (*row.group, row.label)), *cells, row.coefficient]))

@@ -16,8 +16,15 @@ class Tracker:
     `start` comes first and `finish` last, also after an error; a tracker may be started again afterwards.
     """
 
-    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
-              job_type: str | None = None) -> None:
+    def start(
+        self,
+        config: Mapping[str, Any],
+        *,
+        run_dir: Path | str,
+        name: str,
+        group: str | None = None,
+        job_type: str | None = None,
+    ) -> None:
         """Begin a run that keeps its files under `run_dir`; `config` is the composed one, plain types."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -44,8 +51,15 @@ class CsvTracker(Tracker):
         self._folder: Path | None = None
         self._columns: list[str] = []
 
-    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
-              job_type: str | None = None) -> None:
+    def start(
+        self,
+        config: Mapping[str, Any],
+        *,
+        run_dir: Path | str,
+        name: str,
+        group: str | None = None,
+        job_type: str | None = None,
+    ) -> None:
         self._folder = Path(run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._columns = []

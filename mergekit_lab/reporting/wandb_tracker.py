@@ -37,16 +37,24 @@ class WandbTracker(Tracker):
     switched off unless WANDB_ERROR_REPORTING says otherwise. Raises `InputError` for an unknown mode.
     """
 
-    def __init__(self, project: str = "mergekit_lab", entity: str | None = None,
-                 mode: str | None = None) -> None:
+    def __init__(
+        self, project: str = "mergekit_lab", entity: str | None = None, mode: str | None = None
+    ) -> None:
         if mode is not None and mode not in _MODES:
             raise InputError(f"wandb mode {mode!r}: one of {', '.join(_MODES)}, or null")
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
         self._warned = False
 
-    def start(self, config: Mapping[str, Any], *, run_dir: Path | str, name: str, group: str | None = None,
-              job_type: str | None = None) -> None:
+    def start(
+        self,
+        config: Mapping[str, Any],
+        *,
+        run_dir: Path | str,
+        name: str,
+        group: str | None = None,
+        job_type: str | None = None,
+    ) -> None:
         self._run, self._warned = None, False
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         with self._never_fail("start"):
@@ -54,8 +62,13 @@ class WandbTracker(Tracker):
             import wandb
 
             arguments: dict[str, Any] = {
-                "project": self.project, "entity": self.entity, "dir": str(run_dir), "name": name,
-                "group": group, "job_type": job_type, "config": flatten(config),
+                "project": self.project,
+                "entity": self.entity,
+                "dir": str(run_dir),
+                "name": name,
+                "group": group,
+                "job_type": job_type,
+                "config": flatten(config),
                 "reinit": "create_new",  # a job that failed must not lend its run to the next one
                 "settings": wandb.Settings(console="off"),
             }
@@ -81,8 +94,13 @@ class WandbTracker(Tracker):
 
             rows = table.as_rows()
             columns: list[str | int] = list(rows[0]) if rows else []
-            self._run.log({"leaderboard": wandb.Table(
-                columns=columns, data=[[row[str(column)] for column in columns] for row in rows])})
+            self._run.log(
+                {
+                    "leaderboard": wandb.Table(
+                        columns=columns, data=[[row[str(column)] for column in columns] for row in rows]
+                    )
+                }
+            )
             for row in table.rows:
                 name = "/".join((*row.group, row.label))
                 self._run.summary[f"{name}/average"] = row.average.mean

@@ -115,8 +115,8 @@ class Store:
             raise InputError(f"the store {self.root} cannot be read ({error}): set store.root=PATH") from None
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} to make "
-                "it again"
+                f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
+                "to make it again"
             ) from None
 
     def obtain(

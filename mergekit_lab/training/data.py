@@ -59,7 +59,7 @@ class StepBatches:
             yield self.batch(step)
 
     def state_dict(self) -> dict[str, int]:
-        """Lightning asks resumable loaders for a state; here the step is all there is, and the trainer has it."""
+        """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:

@@ -57,7 +57,8 @@ class Settings:
                 raise InputError(f"training.{name} is {getattr(self, name)}; it must be at least {low}")
         if not 0 <= self.warmup_steps <= self.steps:
             raise InputError(
-                f"training.warmup_steps is {self.warmup_steps}; it must be in [0, training.steps = {self.steps}]"
+                f"training.warmup_steps is {self.warmup_steps}; "
+                f"it must be in [0, training.steps = {self.steps}]"
             )
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"training.label_smoothing is {self.label_smoothing}; it must be in [0, 1)")

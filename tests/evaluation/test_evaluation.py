@@ -1,6 +1,6 @@
 import pytest
-from conftest import tiny_split
 from sklearn.metrics import accuracy_score
+from tiny import tiny_split
 
 from mergekit_lab import InputError
 from mergekit_lab.evaluation import Candidate, accuracy, best_candidate, normalised

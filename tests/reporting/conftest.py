@@ -8,10 +8,25 @@ import pytest
 from mergekit_lab.reporting import Record
 
 EXAMPLE: dict[str, Any] = {
-    "backbone": "ViT-B-32", "suite": "two", "finetuning": "full", "optimizer": "adamw", "kind": "merged",
-    "merger": "ties", "coefficient": 0.3, "task": "dtd", "split": "test", "metric": "accuracy", "value": 0.6,
-    "expert_value": 0.8, "zero_shot_value": 0.4, "seed": 0, "wall_seconds": 1.5, "peak_memory_bytes": 2**30,
-    "model_key": "m0", "evaluation_key": "e0", "reused": False,
+    "backbone": "ViT-B-32",
+    "suite": "two",
+    "finetuning": "full",
+    "optimizer": "adamw",
+    "kind": "merged",
+    "merger": "ties",
+    "coefficient": 0.3,
+    "task": "dtd",
+    "split": "test",
+    "metric": "accuracy",
+    "value": 0.6,
+    "expert_value": 0.8,
+    "zero_shot_value": 0.4,
+    "seed": 0,
+    "wall_seconds": 1.5,
+    "peak_memory_bytes": 2**30,
+    "model_key": "m0",
+    "evaluation_key": "e0",
+    "reused": False,
 }
 
 
@@ -22,8 +37,9 @@ def make_record(**changes: Any) -> Record:
         entry |= {"merger": None, "coefficient": None}
     where = [entry[name] for name in ("optimizer", "kind", "merger", "coefficient", "seed")]
     keys = {"model_key": f"m{where}", "evaluation_key": f"e{where}{entry['task']}{entry['split']}"}
-    return Record(**{**entry, **keys, **changes, "merger": entry["merger"],
-                     "coefficient": entry["coefficient"]})
+    return Record(
+        **{**entry, **keys, **changes, "merger": entry["merger"], "coefficient": entry["coefficient"]}
+    )
 
 
 def make_study(tasks: int, mergers: int, optimizers: int = 1, seeds: int = 1) -> list[Record]:
@@ -34,15 +50,23 @@ def make_study(tasks: int, mergers: int, optimizers: int = 1, seeds: int = 1) ->
             for task in range(tasks):
                 expert = 0.99 - 0.012 * ((7 * task + optimizer) % 10) - 0.002 * seed
                 zero_shot = 0.3 + 0.04 * ((3 * task) % 11)
-                common = {"optimizer": f"optimizer{optimizer}", "task": f"task{task}", "seed": seed,
-                          "expert_value": expert, "zero_shot_value": zero_shot}
+                common = {
+                    "optimizer": f"optimizer{optimizer}",
+                    "task": f"task{task}",
+                    "seed": seed,
+                    "expert_value": expert,
+                    "zero_shot_value": zero_shot,
+                }
                 records.append(make_record(kind="zero_shot", value=zero_shot, **common))
                 records.append(make_record(kind="expert", value=expert, **common))
                 for merger in range(mergers):
                     share = 0.35 + 0.5 * merger / max(mergers, 2) + 0.03 * optimizer + 0.01 * (seed % 3)
                     value = zero_shot + (expert - zero_shot) * share
-                    records.append(make_record(merger=f"merger{merger}", coefficient=0.1 * (1 + merger % 5),
-                                               value=value, **common))
+                    records.append(
+                        make_record(
+                            merger=f"merger{merger}", coefficient=0.1 * (1 + merger % 5), value=value, **common
+                        )
+                    )
                 records.append(make_record(kind="joint", value=expert - 0.02, **common))
     return records
 

@@ -4,11 +4,15 @@ import pytest
 
 from mergekit_lab.reporting import comparison_table, plots
 
-CURVE = [{"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
-         {"step": 10, "train_loss": 1.0},
-         {"step": 20, "train_loss": 0.5, "val_loss": 0.7, "val_accuracy": 0.8}]
-SEARCH = [{"coefficient": 0.5, "normalised": 0.9, "chosen": True},
-          {"coefficient": 0.1, "normalised": 0.7, "chosen": False}]
+CURVE = [
+    {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
+    {"step": 10, "train_loss": 1.0},
+    {"step": 20, "train_loss": 0.5, "val_loss": 0.7, "val_accuracy": 0.8},
+]
+SEARCH = [
+    {"coefficient": 0.5, "normalised": 0.9, "chosen": True},
+    {"coefficient": 0.1, "normalised": 0.7, "chosen": False},
+]
 
 
 def size(path):
@@ -30,15 +34,25 @@ def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizer
 
 
 def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
-    records = [record(merger="_$x^{$ <b>", task="a"),
-               record(merger="m" * 90, task="$\\frac{$", optimizer="../x"),
-               record(merger="m" * 90, task="b", expert_value=None, optimizer="../x")]
+    records = [
+        record(merger="_$x^{$ <b>", task="a"),
+        record(merger="m" * 90, task="$\\frac{$", optimizer="../x"),
+        record(merger="m" * 90, task="b", expert_value=None, optimizer="../x"),
+    ]
     table = comparison_table(records)
-    paths = [*plots.heat_maps(table, tmp_path), *plots.merger_figures(table, tmp_path),
-             *plots.coefficient_figures({"": {"_$x^{$": SEARCH}}, table.mergers, tmp_path),
-             *plots.training_figures({"$_{": {"_a$": CURVE}}, tmp_path)]
-    assert [path.name for path in paths] == ["heatmap-1-adamw.png", "heatmap-2-x.png", "mergers.png",
-                                             "coefficients.png", "training.png"]
+    paths = [
+        *plots.heat_maps(table, tmp_path),
+        *plots.merger_figures(table, tmp_path),
+        *plots.coefficient_figures({"": {"_$x^{$": SEARCH}}, table.mergers, tmp_path),
+        *plots.training_figures({"$_{": {"_a$": CURVE}}, tmp_path),
+    ]
+    assert [path.name for path in paths] == [
+        "heatmap-1-adamw.png",
+        "heatmap-2-x.png",
+        "mergers.png",
+        "coefficients.png",
+        "training.png",
+    ]
     assert all(size(path)[0] < 2600 for path in paths)
 
 
@@ -72,8 +86,9 @@ def test_a_merger_keeps_its_colour_when_others_have_no_search(tmp_path, monkeypa
         return line
 
     monkeypatch.setattr(plots, "_search", spy)
-    plots.coefficient_figures({"sam": {"c": SEARCH}, "adamw": {"a": SEARCH, "c": SEARCH}}, ("a", "b", "c"),
-                              tmp_path)
+    plots.coefficient_figures(
+        {"sam": {"c": SEARCH}, "adamw": {"a": SEARCH, "c": SEARCH}}, ("a", "b", "c"), tmp_path
+    )
     assert drawn == {0: plots._COLOURS[0], 2: plots._COLOURS[2]}
 
 

@@ -9,7 +9,7 @@ from mergekit_lab.reporting.records import write_text
 
 
 def test_written_records_are_read_back_equal(tmp_path, study):
-    odd = replace(study(1, 1)[0], task="tâche \"x\"\n", reused=True)
+    odd = replace(study(1, 1)[0], task='tâche "x"\n', reused=True)
     records = [*study(tasks=2, mergers=2, seeds=2), odd]
     write_records(tmp_path / "deep" / "records.jsonl", records)
     assert read_records(tmp_path / "deep" / "records.jsonl") == records
@@ -31,35 +31,45 @@ def test_normalised_is_value_over_expert_value(record):
     assert record(expert_value=0.0).normalised is None
 
 
-@pytest.mark.parametrize(("kind", "label"), [("zero_shot", "zero-shot"), ("expert", "experts"),
-                                             ("joint", "+joint"), ("merged", "ties")])
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [("zero_shot", "zero-shot"), ("expert", "experts"), ("joint", "+joint"), ("merged", "ties")],
+)
 def test_row_labels(record, kind, label):
     assert record(kind=kind).label == label
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"kind": "merge"}, "unknown kind 'merge'; did you mean 'merged'"),
-    ({"merger": None}, "kind 'merged' with merger None"),
-    ({"value": 85.3}, "value is 85.3; values are fractions"),
-    ({"expert_value": float("nan")}, "expert_value is nan"),
-    ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "merge"}, "unknown kind 'merge'; did you mean 'merged'"),
+        ({"merger": None}, "kind 'merged' with merger None"),
+        ({"value": 85.3}, "value is 85.3; values are fractions"),
+        ({"expert_value": float("nan")}, "expert_value is nan"),
+        ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),
+    ],
+)
 def test_impossible_records_are_refused(record, changes, message):
     with pytest.raises(InputError, match=message):
         replace(record(), **changes)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda entry: "{broken", "line 2: Expecting property name"),
-    (lambda entry: "[1]", "line 2: a record is a JSON object, not list"),
-    (lambda entry: json.dumps({**entry, "sed": 1}), "line 2: unknown fields sed; did you mean 'seed'"),
-    (lambda entry: json.dumps({k: v for k, v in entry.items() if k != "task"}),
-     "line 2: missing fields task"),
-    (lambda entry: json.dumps({**entry, "seed": "0"}), "line 2: field 'seed' is '0', not int"),
-    (lambda entry: json.dumps({**entry, "seed": True}), "line 2: field 'seed' is True, not int"),
-    (lambda entry: json.dumps({**entry, "coefficient": "a"}), "'coefficient' is 'a', not float or null"),
-    (lambda entry: json.dumps({**entry, "value": 2}), "line 2: record of task 'dtd': value is 2"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: "{broken", "line 2: Expecting property name"),
+        (lambda entry: "[1]", "line 2: a record is a JSON object, not list"),
+        (lambda entry: json.dumps({**entry, "sed": 1}), "line 2: unknown fields sed; did you mean 'seed'"),
+        (
+            lambda entry: json.dumps({k: v for k, v in entry.items() if k != "task"}),
+            "line 2: missing fields task",
+        ),
+        (lambda entry: json.dumps({**entry, "seed": "0"}), "line 2: field 'seed' is '0', not int"),
+        (lambda entry: json.dumps({**entry, "seed": True}), "line 2: field 'seed' is True, not int"),
+        (lambda entry: json.dumps({**entry, "coefficient": "a"}), "'coefficient' is 'a', not float or null"),
+        (lambda entry: json.dumps({**entry, "value": 2}), "line 2: record of task 'dtd': value is 2"),
+    ],
+)
 def test_a_broken_line_is_named_with_file_and_line(tmp_path, record, change, message):
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps(asdict(record())) + "\n" + change(asdict(record())) + "\n")

@@ -24,8 +24,13 @@ EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 
 
 def report(folder, records, **changes):
-    arguments = {"curves": CURVES, "searches": SEARCHES, "config_yaml": "seed: 0\n", "title": "A run",
-                 "timings": {"finetune": Timing(61.0, computed=1, reused=2)}}
+    arguments = {
+        "curves": CURVES,
+        "searches": SEARCHES,
+        "config_yaml": "seed: 0\n",
+        "title": "A run",
+        "timings": {"finetune": Timing(61.0, computed=1, reused=2)},
+    }
     return write_report(folder, records, **{**arguments, **changes})
 
 
@@ -67,11 +72,21 @@ def written(tmp_path_factory, study):
 def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, study):
     folder = written.html.parent
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
-        "curves.json", "figures/coefficients.png", "figures/heatmap.png", "figures/mergers.png",
-        "figures/training.png", "records.jsonl", "report.html", "searches.json", "summary.md", "timings.json"]
+        "curves.json",
+        "figures/coefficients.png",
+        "figures/heatmap.png",
+        "figures/mergers.png",
+        "figures/training.png",
+        "records.jsonl",
+        "report.html",
+        "searches.json",
+        "summary.md",
+        "timings.json",
+    ]
     assert read_records(written.records) == study(tasks=2, mergers=2)
     assert json.loads((folder / "timings.json").read_text()) == {
-        "finetune": {"seconds": 61.0, "computed": 1, "reused": 2}}
+        "finetune": {"seconds": 61.0, "computed": 1, "reused": 2}
+    }
 
 
 def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
@@ -101,8 +116,13 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
     rows = Page(written.html.read_text()).rows
     assert rows[0] == ["model", "average", "normalised", "coefficient", "task0", "task1"]
     for shown, row in zip(rows[1:], written.table.rows, strict=False):
-        assert shown == [row.label, row.average.text, row.normalised.text, row.coefficient,
-                         *(cell.text for cell in row.cells[:2])]
+        assert shown == [
+            row.label,
+            row.average.text,
+            row.normalised.text,
+            row.coefficient,
+            *(cell.text for cell in row.cells[:2]),
+        ]
 
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
@@ -115,9 +135,16 @@ def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(w
 
 def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, record):
     names = dict.fromkeys(("backbone", "suite", "finetuning", "task", "merger"), EVIL)
-    paths = report(tmp_path, [record(**names, optimizer=EVIL), record(**names, optimizer="sam")], title=EVIL,
-                   config_yaml=EVIL, timings={EVIL: Timing(1.0)}, failures=[Failure(EVIL, EVIL, (EVIL,))],
-                   curves={EVIL: CURVES["task0"]}, searches={EVIL: SEARCHES["merger0"]})
+    paths = report(
+        tmp_path,
+        [record(**names, optimizer=EVIL), record(**names, optimizer="sam")],
+        title=EVIL,
+        config_yaml=EVIL,
+        timings={EVIL: Timing(1.0)},
+        failures=[Failure(EVIL, EVIL, (EVIL,))],
+        curves={EVIL: CURVES["task0"]},
+        searches={EVIL: SEARCHES["merger0"]},
+    )
     text = paths.html.read_text()
     page = Page(text)
     assert len(page.all("script")) == text.count("</script>") == 1
@@ -128,8 +155,12 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
 
 
 def test_failures_and_configuration_are_on_the_page(tmp_path, study):
-    text = report(tmp_path, study(1, 1), config_yaml="optimizer: sam", failures=[
-        Failure("job 3", "out of memory\nat step 9", ("optimizer=sam",))]).html.read_text()
+    text = report(
+        tmp_path,
+        study(1, 1),
+        config_yaml="optimizer: sam",
+        failures=[Failure("job 3", "out of memory\nat step 9", ("optimizer=sam",))],
+    ).html.read_text()
     assert "<pre>out of memory\nat step 9</pre>" in text
     assert "<code>optimizer=sam</code>" in text
     assert "<summary>Configuration</summary><pre>optimizer: sam</pre>" in text
@@ -146,18 +177,32 @@ def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(t
     (tmp_path / "figures" / "landscape.png").write_bytes(b"")
     report(tmp_path, study(1, 1), searches={})
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "heatmap.png", "landscape.png", "mergers.png", "training.png"]
+        "heatmap.png",
+        "landscape.png",
+        "mergers.png",
+        "training.png",
+    ]
 
 
 def test_the_cache_sentence_counts_what_was_reused(record):
     sentence = cache_sentence([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
-    assert sentence == ("1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
-                        "The largest memory peak was 1.00 GiB.")
+    assert sentence == (
+        "1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
+        "The largest memory peak was 1.00 GiB."
+    )
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.6, "1 h 00 min"),
-    (7620, "2 h 07 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (7620, "2 h 07 min"),
+    ],
+)
 def test_durations(seconds, text):
     assert duration(seconds) == text
 
@@ -169,7 +214,8 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     for name in ("crashed", "empty", "broken", "odd"):
         (tmp_path / name).mkdir()
     (tmp_path / "crashed" / "failure.json").write_text(
-        json.dumps({"overrides": ["optimizer=sam", "seed=3"], "error": "CUDA out of memory"}))
+        json.dumps({"overrides": ["optimizer=sam", "seed=3"], "error": "CUDA out of memory"})
+    )
     (tmp_path / "crashed" / "records.jsonl").write_text((tmp_path / "seed0" / "records.jsonl").read_text())
     (tmp_path / "broken" / "records.jsonl").write_text("{\n")
     write_records(tmp_path / "odd" / "records.jsonl", study(1, 1))
@@ -195,8 +241,10 @@ def test_a_comparison_draws_the_curves_of_each_group_once(tmp_path, study):
     for number, record in enumerate(r for r in records if r.kind == "merged"):
         report(tmp_path / str(number), [record], searches={record.merger: SEARCHES["merger0"]})
     names = [path.name for path in compare([tmp_path / str(n) for n in range(4)], tmp_path / "all").figures]
-    assert [name for name in names if name.startswith("training")] == ["training-1-optimizer0.png",
-                                                                      "training-2-optimizer1.png"]
+    assert [name for name in names if name.startswith("training")] == [
+        "training-1-optimizer0.png",
+        "training-2-optimizer1.png",
+    ]
 
 
 def test_a_comparison_of_failures_only_is_written(tmp_path):
@@ -206,7 +254,11 @@ def test_a_comparison_of_failures_only_is_written(tmp_path):
 
 
 def test_importing_the_room_loads_no_heavy_package():
-    code = ("import sys, mergekit_lab.reporting; "
-            "print([m for m in ('rich', 'matplotlib', 'wandb', 'torch', 'numpy') if m in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, mergekit_lab.reporting; "
+        "print([m for m in ('rich', 'matplotlib', 'wandb', 'torch', 'numpy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "[]"
+    )

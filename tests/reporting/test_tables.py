@@ -10,14 +10,28 @@ from mergekit_lab.reporting import Cell, comparison_table, print_table, to_markd
 
 def small(record, **changes):
     """Two tasks, experts .8 and .5; ties is better on dtd and in the mean, average on svhn."""
-    values = {"zero_shot": (0.4, 0.2), "expert": (0.8, 0.5), "ties": (0.6, 0.3), "average": (0.5, 0.35),
-              "joint": (0.8, 0.4)}
+    values = {
+        "zero_shot": (0.4, 0.2),
+        "expert": (0.8, 0.5),
+        "ties": (0.6, 0.3),
+        "average": (0.5, 0.35),
+        "joint": (0.8, 0.4),
+    }
     records = []
     for name, pair in values.items():
         for task, value, expert, zero_shot in zip(("dtd", "svhn"), pair, (0.8, 0.5), (0.4, 0.2), strict=True):
             kind = name if name in ("zero_shot", "expert", "joint") else "merged"
-            records.append(record(kind=kind, merger=name, task=task, value=value, expert_value=expert,
-                                  zero_shot_value=zero_shot, **changes))
+            records.append(
+                record(
+                    kind=kind,
+                    merger=name,
+                    task=task,
+                    value=value,
+                    expert_value=expert,
+                    zero_shot_value=zero_shot,
+                    **changes,
+                )
+            )
     return records
 
 
@@ -27,7 +41,9 @@ def row_of(table, label, *group):
 
 def test_markdown_of_a_small_study(record):
     table = comparison_table(small(record))
-    assert to_markdown(table) == """\
+    assert (
+        to_markdown(table)
+        == """\
 | model | dtd | svhn | average | normalised | coefficient |
 | --- | ---: | ---: | ---: | ---: | ---: |
 | zero-shot | 40.0 | 20.0 | 30.0 | 45.0 | – |
@@ -41,6 +57,7 @@ def test_markdown_of_a_small_study(record):
 - +joint is trained on all tasks at once: the upper reference.
 - Bold: the best merger of its group in that column.
 """
+    )
 
 
 def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
@@ -53,12 +70,14 @@ def test_seeds_give_mean_and_sample_standard_deviation(record):
     by_seed = {0: (0.6, 0.2), 1: (0.62, 0.3), 2: (0.7, 0.4)}
     table = comparison_table(
         record(task=task, value=value, expert_value=1.0, seed=seed, coefficient=0.1 * (seed + 1))
-        for seed, pair in by_seed.items() for task, value in zip(("a", "b"), pair, strict=True))
+        for seed, pair in by_seed.items()
+        for task, value in zip(("a", "b"), pair, strict=True)
+    )
     row = row_of(table, "ties")
     assert row.cells[0].mean == pytest.approx(0.64)
-    assert row.cells[0].sd == pytest.approx((0.0016 + 0.0004 + 0.0036) ** 0.5 / 2 ** 0.5)
+    assert row.cells[0].sd == pytest.approx((0.0016 + 0.0004 + 0.0036) ** 0.5 / 2**0.5)
     assert row.average.mean == pytest.approx(0.47)
-    assert row.average.sd == pytest.approx((0.07**2 + 0.01**2 + 0.08**2) ** 0.5 / 2 ** 0.5)
+    assert row.average.sd == pytest.approx((0.07**2 + 0.01**2 + 0.08**2) ** 0.5 / 2**0.5)
     assert row.cells[0].text == "64.0 ± 5.3"
     assert row.coefficient == "0.1–0.3"
     assert "over seeds 0, 1, 2" in table.notes[0]
@@ -72,8 +91,10 @@ def test_a_missing_task_shows_a_dash_and_takes_the_mean_with_it(record):
 
 
 def test_a_seed_that_lacks_a_task_is_left_out_of_the_mean_only(record):
-    records = [record(task=task, value=value, seed=seed) for task, seed, value in
-               (("a", 0, 0.2), ("b", 0, 0.4), ("a", 1, 0.8))]
+    records = [
+        record(task=task, value=value, seed=seed)
+        for task, seed, value in (("a", 0, 0.2), ("b", 0, 0.4), ("a", 1, 0.8))
+    ]
     row = row_of(comparison_table(records), "ties")
     assert row.cells[0].mean == pytest.approx(0.5)
     assert row.average == Cell(pytest.approx(0.3), None)
@@ -107,25 +128,33 @@ def test_mergers_equal_at_the_shown_precision_are_both_best_and_a_lone_one_is_no
 
 
 def test_a_group_is_averaged_over_its_own_tasks(record):
-    table = comparison_table(record(suite=suite, task=task, value=value) for suite, task, value in
-                             (("one", "a", 0.2), ("two", "a", 0.4), ("two", "b", 0.6)))
+    table = comparison_table(
+        record(suite=suite, task=task, value=value)
+        for suite, task, value in (("one", "a", 0.2), ("two", "a", 0.4), ("two", "b", 0.6))
+    )
     assert row_of(table, "ties", "one").average.mean == pytest.approx(0.2)
     assert row_of(table, "ties", "two").average.mean == pytest.approx(0.5)
 
 
 def test_runs_of_one_merger_are_told_apart_and_never_averaged(record):
-    by_coefficient = comparison_table(record(coefficient=c, value=c, seed=seed)
-                                      for c in (0.3, 0.5) for seed in (0, 1))
+    by_coefficient = comparison_table(
+        record(coefficient=c, value=c, seed=seed) for c in (0.3, 0.5) for seed in (0, 1)
+    )
     assert [row.label for row in by_coefficient.rows] == ["ties (α=0.3)", "ties (α=0.5)"]
-    by_key = comparison_table(record(model_key=key, evaluation_key=key, value=value)
-                              for key, value in (("abcdefgh1", 0.2), ("12345678x", 0.3)))
-    assert [(row.label, row.average.mean) for row in by_key.rows] == [("ties (abcdefgh)", 0.2),
-                                                                      ("ties (12345678)", 0.3)]
+    by_key = comparison_table(
+        record(model_key=key, evaluation_key=key, value=value)
+        for key, value in (("abcdefgh1", 0.2), ("12345678x", 0.3))
+    )
+    assert [(row.label, row.average.mean) for row in by_key.rows] == [
+        ("ties (abcdefgh)", 0.2),
+        ("ties (12345678)", 0.3),
+    ]
 
 
 def test_different_evaluations_of_one_expert_are_reported_not_averaged(record):
-    table = comparison_table(record(kind="expert", value=value, evaluation_key=str(value))
-                             for value in (0.8, 0.6))
+    table = comparison_table(
+        record(kind="expert", value=value, evaluation_key=str(value)) for value in (0.8, 0.6)
+    )
     assert table.rows[0].average.text == "80.0"
     assert "experts, dtd, seed 0: several evaluations" in table.notes[-1]
 
@@ -140,9 +169,13 @@ def test_the_test_split_is_shown_unless_another_is_asked_for(record):
 
 
 def test_the_first_metric_of_a_task_counts_and_the_others_are_named(record):
-    table = comparison_table([record(task="cstance", metric="strict", value=0.2),
-                              record(task="cstance", metric="lenient", value=0.6),
-                              record(task="meetingbank", metric="rouge_l", value=0.4)])
+    table = comparison_table(
+        [
+            record(task="cstance", metric="strict", value=0.2),
+            record(task="cstance", metric="lenient", value=0.6),
+            record(task="meetingbank", metric="rouge_l", value=0.4),
+        ]
+    )
     assert table.rows[0].average.mean == pytest.approx(0.3)
     assert "Metrics: cstance strict, meetingbank rouge_l. Recorded but not shown: lenient." in table.notes
 

@@ -21,8 +21,10 @@ def test_metrics_are_rows_under_their_names(tmp_path):
     tracker.log({"loss": 2.5}, step=1)
     tracker.log({"loss": 1.0 / 3.0}, step=2)
     tracker.finish()
-    assert rows(tmp_path / "run" / "metrics.csv") == [{"step": "1", "loss": "2.5"},
-                                                      {"step": "2", "loss": repr(1.0 / 3.0)}]
+    assert rows(tmp_path / "run" / "metrics.csv") == [
+        {"step": "1", "loss": "2.5"},
+        {"step": "2", "loss": repr(1.0 / 3.0)},
+    ]
 
 
 def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
@@ -33,7 +35,8 @@ def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
     assert rows(tmp_path / "metrics.csv") == [
         {"step": "1", "loss": "2.0", "accuracy, top 1": ""},
         {"step": "2", "loss": "", "accuracy, top 1": "0.5"},
-        {"step": "1", "loss": "1.0", "accuracy, top 1": ""}]
+        {"step": "1", "loss": "1.0", "accuracy, top 1": ""},
+    ]
 
 
 def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
@@ -42,15 +45,17 @@ def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("2,1.")
     started(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
-    assert rows(tmp_path / "metrics.csv") == [{"step": "1", "loss": "2.0", "lr": "0.1"},
-                                              {"step": "2", "loss": "1.", "lr": ""},
-                                              {"step": "3", "loss": "0.5", "lr": "0.2"}]
+    assert rows(tmp_path / "metrics.csv") == [
+        {"step": "1", "loss": "2.0", "lr": "0.1"},
+        {"step": "2", "loss": "1.", "lr": ""},
+        {"step": "3", "loss": "0.5", "lr": "0.2"},
+    ]
 
 
 def test_the_leaderboard_is_written_as_fractions(tmp_path, record):
     tracker = started(tmp_path)
     tracker.log_summary(comparison_table([record(value=0.6, expert_value=0.8)]))
-    row, = rows(tmp_path / "leaderboard.csv")
+    (row,) = rows(tmp_path / "leaderboard.csv")
     assert (row["model"], row["dtd"], row["coefficient"]) == ("ties", "0.6", "0.3")
     assert float(row["normalised"]) == pytest.approx(0.75)
 

@@ -18,8 +18,13 @@ from mergekit_lab.reporting.wandb_tracker import flatten
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-CONFIG = {"trainer": {"steps": 7}, "optimizer": {"name": "sam", "rho": 0.05}, "hub": {"token": "t0p-secret"},
-          "tasks": ["dtd"], "seed": 3}
+CONFIG = {
+    "trainer": {"steps": 7},
+    "optimizer": {"name": "sam", "rho": 0.05},
+    "hub": {"token": "t0p-secret"},
+    "tasks": ["dtd"],
+    "seed": 3,
+}
 
 
 @pytest.fixture
@@ -27,8 +32,13 @@ def server(monkeypatch, tmp_path):
     """A listening socket in place of the W&B server; home, netrc and settings are empty."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ERROR_REPORTING",
-                     "NETRC"):
+        for name in (
+            "WANDB_API_KEY",
+            "WANDB_MODE",
+            "WANDB_IDENTITY_TOKEN_FILE",
+            "WANDB_ERROR_REPORTING",
+            "NETRC",
+        ):
             monkeypatch.setenv(name, "")  # recorded, so that what the tracker sets is undone
             monkeypatch.delenv(name)
         for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
@@ -50,14 +60,14 @@ def offline_records(folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # its service writes the file's end after the run has finished
-    path, = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    (path,) = Path(folder).glob("wandb/offline-run-*/*.wandb")
     content, position, message, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(content):
         if (room := 32768 - position % 32768) < 7:
             position += room
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
-        message += content[position + 7:position + 7 + length]
+        message += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a full record, or the last part of one
             record = Record()
@@ -97,18 +107,23 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     records = offline_records(tmp_path / "run")
     run = next(r.run for r in records if r.HasField("run"))
-    assert (run.project, run.display_name, run.run_group, run.job_type) == ("a project", "a name", "a group",
-                                                                            "merge")
+    assert (run.project, run.display_name, run.run_group, run.job_type) == (
+        "a project",
+        "a name",
+        "a group",
+        "merge",
+    )
     config = items(run.config.update)
     assert {**config, "_wandb": None} == {**flatten(CONFIG), "_wandb": None}
     history = [items(r.history.item) for r in records if r.HasField("history")]
     assert [(h["step"], h["loss"]) for h in history if "loss" in h] == [(5, 2.0), (1, 1.0)]
     assert [h["leaderboard/nrows"] for h in history if "leaderboard/nrows" in h] == [2]
     assert [h["mergers/format"] for h in history if "mergers/format" in h] == ["png"]
-    summary = {key: value for r in records if r.HasField("summary")
-               for key, value in items(r.summary.update).items()}
+    summary = {
+        key: value for r in records if r.HasField("summary") for key, value in items(r.summary.update).items()
+    }
     assert summary["ties/normalised"] == pytest.approx(0.75)
-    stored, = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
+    (stored,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
     board = json.loads(stored.read_text())
     assert board["columns"][:2] == ["model", "dtd"]
     assert board["data"][0][:2] == ["ties", 0.6]
@@ -150,7 +165,8 @@ def asked_modes(server, monkeypatch):
 
 @pytest.mark.parametrize("where", ["environment", "netrc"])
 def test_with_a_key_the_run_is_online_unless_the_environment_says_otherwise(
-        asked_modes, monkeypatch, tmp_path, server, where):
+    asked_modes, monkeypatch, tmp_path, server, where
+):
     if where == "environment":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
     else:
@@ -186,7 +202,7 @@ def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive
         tracker.log_figure("f", tmp_path / "none.png")
         tracker.log({"loss": 1.0}, step=4)
     tracker.finish()
-    warning, = warnings_of(caplog)
+    (warning,) = warnings_of(caplog)
     assert "log_figure failed: FileNotFoundError" in warning
     assert 4 in [items(r.history.item).get("step") for r in offline_records(tmp_path)]
 
@@ -204,11 +220,24 @@ def test_a_run_that_was_never_finished_does_not_lend_itself_to_the_next(server, 
 
 
 def test_the_config_is_flat_with_the_axes_first_and_without_secrets():
-    assert list(flatten(CONFIG).items()) == [("optimizer.name", "sam"), ("optimizer.rho", 0.05), ("seed", 3),
-                                             ("trainer.steps", 7), ("tasks", ["dtd"])]
+    assert list(flatten(CONFIG).items()) == [
+        ("optimizer.name", "sam"),
+        ("optimizer.rho", 0.05),
+        ("seed", 3),
+        ("trainer.steps", 7),
+        ("tasks", ["dtd"]),
+    ]
     kept = {"a": {}, "b.max_tokens": 1, "b.tokenizer": "t", "b.model_key": "k"}
-    assert flatten({"a": {}, "b": {"max_tokens": 1, "tokenizer": "t", "model_key": "k", "hf_token": "x"},
-                    "password": "x"}) == kept
+    assert (
+        flatten(
+            {
+                "a": {},
+                "b": {"max_tokens": 1, "tokenizer": "t", "model_key": "k", "hf_token": "x"},
+                "password": "x",
+            }
+        )
+        == kept
+    )
     assert flatten({}) == {}
 
 

@@ -1,7 +1,7 @@
 """The order of the data is a function of (seed, step)."""
 
 import torch
-from conftest import tiny_split
+from tiny import tiny_split
 
 from mergekit_lab.training import StepBatches
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TinyEncoder, tiny_split
+from tiny import TinyEncoder, tiny_split
 
 from mergekit_lab import InputError
 from mergekit_lab.optim import ASAM, SAM, MergOPT

@@ -1,0 +1,116 @@
+"""ASAM: SAM with the ball measured in units of each weight's own size, so rescaling a layer changes nothing.
+
+Kwon, Kim, Park, Choi: ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep
+Neural Networks (ICML 2021), section 3, p = 2. Public code and papers disagree on T and on the norm; each
+reading has its name:
+
+- `samsung`: SamsungLabs/ASAM, `ASAM`: T = |w| + η for parameters whose name contains "weight", 1 for the
+  others.
+- `saft`: BAIKLAB/SAFT-Merge, `SAM(adaptive=True)`, the same as davda54/sam: T = |w| on every parameter, no η.
+- `printed`: Lee et al., Mitigating Parameter Interference in Model Merging via Sharpness-Aware Fine-Tuning
+  (ICLR 2025), the formula where it introduces ASAM: ρ w² g / ‖g‖, the norm of the plain gradient.
+
+Where we differ: θ comes back from a copy, gradients are dropped between the two evaluations, norms of
+low-precision gradients are taken in float32, and float16 products too; `printed` has 1e-12 in the
+denominator so that g = 0 gives 0.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import require_known, require_number
+from mergekit_lab.optim.wrapper import AscentOptimizer, BaseOptimizer, Parameters, global_norm
+
+ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
+
+
+def asam_perturbation(
+    params: list[Tensor],
+    grads: list[Tensor],
+    rho: float,
+    *,
+    scaling: str = "samsung",
+    eta: float = 0.01,
+    is_weight: Sequence[bool] = (),
+) -> list[Tensor]:
+    """e = ρ T² g / ‖T g‖, or ρ T² g / ‖g‖ for `printed`; zero gradients give e = 0.
+
+    Norms are over all tensors together. What T is stands at the head of this file.
+
+    Args:
+        params, grads: weights and gradients, pairwise of the same shape, 0-d included; left as they are.
+        rho: radius ≥ 0; dimensionless, as e is measured in units of T (not so in `printed`).
+        scaling: `samsung`, `saft` or `printed`.
+        eta: η ≥ 0, in units of the weights; only `samsung` uses it.
+        is_weight: for `samsung`, which of `params` have T = |w| + η.
+
+    Returns:
+        One tensor per parameter, same shapes; float32 where gradients are float16.
+    """
+    grads = [g.float() if g.dtype is torch.float16 else g for g in grads]
+    scale = torch._foreach_abs(params)
+    if scaling == "samsung":
+        torch._foreach_add_(scale, eta)
+        for t, chosen in zip(scale, is_weight, strict=True):
+            if not chosen:
+                t.fill_(1)
+    scaled = torch._foreach_mul(grads, scale)
+    norm = global_norm(grads if scaling == "printed" else scaled)
+    torch._foreach_mul_(scaled, rho / (norm + ADDED_TO_NORM[scaling]))
+    torch._foreach_mul_(scaled, scale)
+    return list(scaled)
+
+
+class ASAM(AscentOptimizer):
+    """Adaptive sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; `samsung` needs names.
+        rho: radius ρ ≥ 0; 0 is the base optimizer. SAFT and the ASAM authors use 0.5.
+        scaling: `samsung` (the ASAM authors' code), `saft` (what SAFT's code runs) or `printed` (the SAFT
+            paper).
+        eta: η ≥ 0 added to |w|; only `samsung` uses it.
+
+    Raises:
+        InputError: an unknown `scaling`, `samsung` without names, ρ or η out of range, no closure, a sparse
+            gradient.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta")
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: float = 0.5,
+        scaling: str = "samsung",
+        eta: float = 0.01,
+    ) -> None:
+        self.scaling = scaling
+        self.eta = eta
+        super().__init__(named_parameters, base, rho)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("eta", self.eta, minimum=0)
+        require_known("scaling", self.scaling, ADDED_TO_NORM)
+        if self.scaling == "samsung" and not self.names:
+            raise InputError(
+                "ASAM(scaling='samsung') tells weights from other parameters by their names and got none: "
+                "pass model.named_parameters() instead of model.parameters(), or take scaling='saft'"
+            )
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        names = self.names
+        return asam_perturbation(
+            params,
+            grads,
+            self.rho,
+            scaling=self.scaling,
+            eta=self.eta,
+            is_weight=["weight" in names.get(p, "") for p in params],
+        )

@@ -1,0 +1,53 @@
+"""SAM: step with the gradient taken where the loss, to first order, is worst within a ball of radius ρ.
+
+Foret, Kleiner, Mobahi, Neyshabur: Sharpness-Aware Minimization for Efficiently Improving Generalization
+(ICLR 2021), section 2, algorithm 1, p = 2. Reference implementation: davda54/sam, `SAM(adaptive=False)`.
+
+Where we differ: θ comes back from a copy in every precision, gradients are dropped between the two
+evaluations, and norms of low-precision gradients are taken in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.wrapper import AscentOptimizer, BaseOptimizer, Parameters, global_norm
+
+
+def sam_perturbation(grads: list[Tensor], rho: float) -> list[Tensor]:
+    """e = ρ g / (‖g‖ + 1e-12), ‖g‖ over all tensors together; zero gradients give e = 0.
+
+    Args:
+        grads: gradients of any shapes, 0-d included; left as they are.
+        rho: radius of the ball, ≥ 0, in units of the weights' L2 norm.
+
+    Returns:
+        One tensor per gradient, same shapes; ‖e‖ = ρ.
+    """
+    return list(torch._foreach_mul(grads, rho / (global_norm(grads) + 1e-12)))
+
+
+class SAM(AscentOptimizer):
+    """Sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer. SAFT uses 0.05.
+
+    Raises:
+        InputError: ρ is negative or not finite; `step` is called without a closure; a gradient is sparse.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = SAM(model.named_parameters(), base=lambda p: torch.optim.SGD(p, lr=0.1), rho=0.05)
+        >>> def closure():
+        ...     loss = model(torch.ones(2, 3)).square().mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
+    """
+
+    def __init__(self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05) -> None:
+        super().__init__(named_parameters, base, rho)
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return sam_perturbation(grads, self.rho)

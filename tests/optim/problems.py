@@ -1,0 +1,114 @@
+"""The small problems and the optimizers that these tests share."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mergekit_lab.optim import ASAM, SAM, MergOPT
+
+BASES = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sam": SAM,
+    "asam-samsung": partial(ASAM, scaling="samsung"),
+    "asam-saft": partial(ASAM, scaling="saft"),
+    "asam-printed": partial(ASAM, scaling="printed", rho=0.3),
+    "mergopt-laplace": partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7)),
+    "mergopt-gaussian": partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7), distribution="gaussian"),
+}
+
+LIMITS: dict[str, Callable[..., Any]] = {
+    "sam": partial(SAM, rho=0),
+    "asam-samsung": partial(ASAM, rho=0),
+    "asam-saft": partial(ASAM, rho=0, scaling="saft"),
+    "asam-printed": partial(ASAM, rho=0, scaling="printed"),
+    "mergopt-laplace": partial(MergOPT, scale=0),
+    "mergopt-gaussian": partial(MergOPT, scale=0, distribution="gaussian"),
+}
+
+
+class Net(nn.Module):
+    """`scale * fc2(tanh(LayerNorm(fc1(x))))`: matrices, vectors and a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.fc2 = nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.fc2(torch.tanh(self.norm(self.fc1(x))))
+
+
+class Problem:
+    """A network, a batch, and closures that count and record what they return."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.model = Net().to(dtype)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.1)
+        self.x = torch.randn(12, 8, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(4, (12,), generator=generator)
+        self.losses: list[float] = []
+        self.weights_seen: list[dict[str, Tensor]] = []
+
+    def closure(self) -> Tensor:
+        """Forward and backward only: gradients are not zeroed."""
+        return self._evaluate(zero=False)
+
+    def zeroing_closure(self) -> Tensor:
+        """Forward, then zero, then backward, which is Lightning's order."""
+        return self._evaluate(zero=True)
+
+    def _evaluate(self, zero: bool) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(self.x), self.y)
+        if zero:
+            self.model.zero_grad()
+        loss.backward()
+        self.losses.append(loss.item())
+        self.weights_seen.append(self.weights())
+        return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def train(
+    make: Callable[..., Any], base: str, steps: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """The weights after `steps` steps on a fresh problem."""
+    problem = Problem(dtype)
+    optimizer = make(problem.model.named_parameters(), base=BASES[base])
+    for _ in range(steps):
+        optimizer.step(problem.closure)
+    return problem.weights()
+
+
+def assert_equal_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype
+        assert torch.equal(found[name], wanted[name]), name
+
+
+def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Every tensor differs somewhere."""
+    for name in one:
+        assert not torch.equal(one[name], other[name]), name
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    """‖found − wanted‖ ≤ tolerance · ‖wanted‖, tensor by tensor."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        error = torch.linalg.vector_norm(found[name] - wanted[name])
+        assert error <= tolerance * torch.linalg.vector_norm(wanted[name]), name

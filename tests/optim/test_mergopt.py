@@ -1,0 +1,337 @@
+"""MergOPT's own promises: train and eval mode, offsets from (seed, step) alone, and the noise itself."""
+
+from collections import Counter
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim import MergOPT
+from mergekit_lab.optim.mergopt import hashed, sample
+from optim.problems import BASES, Problem, assert_close, assert_differ, assert_equal_bits
+
+strong = partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7))
+FROZEN = partial(torch.optim.SGD, lr=0.0)
+UNIT = {"coefficients": (2.0,), "max_experts": 1}  # Kα − 1 = 1 at every step
+
+
+def build(seed: int = 0, base: str = "adamw") -> tuple[Problem, MergOPT]:
+    problem = Problem()
+    return problem, strong(problem.model.named_parameters(), base=BASES[base], seed=seed)
+
+
+def loop_step(problem: Problem, optimizer: MergOPT) -> None:
+    """One step as a plain loop takes it, without a closure."""
+    optimizer.zero_grad()
+    problem.closure()
+    assert optimizer.step() is None
+
+
+def offsets(params: list[Tensor], steps: int, **options) -> list[Tensor]:
+    """The first parameter's offset at each step; the weights stay where they are."""
+    optimizer = MergOPT(params, base=FROZEN, **options)
+    found = []
+    for _ in range(steps):
+        theta = params[0].detach().clone()
+        optimizer.train()
+        found.append(params[0].detach() - theta)
+        optimizer.eval()
+        optimizer.step(lambda: None)
+    return found
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_with_and_without_closure_give_the_same_weights_and_losses(base) -> None:
+    closed, optimizer = build(base=base)
+    for _ in range(4):
+        optimizer.step(closed.closure)
+
+    open_loop, optimizer = build(base=base)
+    optimizer.train()
+    for _ in range(4):
+        loop_step(open_loop, optimizer)
+    optimizer.eval()
+
+    in_train_mode, optimizer = build(base=base)
+    optimizer.train()
+    for _ in range(4):
+        optimizer.step(in_train_mode.zeroing_closure)
+    optimizer.eval()
+
+    assert closed.losses == open_loop.losses == in_train_mode.losses
+    assert_equal_bits(open_loop.weights(), closed.weights())
+    assert_equal_bits(in_train_mode.weights(), closed.weights())
+
+
+def test_train_and_eval_are_idempotent_and_eval_is_theta_bit_for_bit() -> None:
+    problem, optimizer = build()
+    for _ in range(3):
+        theta = problem.weights()
+        optimizer.eval()
+        assert_equal_bits(problem.weights(), theta)
+        optimizer.train()
+        away = problem.weights()
+        assert_differ(away, theta)
+        optimizer.train()
+        assert_equal_bits(problem.weights(), away)
+        optimizer.eval()
+        optimizer.eval()
+        assert_equal_bits(problem.weights(), theta)
+        optimizer.train()
+        assert_equal_bits(problem.weights(), away)
+        loop_step(problem, optimizer)
+        optimizer.eval()
+        assert_differ(problem.weights(), theta)
+
+
+def test_step_without_closure_moves_on_to_the_point_that_train_would_reach() -> None:
+    problem, optimizer = build()
+    optimizer.train()
+    loop_step(problem, optimizer)
+    away = problem.weights()
+    optimizer.eval()
+    optimizer.train()
+    assert_equal_bits(problem.weights(), away)
+
+
+def test_step_without_closure_is_refused_in_eval_mode() -> None:
+    problem, optimizer = build()
+    problem.closure()
+    start = problem.weights()
+    with pytest.raises(InputError, match=r"call optimizer\.train\(\) before the forward pass.*16-mixed"):
+        optimizer.step()
+    assert_equal_bits(problem.weights(), start)
+
+
+def test_saved_in_train_mode_and_resumed_equals_uninterrupted() -> None:
+    whole, optimizer = build()
+    optimizer.train()
+    for _ in range(5):
+        loop_step(whole, optimizer)
+    optimizer.eval()
+
+    first, optimizer = build()
+    optimizer.train()
+    for _ in range(2):
+        loop_step(first, optimizer)
+    state = optimizer.state_dict()
+    optimizer.eval()
+    second, resumed = build(seed=99)
+    second.model.load_state_dict(first.model.state_dict())
+    resumed.load_state_dict(state)
+    resumed.train()
+    for _ in range(3):
+        loop_step(second, resumed)
+    resumed.eval()
+    assert_equal_bits(second.weights(), whole.weights())
+
+
+def test_loading_in_train_mode_is_refused() -> None:
+    problem, optimizer = build()
+    state = optimizer.state_dict()
+    optimizer.train()
+    away = problem.weights()
+    with pytest.raises(InputError, match=r"call optimizer\.eval\(\) before load_state_dict"):
+        optimizer.load_state_dict(state)
+    assert_equal_bits(problem.weights(), away)
+
+
+def test_micro_batches_accumulate_in_train_mode() -> None:
+    whole, optimizer = build(base="sgd")
+    optimizer.step(whole.closure)
+
+    parts, optimizer = build(base="sgd")
+    optimizer.train()
+    x, y = parts.x, parts.y
+    for half in (slice(0, 6), slice(6, 12)):
+        (0.5 * nn.functional.cross_entropy(parts.model(x[half]), y[half])).backward()
+    optimizer.step()
+    optimizer.eval()
+    assert_close(parts.weights(), whole.weights(), 1e-12)
+
+
+def test_micro_batches_accumulate_in_train_mode_with_the_last_one_in_a_closure() -> None:
+    """Lightning's order: earlier micro-batches outside `step`, the last one inside it."""
+    whole, optimizer = build(base="sgd")
+    optimizer.step(whole.closure)
+
+    parts, optimizer = build(base="sgd")
+    optimizer.train()
+    optimizer.zero_grad()
+
+    def half(rows: slice) -> Tensor:
+        loss = 0.5 * nn.functional.cross_entropy(parts.model(parts.x[rows]), parts.y[rows])
+        loss.backward()
+        return loss
+
+    half(slice(0, 6))
+    optimizer.step(lambda: half(slice(6, 12)))
+    optimizer.eval()
+    assert_close(parts.weights(), whole.weights(), 1e-12)
+
+
+def test_a_sparse_gradient_is_refused_without_a_closure_too() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = MergOPT(model.named_parameters(), base=BASES["sgd"])
+    optimizer.train()
+    model(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(InputError, match="needs dense gradients, these are sparse: weight"):
+        optimizer.step()
+
+
+def test_train_and_eval_reach_the_weights_through_a_stand_in() -> None:
+    """Lightning hands out an object of a derived class whose attributes live elsewhere."""
+    problem, optimizer = build()
+
+    class StandIn(MergOPT):
+        def __init__(self, real: MergOPT) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._real, name)
+
+    theta = problem.weights()
+    StandIn(optimizer).train()
+    away = problem.weights()
+    assert_differ(away, theta)
+    optimizer.train()
+    assert_equal_bits(problem.weights(), away)
+    StandIn(optimizer).eval()
+    assert_equal_bits(problem.weights(), theta)
+
+
+def test_a_closure_that_fails_in_train_mode_leaves_the_offset_point() -> None:
+    problem, optimizer = build()
+    optimizer.train()
+    away = problem.weights()
+
+    def closure() -> Tensor:
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        optimizer.step(closure)
+    assert_equal_bits(problem.weights(), away)
+
+
+def test_offset_is_a_function_of_seed_and_step_only() -> None:
+    torch.manual_seed(0)
+    one = offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
+    torch.manual_seed(1)
+    other = offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
+    reseeded = offsets([nn.Parameter(torch.zeros(50))], 4, seed=6, **UNIT)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    distinct = [*one, *reseeded]
+    assert len({tuple(z.tolist()) for z in distinct}) == len(distinct)
+
+
+def test_offset_leaves_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    offsets([nn.Parameter(torch.zeros(50))], 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_parameters_get_independent_offsets() -> None:
+    params = [nn.Parameter(torch.zeros(500)) for _ in range(2)]
+    optimizer = MergOPT(params, base=FROZEN, scale=1.0, **UNIT)
+    optimizer.train()
+    correlation = torch.corrcoef(torch.stack([p.detach() for p in params]))[0, 1]
+    assert abs(correlation) < 0.2
+
+
+def test_coefficient_and_number_of_experts_are_uniform_and_independent() -> None:
+    coefficients, steps = (0.15, 0.35, 0.7), 3000
+    w = [nn.Parameter(torch.zeros((), dtype=torch.float64))]
+    found = offsets(w, steps, coefficients=coefficients, max_experts=4, loc=1.0, scale=0.0)
+    counts = Counter(round(z.item(), 9) for z in found)
+    expected = [round(k * a - 1, 9) for a, k in product(coefficients, range(1, 5))]
+    assert counts.keys() == set(expected)
+    cells = Counter(expected)
+    chi_square = sum((counts[c] - steps * n / 12) ** 2 / (steps * n / 12) for c, n in cells.items())
+    assert chi_square < 31.3  # 99.9 % quantile at 11 degrees of freedom
+
+
+def draws(distribution: str, dtype: torch.dtype, loc: float = 0.2, scale: float = 0.05) -> Tensor:
+    w = [nn.Parameter(torch.zeros(400_000, dtype=dtype))]
+    (z,) = offsets(w, 1, distribution=distribution, loc=loc, scale=scale, **UNIT)
+    return (z.double() - loc) / scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
+def test_noise_has_the_distribution_it_is_named_after(distribution: str, dtype: torch.dtype) -> None:
+    z = draws(distribution, dtype).sort().values
+    if distribution == "laplace":
+        cdf = torch.where(z < 0, 0.5 * z.exp(), 1 - 0.5 * (-z).exp())
+    else:
+        cdf = torch.special.ndtr(z)
+    empirical = torch.arange(1, len(z) + 1, dtype=torch.float64) / len(z)
+    assert (cdf - empirical).abs().max() < 1.95 / len(z) ** 0.5  # Kolmogorov-Smirnov at 0.1 %
+    assert abs(z.mean()) < 0.01
+    expected = 1.0 if distribution == "laplace" else (2 / torch.pi) ** 0.5
+    assert abs(z.abs().mean() - expected) < 0.01
+
+
+def test_laplace_draws_are_finite_at_the_end_of_the_uniform_range(monkeypatch) -> None:
+    monkeypatch.setattr(Tensor, "uniform_", lambda self, *_, **__: self.fill_(-1.0))
+    for dtype in (torch.float32, torch.float64):
+        z = sample(4, torch.Generator(), dtype, distribution="laplace", loc=0.0, scale=1.0)
+        assert torch.isfinite(z).all()
+        assert (z < -16).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_low_precision_gets_the_float32_offset_rounded_once_and_reports_what_did_not_move(dtype) -> None:
+    theta = torch.linspace(-1, 1, 2000).to(dtype)
+    w = nn.Parameter(theta.clone())
+    optimizer = MergOPT([w], base=FROZEN, **UNIT)
+    assert optimizer.unmoved_fraction is None
+    optimizer.train()
+    (z,) = offsets([nn.Parameter(torch.zeros(2000))], 1, **UNIT)
+    assert torch.equal(w, (theta.float() + z).to(dtype))
+    unmoved = (w == theta).double().mean().item()
+    assert optimizer.unmoved_fraction == unmoved
+    assert 0.02 < unmoved < 0.98
+    optimizer.eval()
+    assert optimizer.unmoved_fraction == unmoved
+    optimizer.step(lambda: None)
+    optimizer.train()
+    assert optimizer.unmoved_fraction == (w == theta).double().mean().item() != unmoved
+
+
+def test_unmoved_fraction_counts_low_precision_entries_only() -> None:
+    params = [nn.Parameter(torch.full((8,), 300.0, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(99))]
+    optimizer = MergOPT(params, base=FROZEN, **UNIT)
+    optimizer.train()
+    assert optimizer.unmoved_fraction == 1.0
+    full = MergOPT([nn.Parameter(torch.zeros(9))], base=FROZEN, **UNIT)
+    full.train()
+    assert full.unmoved_fraction is None
+    for options in ({"coefficients": (1.0,)}, {"scale": 0.0}):
+        still = MergOPT(params[:1], base=FROZEN, max_experts=1, **options)
+        still.train()
+        assert still.unmoved_fraction is None
+
+
+def test_a_merge_that_changes_nothing_gives_the_gradient_at_theta() -> None:
+    problem = Problem()
+    optimizer = MergOPT(problem.model.named_parameters(), BASES["sgd"], coefficients=(1.0,), max_experts=1)
+    start = problem.weights()
+    optimizer.step(problem.closure)
+    assert_equal_bits(problem.weights_seen[0], start)
+
+
+def test_a_tensor_of_any_memory_layout_is_offset() -> None:
+    w = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    flat = nn.Parameter(torch.zeros(2, 3, 4, 5))
+    (z,) = offsets([w], 1, **UNIT)
+    (wanted,) = offsets([flat], 1, **UNIT)
+    assert torch.equal(z, wanted)
+
+
+def test_hashed_tells_seed_step_and_purpose_apart() -> None:
+    values = {hashed(*key) for key in product((-1, 1, 11), (0, 1, 11), ("a", "b"))}
+    assert len(values) == 18
+    assert all(0 <= value < 2**64 for value in values)

@@ -1,0 +1,127 @@
+"""Every mistake a user can make gets an `InputError` that names the thing, the rule and the way out."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim import ASAM, SAM, MergOPT
+from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_equal_bits
+
+SGD = BASES["sgd"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (SAM, {"rho": -0.1}, r"rho=-0\.1 is out of range.* of at least 0"),
+        (SAM, {"rho": float("nan")}, r"rho=nan is out of range"),
+        (SAM, {"rho": float("inf")}, r"rho=inf is out of range"),
+        (SAM, {"rho": "0.05"}, r"rho='0\.05' is a str"),
+        (ASAM, {"rho": -1}, r"rho=-1 is out of range"),
+        (ASAM, {"eta": -1e-3}, r"eta=-0\.001 is out of range.* of at least 0"),
+        (ASAM, {"scaling": "samsnug"}, r"scaling='samsnug' .*did you mean 'samsung'\?"),
+        (MergOPT, {"scale": -1.0}, r"scale=-1\.0 is out of range.* of at least 0"),
+        (MergOPT, {"loc": float("nan")}, r"loc=nan is out of range"),
+        (MergOPT, {"coefficients": ()}, r"coefficients is empty; give at least one"),
+        (MergOPT, {"coefficients": (0.1, "x")}, r"coefficients='x' is a str"),
+        (MergOPT, {"max_experts": 0}, r"max_experts=0 is out of range.* of at least 1"),
+        (MergOPT, {"max_experts": 2.5}, r"max_experts=2\.5 must be a whole number"),
+        (MergOPT, {"seed": True}, r"seed=True is a bool"),
+        (MergOPT, {"distribution": "gausian"}, r"distribution='gausian' .*did you mean 'gaussian'\?"),
+    ],
+)
+def test_a_hyper_parameter_out_of_range_is_named_with_its_range(make, options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        make(Net().named_parameters(), base=SGD, **options)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "sam" in n])
+def test_two_evaluation_optimizers_refuse_to_step_without_a_closure(name) -> None:
+    problem = Problem()
+    optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=SGD)
+    problem.closure()
+    start = problem.weights()
+    message = rf"{type(optimizer).__name__}\.step\(\) needs a closure.*GradScaler.*'16-mixed'.*'bf16-mixed'"
+    with pytest.raises(InputError, match=message):
+        optimizer.step()
+    assert_equal_bits(problem.weights(), start)
+
+
+def test_samsung_asam_without_names_says_what_to_pass() -> None:
+    with pytest.raises(InputError, match=r"pass model\.named_parameters\(\) .* or take scaling='saft'"):
+        ASAM(Net().parameters(), base=SGD)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (lambda net: net, r"not as a Net: pass model\.named_parameters\(\)"),
+        (lambda net: dict(net.named_parameters()), r"not as a dict: pass model\.named_parameters\(\)"),
+        (lambda net: set(net.parameters()), r"must come in order, not as a set"),
+        (lambda net: [{"params": set(net.parameters())}], r"must come in order, not as a set"),
+        (lambda net: net.state_dict().keys(), r"cannot optimize a str"),
+        (lambda net: [], r"no parameters to optimize"),
+        (lambda net: [*net.fc1.named_parameters(), *net.fc2.parameters()], r"2 of 4 parameters have a name"),
+        (lambda net: [torch.zeros(2, dtype=torch.int64)], r"not torch\.int64"),
+        (lambda net: [torch.zeros(2, dtype=torch.complex64)], r"not torch\.complex64"),
+    ],
+)
+def test_parameters_that_cannot_be_optimized_are_refused(parameters, message) -> None:
+    with pytest.raises(InputError, match=message):
+        SAM(parameters(Net()), base=SGD)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (torch.optim.SGD(Net().parameters(), lr=0.1), r"base is a SGD, not a callable: .*functools\.partial"),
+        (lambda params: params, r"base returned a list, not a torch optimizer: .*functools\.partial"),
+        (torch.optim.LBFGS, r"LBFGS evaluates the loss itself"),
+    ],
+)
+def test_a_base_that_cannot_be_one_is_refused(base, message) -> None:
+    with pytest.raises(InputError, match=message):
+        MergOPT(Net().named_parameters(), base=base)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "message"),
+    [
+        (partial(ASAM, base=SGD), partial(SAM, base=SGD), r"saved by ASAM, not by SAM"),
+        (partial(torch.optim.SGD, lr=0.1), partial(SAM, base=SGD), r"saved by an optimizer of another kind"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(saved_by, loaded_by, message) -> None:
+    state = saved_by(Net().named_parameters()).state_dict()
+    optimizer = loaded_by(Net().named_parameters())
+    with pytest.raises(InputError, match=message):
+        optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_version_is_refused_before_anything_is_loaded() -> None:
+    optimizer = MergOPT(Net().named_parameters(), base=SGD)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    del state["wrapper"]["steps_done"]
+    with pytest.raises(InputError, match=r"MergOPT state dict .* disagree on the entries steps_done"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_state_with_an_unknown_scaling_is_refused() -> None:
+    optimizer = ASAM(Net().named_parameters(), base=SGD)
+    state: dict[str, Any] = optimizer.state_dict()
+    state["wrapper"]["scaling"] = "huawei"
+    with pytest.raises(InputError, match=r"scaling='huawei' is not one of"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_without_names_cannot_join_named_ones(name) -> None:
+    optimizer = OPTIMIZERS[name](Net().named_parameters(), base=SGD)
+    with pytest.raises(ValueError, match="without names"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -1,0 +1,107 @@
+"""Whole trajectories in float64, against reference implementations and against loops written out here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mergekit_lab.optim import ASAM, SAM, MergOPT, mergopt
+from optim.problems import BASES, Problem, assert_close
+
+DATA = Path(__file__).parents[1] / "data" / "optim"
+TOLERANCE = 1e-12
+REFERENCES = {
+    "sam_davda54_rho0.05": lambda params, base: SAM(params, base, rho=0.05),
+    "asam_samsung_rho0.5_eta0.01": lambda params, base: ASAM(
+        params, base, rho=0.5, scaling="samsung", eta=0.01
+    ),
+    "asam_saft_rho0.5": lambda params, base: ASAM(params, base, rho=0.5, scaling="saft"),
+}
+
+
+def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_trajectory_equals_the_reference_implementation(reference: str, base: str) -> None:
+    golden = load_file(DATA / f"{reference}_{base}_fixed.safetensors")
+    inputs = load_file(DATA / "sam_mlp.safetensors")
+    problem = Problem()
+    problem.model.load_state_dict(part(inputs, "init."))
+    problem.x, problem.y = inputs["batches.x"][0], inputs["batches.y"][0]
+    optimizer = REFERENCES[reference](problem.model.named_parameters(), BASES[base])
+    returned = []
+    for i in range(1, 6):
+        before = problem.weights()
+        returned.append(optimizer.step(problem.closure))
+        moved = {name: w - before[name] for name, w in problem.weights_seen[-1].items()}
+        assert_close(moved, part(golden, f"perturb{i}."), TOLERANCE)
+        assert_close(problem.weights(), part(golden, f"step{i}."), TOLERANCE)
+    clean, perturbed = torch.tensor(problem.losses, dtype=torch.float64).view(5, 2).unbind(1)
+    losses = {"loss_clean": clean, "loss_perturbed": perturbed}
+    assert_close(losses, {name: golden[name] for name in losses}, TOLERANCE)
+    assert_close({"loss": torch.stack(returned)}, {"loss": golden["loss_clean"]}, TOLERANCE)
+
+
+def gradients(problem: Problem, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """∂ loss / ∂ weights at `weights`, by torch.func, without touching the model."""
+
+    def loss(w: dict[str, Tensor]) -> Tensor:
+        logits = torch.func.functional_call(problem.model, w, (problem.x,))
+        return torch.nn.functional.cross_entropy(logits, problem.y)
+
+    return torch.func.grad(loss)(weights)
+
+
+def momentum_step(weights: dict[str, Tensor], velocity: dict[str, Tensor], g: dict[str, Tensor]) -> None:
+    for name in weights:
+        velocity[name] = 0.9 * velocity.get(name, 0) + g[name]
+        weights[name] = weights[name] - 0.1 * velocity[name]
+
+
+def test_printed_asam_equals_a_dense_loop() -> None:
+    problem = Problem()
+    optimizer = ASAM(problem.model.named_parameters(), BASES["sgd"], rho=0.05, scaling="printed")
+    weights, velocity = problem.weights(), {}
+    for _ in range(5):
+        g = gradients(problem, weights)
+        norm = sum((t**2).sum() for t in g.values()) ** 0.5
+        away = {name: w + 0.05 * w**2 * g[name] / norm for name, w in weights.items()}
+        momentum_step(weights, velocity, gradients(problem, away))
+        optimizer.step(problem.closure)
+        assert_close(problem.weights_seen[-1], away, TOLERANCE)
+        assert_close(problem.weights(), weights, TOLERANCE)
+
+
+@pytest.mark.parametrize("entries_per_draw", [7, 2**24], ids=["many draws", "one draw"])
+def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mergopt, "ENTRIES_PER_DRAW", entries_per_draw)
+    problem = Problem()
+    loc, scale, coefficients = 0.01, 0.03, (0.2, 0.45, 0.9)
+    optimizer = MergOPT(
+        problem.model.named_parameters(),
+        BASES["sgd"],
+        coefficients,
+        max_experts=5,
+        loc=loc,
+        scale=scale,
+        seed=3,
+    )
+    weights, velocity = problem.weights(), {}
+    for step in range(5):
+        alpha = coefficients[mergopt.hashed(3, step, "coefficient") % 3]
+        experts = mergopt.hashed(3, step, "experts") % 5 + 1
+        generator = torch.Generator().manual_seed(mergopt.hashed(3, step, "offset"))
+        away = {}
+        for name, w in weights.items():
+            u = torch.empty(w.numel(), dtype=torch.float64).uniform_(-1, 1, generator=generator).view(w.shape)
+            z = loc - scale * u.sign() * torch.log(1 - u.abs())
+            away[name] = w + (experts * alpha - 1) * z
+        momentum_step(weights, velocity, gradients(problem, away))
+        optimizer.step(problem.closure)
+        assert_close(problem.weights_seen[-1], away, TOLERANCE)
+        assert_close(problem.weights(), weights, TOLERANCE)

@@ -1,0 +1,23 @@
+"""The Python examples of the documentation run, in order, page by page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/mergers.md"])
+def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": "__example__"})
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+def test_links_between_pages_and_to_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

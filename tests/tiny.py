@@ -1,0 +1,26 @@
+"""A small model and task that tests of several rooms share."""
+
+import torch
+from torch import Tensor, nn
+
+from mergekit_lab.tasks import Split
+
+
+class TinyEncoder(nn.Module):
+    """Images `[N, 3, 4, 4]` to features `[N, 8]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.body(images.float() / 255)
+
+
+def tiny_split(count: int, seed: int = 0) -> Split:
+    """Three classes that differ in brightness."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    noise = torch.randint(0, 60, (count, 3, 4, 4), generator=generator)
+    return Split((noise + labels[:, None, None, None] * 90).to(torch.uint8), labels)
