@@ -58,7 +58,8 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
     done = subprocess.run(
         [
             *(python, "-m", "mergekit_lab", "+experiment=quickstart", "merger=average", "joint=false"),
-            *("training.steps=2", "training.warmup_steps=0", "store.root=store", "run_dir=run", "progress=false"),
+            *("training.steps=2", "training.warmup_steps=0"),
+            *("store.root=store", "run_dir=run", "progress=false"),
         ],
         capture_output=True, text=True, cwd=elsewhere,
     )  # fmt: skip

@@ -31,7 +31,8 @@ class Site:
         experts: the experts' names, in the order of dimension 0 of the task vectors.
         weights: `λ`, shape `[T]`.
         offset: flat index, within the tensor, of the first entry handed over (0 for whole tensors).
-        side: side inputs of this tensor, by kind (`"fisher"`), each shaped like the task vectors.
+        side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors where
+            the side input has the tensor's own name (see `Method.side_name`).
         survey: what the method's own `survey` returned.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
     """
@@ -127,6 +128,14 @@ class Method:
         if len(self.weights) != len(experts):
             raise InputError(f"{len(self.weights)} weights were given for {len(experts)} experts")
         return [float(weight) for weight in self.weights]
+
+    def side_name(self, kind: str, name: str) -> str | None:
+        """What a side input of this kind calls the tensor `name`; None if it has nothing for it.
+
+        Under the tensor's own name it must be there and shaped like the tensor; under another, where the side
+        checkpoint lacks it, `site.side` has no entry.
+        """
+        return name
 
     def survey(self, stream: Stream) -> Any:
         """An optional first pass over the model; the result reaches `merge` as `site.survey`."""

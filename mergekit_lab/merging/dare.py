@@ -58,6 +58,9 @@ class DARE(Method):
     def expert_weights(self, experts: Any) -> list[float]:
         return self.inner.expert_weights(experts)
 
+    def side_name(self, kind: str, name: str) -> str | None:
+        return self.inner.side_name(kind, name)
+
     def survey(self, stream: Stream) -> Any:
         require(
             self.rescale == "inverse" or type(self.inner).survey is Method.survey,

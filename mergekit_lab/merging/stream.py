@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
+from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Site
 
@@ -41,6 +41,7 @@ class _Model:
     compute: torch.dtype
     device: torch.device
     tied: Mapping[str, str]
+    side_name: Callable[[str, str], str | None]
     changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
     notes: Notes = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class _Model:
         """`θ0 [n]`, `δ [T, n]` and site of each flat block of one tensor."""
         base = self.base[name].reshape(-1)
         rows = [expert[name].reshape(-1) for expert in self.expert_list]
-        sides = {k: [c[name].reshape(-1) for c in v] for k, v in self.side.items()} if with_side else {}
+        sides = {k: [row.reshape(-1) for row in v] for k, v in self._sides(name).items()} if with_side else {}
         for start in range(0, base.numel(), self.block):
             part = slice(start, start + self.block)
             origin = base[part].to(self.device, self.compute)
@@ -95,8 +96,17 @@ class _Model:
         base = self.base[name].to(self.device, self.compute)
         deltas = self._stack([expert[name] for expert in self.expert_list], ...).sub_(base)
         self._check_finite(name, deltas)
-        side = {kind: self._stack([c[name] for c in values], ...) for kind, values in self.side.items()}
+        side = {kind: self._stack(values, ...) for kind, values in self._sides(name).items()}
         return base, deltas, self.site(name, survey, side, 0)
+
+    def _sides(self, name: str) -> dict[str, list[Tensor]]:
+        """The side inputs of one tensor, by kind, an expert each."""
+        found = {}
+        for kind, checkpoints in self.side.items():
+            key = self.side_name(kind, name)
+            if key is not None and all(key in checkpoint for checkpoint in checkpoints):
+                found[kind] = [checkpoint[key] for checkpoint in checkpoints]
+        return found
 
     def site(self, name: str, survey: Any, side: Mapping[str, Tensor], offset: int) -> Site:
         def note(key: str, value: object) -> None:
@@ -125,13 +135,10 @@ class _Model:
         raise InputError(f"the task vectors of tensor {name!r} overflow {self.compute}")
 
 
-def _check_alike(base: Checkpoint, others: Iterable[Checkpoint], what: str, only_floats: bool = False) -> None:
+def _check_alike(wanted: Mapping[str, TensorSpec], others: Iterable[Checkpoint], what: str) -> None:
     """Names, kinds and shapes must agree; the error names every offender of a checkpoint."""
-    wanted = {
-        name: spec for name, spec in base.specs.items() if not only_floats or spec.dtype.is_floating_point
-    }
     for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - base.specs.keys()
+        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - wanted.keys()
         shared = [name for name in wanted if name in other.specs]
         shapes = [
             f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
@@ -230,14 +237,20 @@ def _open(
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
     expert_list = tuple(opened.values())
-    _check_alike(origin, expert_list, "expert")
+    _check_alike(origin.specs, expert_list, "expert")
     complex_names = [name for name, spec in origin.specs.items() if spec.dtype.is_complex]
     if complex_names:
         raise InputError(f"complex tensors cannot be merged ({listing(complex_names)})")
     _check_buffers(origin, expert_list)
     side = _side_inputs(method, tuple(opened), statistics)
     for kind, checkpoints in side.items():
-        _check_alike(origin, checkpoints, f"the {kind}", only_floats=True)
+        own = {
+            n: s
+            for n, s in origin.specs.items()
+            if s.dtype.is_floating_point and method.side_name(kind, n) == n
+        }
+        if own:
+            _check_alike(own, checkpoints, f"the {kind}")
     tied = origin.tied()
     _check_tied(tied, expert_list)
     double = any(s.dtype == torch.float64 for c in (origin, *expert_list) for s in c.specs.values())
@@ -252,6 +265,7 @@ def _open(
         compute=compute,
         device=torch.device(device),
         tied=tied,
+        side_name=method.side_name,
         notes={} if notes is None else notes,
     )
 
