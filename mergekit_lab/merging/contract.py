@@ -31,8 +31,8 @@ class Site:
         experts: the experts' names, in the order of dimension 0 of the task vectors.
         weights: `λ`, shape `[T]`.
         offset: flat index, within the tensor, of the first entry handed over (0 for whole tensors).
-        side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors where
-            the side input has the tensor's own name (see `Method.side_name`).
+        side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors
+            where the side input has the tensor's own name (see `Method.side_name`).
         survey: what the method's own `survey` returned.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
     """
