@@ -25,8 +25,12 @@ class WeightAverage(Method):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def pools(self) -> bool:
+        return True
+
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         total = site.weights.sum()
         if total == 0:
             raise InputError("the weights of a weight average sum to zero")
-        return (deltas * (site.weights / total).view(-1, *[1] * base.dim())).sum(dim=0)
+        return (site.weights / total) @ deltas

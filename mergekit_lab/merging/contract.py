@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -34,6 +35,7 @@ class Site:
         side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors
             where the side input has the tensor's own name (see `Method.side_name`).
         survey: what the method's own `survey` returned.
+        tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
     """
 
@@ -42,7 +44,11 @@ class Site:
     offset: int = 0
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
+    tensor: Any = None
     note: Callable[[str, object], None] = _no_note
+
+
+Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
 
 
 class Stream(Protocol):
@@ -65,7 +71,8 @@ class Stream(Protocol):
     def buffer_entries(self) -> int: ...
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        """Every tensor's name, task vectors `[T, n]` and site; `n` is the driver's choice."""
+        """Name, task vectors `[T, n]` and site of every block; `n`, and whether tensors are pooled, is the
+        driver's choice (see `Method.pools`)."""
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
         """The side inputs of one kind, `[T, n]` a block."""
@@ -79,17 +86,24 @@ class Method:
     """Base of all methods.
 
     Args:
-        weights: `λ_t`, one number an expert: a sequence in the order of the experts or a mapping by
-            name. None takes the method's own (see `default_weight`).
+        weights: `λ_t`, one an expert: a sequence in the order of the experts or a mapping by name. In place
+            of a number a mapping from tensor-name pattern (`"*.mlp.*"`) to number; the first that matches
+            counts. None, and a tensor that no pattern matches, takes the method's own (`default_weight`).
     """
 
-    weights: Sequence[float] | Mapping[str, float] | None = None
+    weights: Sequence[float] | Mapping[str, float | Mapping[str, float]] | None = None
 
     side_inputs: ClassVar[tuple[str, ...]] = ()
 
     @property
     def elementwise(self) -> bool:
-        """Whether an entry of the result depends on that entry of the inputs alone."""
+        """Whether `merge` takes flat blocks: an entry of the result depends on that entry of the inputs, and on
+        the site, alone."""
+        return False
+
+    @property
+    def pools(self) -> bool:
+        """Whether a block may hold entries of several tensors: name, offset and `site.tensor` do not matter."""
         return False
 
     @property
@@ -109,25 +123,38 @@ class Method:
         """`λ_t` where `weights` is None."""
         return 1.0
 
-    def expert_weights(self, experts: Sequence[str]) -> list[float]:
-        """`λ_t` for these experts, in their order.
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        """`λ_t` of the tensor `name` for these experts, in their order.
 
         Raises:
             InputError: too many, too few, or a name that is no expert.
         """
+        default = self.default_weight(len(experts))
         if self.weights is None:
-            return [self.default_weight(len(experts))] * len(experts)
+            return [default] * len(experts)
         if isinstance(self.weights, Mapping):
-            for name in self.weights:
-                if name not in experts:
-                    raise InputError(f"weights name {name!r}, which is no expert{suggestion(name, experts)}")
+            for expert in self.weights:
+                if expert not in experts:
+                    raise InputError(
+                        f"weights name {expert!r}, which is no expert{suggestion(expert, experts)}"
+                    )
             missing = set(experts) - set(self.weights)
             if missing:
                 raise InputError(f"weights lack a number for {listing(missing)}")
-            return [float(self.weights[name]) for name in experts]
-        if len(self.weights) != len(experts):
-            raise InputError(f"{len(self.weights)} weights were given for {len(experts)} experts")
-        return [float(weight) for weight in self.weights]
+            given = [self.weights[expert] for expert in experts]
+        else:
+            given = list(self.weights)
+        if len(given) != len(experts):
+            raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
+        return [
+            _matching(value, name, default) if isinstance(value, Mapping) else float(value) for value in given
+        ]
+
+    @property
+    def weights_by_tensor(self) -> bool:
+        """Whether `λ` differs between tensors."""
+        values = self.weights.values() if isinstance(self.weights, Mapping) else self.weights or ()
+        return any(isinstance(value, Mapping) for value in values)
 
     def side_name(self, kind: str, name: str) -> str | None:
         """What a side input of this kind calls the tensor `name`; None if it has nothing for it.
@@ -139,6 +166,16 @@ class Method:
 
     def survey(self, stream: Stream) -> Any:
         """An optional first pass over the model; the result reaches `merge` as `site.survey`."""
+        return None
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
+        """An optional first pass over one tensor of an elementwise method; reaches `merge` as `site.tensor`.
+
+        Args:
+            name: the tensor's name.
+            entries: how many it has.
+            blocks: starts a pass over its task vectors `[T, n]` and their sites, in order.
+        """
         return None
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
@@ -191,3 +228,7 @@ def weighted(deltas: Tensor, weights: Tensor) -> Tensor:
     if bool(torch.all(weights == 1)):
         return deltas
     return deltas * weights.view(-1, *[1] * (deltas.dim() - 1))
+
+
+def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:
+    return next((float(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)

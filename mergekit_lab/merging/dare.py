@@ -8,14 +8,15 @@ mergekit runs: every tensor gets its old L1 norm back, which is not the paper's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import counter_uniform, drop_and_rescale, hash_key
+from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
+from mergekit_lab.merging.pieces import counter_keep, drop_and_rescale, hash_key
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -46,7 +47,7 @@ class DARE(Method):
 
     @property
     def elementwise(self) -> bool:
-        return self.inner.elementwise and self.rescale == "inverse"
+        return self.inner.elementwise
 
     @property
     def scale(self) -> float:
@@ -55,8 +56,12 @@ class DARE(Method):
     def at(self, coefficient: float) -> Self:
         return replace(self, inner=self.inner.at(coefficient))
 
-    def expert_weights(self, experts: Any) -> list[float]:
-        return self.inner.expert_weights(experts)
+    @property
+    def weights_by_tensor(self) -> bool:
+        return self.inner.weights_by_tensor
+
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        return self.inner.expert_weights(experts, name)
 
     def side_name(self, kind: str, name: str) -> str | None:
         return self.inner.side_name(kind, name)
@@ -70,15 +75,45 @@ class DARE(Method):
         )
         return self.inner.survey(stream.map(self._thin))
 
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
+        factors = None if self.rescale == "inverse" else self._l1_factors(name, blocks)
+
+        def thinned() -> Iterator[tuple[Tensor, Site]]:
+            for deltas, site in blocks():
+                yield self._thin(name, deltas, replace(site, tensor=(factors, None))), site
+
+        return factors, self.inner.survey_tensor(name, entries, thinned)
+
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return self.inner.merge(name, base, self._thin(name, deltas, site), site)
+        inner_site = replace(site, tensor=site.tensor[1] if site.tensor else None)
+        return self.inner.merge(name, base, self._thin(name, deltas, site), inner_site)
+
+    def _l1_factors(self, name: str, blocks: Blocks) -> Tensor:
+        """`‖δ_t‖₁ / ‖kept δ_t‖₁` of one tensor, `[T]`; 0 where nothing is kept."""
+        before = after = torch.zeros(())
+        for deltas, site in blocks():
+            before = before + deltas.abs().sum(dim=1, dtype=torch.float64).cpu()
+            kept = deltas * self._keep(name, deltas, site)
+            after = after + kept.abs().sum(dim=1, dtype=torch.float64).cpu()
+        return torch.where(after > 0, before / after, 0.0)
 
     def _thin(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.drop == 0:
             return deltas
-        rows = []
-        for expert, delta in zip(site.experts, deltas, strict=True):
-            key = hash_key(self.seed, expert, name)
-            chance = counter_uniform(key, site.offset, delta.numel(), delta.device)
-            rows.append(drop_and_rescale(delta, chance.view_as(delta) >= self.drop, self.drop, self.rescale))
-        return torch.stack(rows)
+        kept = deltas * self._keep(name, deltas, site)
+        factors = site.tensor[0] if site.tensor else None
+        if factors is not None:
+            return kept.mul_(factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
+        if self.rescale == "inverse":
+            return kept.div_(1 - self.drop)
+        return torch.stack(
+            [drop_and_rescale(d, k != 0, self.drop, "l1") for d, k in zip(deltas, kept, strict=True)]
+        )
+
+    def _keep(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+        """1 where an entry stays, 0 where it is dropped, shaped like `deltas`."""
+        rows = [
+            counter_keep(hash_key(self.seed, expert, name), site.offset, row, self.drop)
+            for expert, row in zip(site.experts, deltas, strict=True)
+        ]
+        return torch.stack(rows).view_as(deltas)

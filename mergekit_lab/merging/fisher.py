@@ -53,6 +53,10 @@ class Fisher(Method):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def pools(self) -> bool:
+        return True
+
     def survey(self, stream: Stream) -> Any:
         if not self.normalise:
             return None
@@ -75,6 +79,5 @@ class Fisher(Method):
             share /= norms.clamp(min=torch.finfo(torch.float64).tiny).to(share)
         importance = importance * share.view(-1, *[1] * base.dim())
         total = importance.sum(dim=0)
-        mean = deltas.mean(dim=0)
-        merged = (importance * deltas).sum(dim=0) / torch.where(total == 0, 1, total)
-        return torch.where(total == 0, mean, merged)
+        merged = (importance * deltas).sum(dim=0) / total
+        return merged if bool(total.all()) else torch.where(total == 0, deltas.mean(dim=0), merged)

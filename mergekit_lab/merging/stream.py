@@ -1,291 +1,290 @@
-"""The one driver: it reads the checkpoints, checks them, and feeds the method.
+"""The one driver: it reads tensors, hands them to the method in the right pieces, and adds the base.
 
-Everything that is the same for all methods stands here and nowhere else: agreement of names and shapes,
-buffers, tied weights, dtypes, blocks, devices, non-finite input. Memory is bounded by a few tensors:
-checkpoints are read one tensor at a time, and elementwise methods see blocks that fit a CPU's cache.
+A merge is a list of jobs, each a few tensors: one tensor cut into blocks that fit a CPU's cache, many small
+ones pooled into a block that fills a GPU, same-shaped matrices stacked for one factorization. Workers take
+jobs in order, a core or a device each, so that reading, arithmetic and the consumer's writing overlap;
+memory is bounded by the jobs in flight, never by the model. What comes out does not depend on any of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.spectral import SpectralMethod
 
 CPU_BLOCK = 1 << 17
-"""Entries of one tensor handed over at a time on a CPU: T of them in float32 stay in its cache."""
-DEVICE_BLOCK = 1 << 26
-"""The same on an accelerator, where few large launches are faster."""
+"""Entries of a tensor handed over at a time on a CPU: T of them in float32 stay in its cache."""
+DEVICE_BLOCK = 1 << 24
+"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
+STACK_BYTES = 1 << 30
+"""Task vectors that are factorized in one call on an accelerator."""
 
-Source = Checkpoint | Mapping[str, Tensor] | str | Path
-Sources = Mapping[str, Source] | Sequence[Source]
 Notes = dict[str, dict[str, object]]
+Devices = str | torch.device | Sequence[str | torch.device]
 
 
 @dataclass(frozen=True)
-class _Model:
-    """The checked inputs of one merge, and the blocks they are read in."""
+class _Segment:
+    """A flat range of a tensor."""
 
-    base: Checkpoint
-    expert_list: tuple[Checkpoint, ...]
-    side: Mapping[str, tuple[Checkpoint, ...]]
-    experts: tuple[str, ...]
-    weights: Tensor
-    compute: torch.dtype
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The inputs in pieces, on one device. A `Stream` for surveys."""
+
+    inputs: Inputs
+    method: Method
     device: torch.device
-    tied: Mapping[str, str]
-    side_name: Callable[[str, str], str | None]
     changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
     notes: Notes = field(default_factory=dict)
 
     @property
-    def names(self) -> list[str]:
-        """Names of the floating-point tensors that are merged, tied ones once."""
-        return [n for n, spec in self.base.specs.items() if spec.dtype.is_floating_point and n not in self.tied]
+    def experts(self) -> tuple[str, ...]:
+        return tuple(self.inputs.experts)
 
     @property
     def entries(self) -> int:
-        return sum(self.base.specs[name].numel for name in self.names)
+        return sum(self.inputs.base.specs[name].numel for name in self.inputs.merged)
 
     @property
     def buffer_entries(self) -> int:
-        return sum(s.numel for s in self.base.specs.values() if not s.dtype.is_floating_point)
+        return sum(s.numel for s in self.inputs.base.specs.values() if not s.dtype.is_floating_point)
 
     @property
     def block(self) -> int:
         return CPU_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
 
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> _Model:
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> _Reader:
         return replace(self, changes=(*self.changes, change))
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        for name in self.names:
-            for _, deltas, site in self.flat(name, survey=None, with_side=False):
-                for change in self.changes:
-                    deltas = change(name, deltas, site)
-                yield name, deltas, site
+        for piece in self.pieces(self.inputs.merged):
+            _, deltas = self.read(piece)
+            site = self.site(piece)
+            for change in self.changes:
+                deltas = change(piece[0].name, deltas, site)
+            yield piece[0].name, deltas, site
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
-        for name in self.names:
-            rows = [checkpoint[name].reshape(-1) for checkpoint in self.side[kind]]
-            for start in range(0, rows[0].numel(), self.block):
-                yield self._stack(rows, slice(start, start + self.block))
+        for piece in self.pieces(self.inputs.merged):
+            yield self._side(piece)[kind]
 
-    def flat(self, name: str, survey: Any, with_side: bool = True) -> Iterator[tuple[Tensor, Tensor, Site]]:
-        """`θ0 [n]`, `δ [T, n]` and site of each flat block of one tensor."""
-        base = self.base[name].reshape(-1)
-        rows = [expert[name].reshape(-1) for expert in self.expert_list]
-        sides = {k: [row.reshape(-1) for row in v] for k, v in self._sides(name).items()} if with_side else {}
-        for start in range(0, base.numel(), self.block):
-            part = slice(start, start + self.block)
-            origin = base[part].to(self.device, self.compute)
-            deltas = self._stack(rows, part).sub_(origin)
-            self._check_finite(name, deltas)
-            side = {kind: self._stack(values, part) for kind, values in sides.items()}
-            yield origin, deltas, self.site(name, survey, side, start)
+    def pieces(self, names: Sequence[str]) -> Iterator[list[_Segment]]:
+        """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
+        pool: list[_Segment] = []
+        for name in names:
+            size = self.inputs.base.specs[name].numel
+            for start in range(0, size, self.block):
+                segment = _Segment(name, start, min(start + self.block, size))
+                if pool and (not self.pools or _length(pool) + segment.stop - segment.start > self.block):
+                    yield pool
+                    pool = []
+                pool.append(segment)
+        if pool:
+            yield pool
 
-    def whole(self, name: str, survey: Any) -> tuple[Tensor, Tensor, Site]:
-        """`θ0 [*S]`, `δ [T, *S]` and site of one tensor."""
-        base = self.base[name].to(self.device, self.compute)
-        deltas = self._stack([expert[name] for expert in self.expert_list], ...).sub_(base)
-        self._check_finite(name, deltas)
-        side = {kind: self._stack(values, ...) for kind, values in self._sides(name).items()}
-        return base, deltas, self.site(name, survey, side, 0)
+    @property
+    def pools(self) -> bool:
+        return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
 
-    def _sides(self, name: str) -> dict[str, list[Tensor]]:
-        """The side inputs of one tensor, by kind, an expert each."""
-        found = {}
-        for kind, checkpoints in self.side.items():
-            key = self.side_name(kind, name)
-            if key is not None and all(key in checkpoint for checkpoint in checkpoints):
-                found[kind] = [checkpoint[key] for checkpoint in checkpoints]
-        return found
+    def read(self, piece: list[_Segment]) -> tuple[Tensor, Tensor]:
+        """`θ0 [n]` and `δ [T, n]` of a block."""
+        base = torch.empty(_length(piece), dtype=self.inputs.compute, device=self.device)
+        _fill(base, [self.inputs.base[s.name].reshape(-1)[s.start : s.stop] for s in piece])
+        deltas = self._stack(
+            [[e[s.name].reshape(-1)[s.start : s.stop] for s in piece] for e in self.inputs.experts.values()]
+        ).sub_(base)
+        self._check_finite([s.name for s in piece], deltas)
+        return base, deltas
 
-    def site(self, name: str, survey: Any, side: Mapping[str, Tensor], offset: int) -> Site:
+    def whole(self, name: str) -> tuple[Tensor, Tensor]:
+        """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
+        shape = self.inputs.base.specs[name].shape
+        size = self.inputs.base.specs[name].numel
+        base = self.inputs.base[name].to(self.device, self.inputs.compute)
+        deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
+        deltas.sub_(base.reshape(-1))
+        if size:
+            self._check_finite([name], deltas)
+        return base, deltas.view(-1, *shape)
+
+    def site(self, piece: list[_Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
+        """What belongs to a block; `side` reads the side inputs too."""
+        sides = self._side(piece) if side else {}
+        return self._site(piece[0].name, sides, piece[0].start, survey, tensor)
+
+    def whole_site(self, name: str, survey: Any) -> Site:
+        sides = {kind: self._tensors(rows) for kind, rows in self.inputs.sides(name).items()}
+        return self._site(name, sides, 0, survey, None)
+
+    def _site(self, name: str, side: Mapping[str, Tensor], offset: int, survey: Any, tensor: Any) -> Site:
         def note(key: str, value: object) -> None:
             self.notes.setdefault(name, {})[key] = value
 
-        return Site(self.experts, self.weights, offset, side, survey, note)
+        weights = torch.tensor(
+            self.method.expert_weights(self.experts, name), dtype=self.inputs.compute, device=self.device
+        )
+        return Site(self.experts, weights, offset, side, survey, tensor, note)
 
-    def _stack(self, rows: Sequence[Tensor], part: Any) -> Tensor:
-        parts = [row[part] for row in rows]
-        out = torch.empty((len(parts), *parts[0].shape), dtype=self.compute, device=self.device)
-        for slot, values in zip(out, parts, strict=True):
-            slot.copy_(values)
-        return out
-
-    def _check_finite(self, name: str, deltas: Tensor) -> None:
-        if bool(torch.isfinite(deltas).all()):
-            return
-        for checkpoint in (self.base, *self.expert_list):
-            values = checkpoint[name]
-            bad = int((~torch.isfinite(values.float())).sum())
-            if bad:
-                raise InputError(
-                    f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: its training "
-                    "diverged or the file is damaged"
-                )
-        raise InputError(f"the task vectors of tensor {name!r} overflow {self.compute}")
-
-
-def _check_alike(wanted: Mapping[str, TensorSpec], others: Iterable[Checkpoint], what: str) -> None:
-    """Names, kinds and shapes must agree; the error names every offender of a checkpoint."""
-    for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - wanted.keys()
-        shared = [name for name in wanted if name in other.specs]
-        shapes = [
-            f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
-            for n in shared
-            if other.specs[n].shape != wanted[n].shape
-        ]
-        kinds = [
-            f"{n} {other.specs[n].dtype} where the base has {wanted[n].dtype}"
-            for n in shared
-            if other.specs[n].dtype.is_floating_point != wanted[n].dtype.is_floating_point
-        ]
-        problems = []
-        if missing:
-            problems.append(f"lacks {len(missing)} tensors the base has ({listing(missing)})")
-        if extra:
-            problems.append(f"has {len(extra)} tensors the base lacks ({listing(extra)})")
-        if shapes:
-            problems.append(f"has other shapes ({listing(shapes)})")
-        if kinds:
-            problems.append(f"has other kinds of numbers ({listing(kinds)})")
-        if problems:
-            raise InputError(
-                f"{what} {other.label!r} {'; '.join(problems)}: was it saved from another backbone?"
+    def _side(self, piece: list[_Segment]) -> dict[str, Tensor]:
+        by_segment = [self.inputs.sides(s.name) for s in piece]
+        experts = range(len(self.experts))
+        return {
+            kind: self._stack(
+                [
+                    [
+                        found[kind][t].reshape(-1)[s.start : s.stop]
+                        for s, found in zip(piece, by_segment, strict=True)
+                    ]
+                    for t in experts
+                ]
             )
-
-
-def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
-    names = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
-    for expert in experts:
-        differing = [name for name in names if not torch.equal(base[name], expert[name])]
-        if differing:
-            raise InputError(
-                f"expert {expert.label!r} has other integer buffers than the base ({listing(differing)}): "
-                "buffers are copied, never averaged, so they must be equal"
-            )
-
-
-def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
-    for expert in experts:
-        untied = [n for n, first in tied.items() if not torch.equal(expert[n], expert[first])]
-        if untied:
-            raise InputError(
-                f"expert {expert.label!r} holds different values for weights that the base ties "
-                f"({listing(untied)}): untie them in the base, or tie them in the expert"
-            )
-
-
-def _named(sources: Sources, what: str) -> dict[str, Source]:
-    if isinstance(sources, str | Path | Checkpoint):
-        raise InputError(f"{what} must be a mapping from name to checkpoint or a list of checkpoints")
-    if isinstance(sources, Mapping):
-        named = {str(name): source for name, source in sources.items()}
-    else:
-        named = {str(position): source for position, source in enumerate(sources)}
-    for name, source in named.items():
-        if not isinstance(source, Mapping | str | Path):
-            raise InputError(
-                f"{what}: {name!r} is a {type(source).__name__}: pass a mapping from expert name to state dict "
-                "(or checkpoint path), or a list of them"
-            )
-    return named
-
-
-def _side_inputs(
-    method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
-) -> dict[str, tuple[Checkpoint, ...]]:
-    given = dict(statistics or {})
-    opened = {}
-    for kind in method.side_inputs:
-        if kind not in given:
-            raise InputError(
-                f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
-                f"statistics={{{kind!r}: …}}"
-            )
-        by_name = _named(given[kind], kind)
-        if not isinstance(given[kind], Mapping) and len(by_name) == len(experts):
-            by_name = dict(zip(experts, by_name.values(), strict=True))
-        if by_name.keys() != set(experts):
-            raise InputError(
-                f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
-            )
-        opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
-    return opened
-
-
-def _open(
-    base: Source,
-    experts: Sources,
-    method: Method,
-    statistics: Mapping[str, Sources] | None,
-    device: str | torch.device,
-    notes: Notes | None,
-) -> _Model:
-    origin = open_checkpoint(base, "the base")
-    opened = {name: open_checkpoint(source, name) for name, source in _named(experts, "experts").items()}
-    if not opened:
-        raise InputError("there is nothing to merge: no expert was given")
-    expert_list = tuple(opened.values())
-    _check_alike(origin.specs, expert_list, "expert")
-    complex_names = [name for name, spec in origin.specs.items() if spec.dtype.is_complex]
-    if complex_names:
-        raise InputError(f"complex tensors cannot be merged ({listing(complex_names)})")
-    _check_buffers(origin, expert_list)
-    side = _side_inputs(method, tuple(opened), statistics)
-    for kind, checkpoints in side.items():
-        own = {
-            n: s
-            for n, s in origin.specs.items()
-            if s.dtype.is_floating_point and method.side_name(kind, n) == n
+            for kind in by_segment[0]
         }
-        if own:
-            _check_alike(own, checkpoints, f"the {kind}")
-    tied = origin.tied()
-    _check_tied(tied, expert_list)
-    double = any(s.dtype == torch.float64 for c in (origin, *expert_list) for s in c.specs.values())
-    compute = torch.float64 if double else torch.float32
-    weights = torch.tensor(method.expert_weights(tuple(opened)), dtype=compute, device=device)
-    return _Model(
-        base=origin,
-        expert_list=expert_list,
-        side=side,
-        experts=tuple(opened),
-        weights=weights,
-        compute=compute,
-        device=torch.device(device),
-        tied=tied,
-        side_name=method.side_name,
-        notes={} if notes is None else notes,
-    )
 
-
-def _merged(model: _Model, name: str, method: Method, survey: Any, dtype: torch.dtype) -> Tensor:
-    """One merged tensor, on the CPU. `α = 0` gives the base bit for bit."""
-    add = torch.promote_types(model.compute, dtype)
-    out = torch.empty(model.base.specs[name].shape, dtype=dtype)
-    if method.scale == 0:
-        return out.copy_(model.base[name])
-    if method.elementwise:
-        target = out.view(-1)
-        for base, deltas, site in model.flat(name, survey):
-            merged = method.merge(name, base, deltas, site)
-            result = base.to(add) + merged.to(add) * method.scale
-            target[site.offset : site.offset + base.numel()] = result
+    def _stack(self, rows: list[list[Tensor]]) -> Tensor:
+        size = sum(part.numel() for part in rows[0])
+        out = torch.empty((len(rows), size), dtype=self.inputs.compute, device=self.device)
+        for slot, parts in zip(out, rows, strict=True):
+            _fill(slot, parts)
         return out
-    base, deltas, site = model.whole(name, survey)
-    merged = method.merge(name, base, deltas, site)
-    return out.copy_(base.to(add) + merged.to(add) * method.scale)
+
+    def _tensors(self, rows: list[Tensor]) -> Tensor:
+        return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
+
+    def _check_finite(self, names: list[str], deltas: Tensor) -> None:
+        # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
+        if bool((deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()):
+            self.inputs.refuse_non_finite(names)
+
+
+def _length(piece: list[_Segment]) -> int:
+    return sum(segment.stop - segment.start for segment in piece)
+
+
+def _fill(out: Tensor, parts: list[Tensor]) -> None:
+    """Copy the parts, end to end, into the flat `out`."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif all(p.dtype == out.dtype and p.device == out.device for p in parts):
+        torch.cat(parts, out=out)
+    else:
+        out.copy_(torch.cat(parts))
+
+
+# --- jobs ---------------------------------------------------------------------------------------------
+
+
+def _jobs(reader: _Reader) -> list[list[str]]:
+    """The merged tensors in groups that are worked on together, in the base's order of their first member."""
+    names, specs = reader.inputs.merged, reader.inputs.base.specs
+    method = reader.method
+    if reader.device.type == "cpu":
+        return [[name] for name in names]
+    if isinstance(method, SpectralMethod):
+        groups: dict[object, list[str]] = {}
+        for name in names:
+            shape = specs[name].shape
+            groups.setdefault(shape if method.is_matrix(name, shape) else name, []).append(name)
+        experts = len(reader.experts)
+        return [
+            list(part)
+            for members in groups.values()
+            for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel)))
+        ]
+    if reader.pools:
+        jobs: list[list[str]] = []
+        room = 0
+        for name in names:
+            size = specs[name].numel
+            if size > room or not jobs:
+                jobs.append([])
+                room = DEVICE_BLOCK
+            jobs[-1].append(name)
+            room -= size
+        return jobs
+    return [[name] for name in names]
+
+
+def _chunks(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
+    iterator = iter(names)
+    while part := tuple(islice(iterator, max(1, size))):
+        yield part
+
+
+def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+    """One job: the merged tensors, each in the dtype asked for, on its base's device."""
+    method, inputs = reader.method, reader.inputs
+    out = {
+        name: torch.empty(inputs.base.specs[name].shape, dtype=dtype or inputs.base.specs[name].dtype,
+                          device=inputs.base[name].device)
+        for name in names
+    }  # fmt: skip
+    if method.scale == 0:
+        for name in names:
+            out[name].copy_(inputs.base[name])
+    elif method.elementwise:
+        _run_blocks(reader, names, survey, out)
+    elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
+        pairs = [reader.whole(name) for name in names]
+        bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
+        sites = [reader.whole_site(name, survey) for name in names]
+        for name, base, merged in zip(names, bases, method.merge_matrices(bases, deltas, sites), strict=True):
+            _add(out[name], base, merged, method.scale)
+    else:
+        for name in names:
+            base, deltas = reader.whole(name)
+            merged = method.merge(name, base, deltas, reader.whole_site(name, survey))
+            _add(out[name], base, merged, method.scale)
+    return list(out.items())
+
+
+def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
+    method = reader.method
+    tensor = None
+    if not reader.pools:
+
+        def blocks() -> Iterator[tuple[Tensor, Site]]:
+            for piece in reader.pieces(names):
+                yield reader.read(piece)[1], reader.site(piece, survey=survey)
+
+        tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
+    for piece in reader.pieces(names):
+        base, deltas = reader.read(piece)
+        site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
+        merged = method.merge(piece[0].name, base, deltas, site)
+        place = 0
+        for s in piece:
+            part = slice(place, place + s.stop - s.start)
+            _add(out[s.name].view(-1)[s.start : s.stop], base[part], merged[part], method.scale)
+            place = part.stop
+
+
+def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:
+    """`out = base + scale·merged`, at the finer of the two precisions."""
+    finer = torch.promote_types(base.dtype, out.dtype)
+    out.copy_(torch.add(base.to(finer), merged.to(finer), alpha=scale))
+
+
+# --- workers ------------------------------------------------------------------------------------------
 
 
 def merged_tensors(
@@ -295,33 +294,94 @@ def merged_tensors(
     *,
     statistics: Mapping[str, Sources] | None = None,
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: Devices = "cpu",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Merge and yield one named tensor after another, in the base's order; see `merge_state_dicts`.
+    """Merge and yield one named tensor after another; see `merge_state_dicts` for the arguments.
 
-    Inputs are checked when this is called, tensors are read as the iterator advances.
+    Inputs are checked when this is called; tensors are read and merged as the iterator advances, a few ahead
+    of it. What is copied from the base comes first, then what is merged; tied names follow each other.
     """
-    model = _open(base, experts, method, statistics, device, notes)
-    survey = method.survey(model)
-    return _generate(model, method, survey, dtype)
+    inputs = open_inputs(base, experts, method, statistics, include, exclude)
+    readers = [_Reader(inputs, method, each, notes={} if notes is None else notes) for each in _devices(device)]
+    return _generate(readers, method.survey(readers[0]), dtype)
 
 
-def _generate(
-    model: _Model, method: Method, survey: Any, dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
-    shared = set(model.tied.values())
-    kept: dict[str, Tensor] = {}
-    for name, spec in model.base.specs.items():
-        if name in model.tied:
-            result = kept[model.tied[name]]
-        elif spec.dtype.is_floating_point:
-            result = _merged(model, name, method, survey, dtype or spec.dtype)
-        else:
-            result = model.base[name].clone()
-        if name in shared:
-            kept[name] = result
-        yield name, result
+def _devices(device: Devices) -> list[torch.device]:
+    wanted = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
+    if not wanted:
+        raise InputError("device is an empty list")
+    for each in wanted:
+        if each.type == "cuda" and (each.index or 0) >= torch.cuda.device_count():
+            raise InputError(f"device {each} is not there: this machine has {torch.cuda.device_count()} GPUs")
+    return wanted
+
+
+def _generate(readers: list[_Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    inputs = readers[0].inputs
+    others: dict[str, list[str]] = {}
+    for name, first in inputs.tied.items():
+        others.setdefault(first, []).append(name)
+
+    def with_tied(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for each in (name, *others.get(name, ())):
+            yield each, tensor
+
+    merged = set(inputs.merged)
+    for name, spec in inputs.base.specs.items():
+        if name not in merged and name not in inputs.tied:
+            kept = inputs.base[name].clone()
+            yield from with_tied(name, kept.to(dtype) if dtype and spec.dtype.is_floating_point else kept)
+    for results in _results(readers, survey, dtype):
+        for name, tensor in results:
+            yield from with_tied(name, tensor)
+
+
+def _results(
+    readers: list[_Reader], survey: Any, dtype: torch.dtype | None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The jobs' results, in order, computed by one worker a device, or one a core."""
+    jobs = _jobs(readers[0])
+    if len(readers) == 1:
+        readers = readers * _workers(readers[0])
+    if len(readers) == 1:
+        for job in jobs:
+            yield _run(readers[0], job, survey, dtype)
+        return
+    free: SimpleQueue[_Reader] = SimpleQueue()
+    for reader in readers:
+        free.put(reader)
+
+    def work(job: list[str]) -> list[tuple[str, Tensor]]:
+        reader = free.get()
+        try:
+            return _run(reader, job, survey, dtype)
+        finally:
+            free.put(reader)
+
+    with ThreadPoolExecutor(len(readers), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        flying: deque[Future[list[tuple[str, Tensor]]]] = deque()
+        try:
+            for job in jobs:
+                flying.append(pool.submit(work, job))
+                if len(flying) > len(readers) + 1:
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+        finally:
+            for future in flying:
+                future.cancel()
+
+
+def _workers(reader: _Reader) -> int:
+    """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
+    other; two on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    if reader.device.type == "cpu":
+        return max(1, min(torch.get_num_threads(), os.cpu_count() or 1)) if reader.method.elementwise else 1
+    first = next(iter(reader.inputs.merged), None)
+    return 2 if first and reader.inputs.base[first].device.type == "cpu" and reader.method.elementwise else 1
 
 
 def merge_state_dicts(
@@ -332,7 +392,9 @@ def merge_state_dicts(
     fishers: Sources | None = None,
     statistics: Mapping[str, Sources] | None = None,
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: Devices = "cpu",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> dict[str, Tensor]:
     """Merge experts of one base into one state dict.
@@ -346,22 +408,28 @@ def merge_state_dicts(
         statistics: side inputs by kind; each a mapping by expert name or a list in the experts' order.
         dtype: of the floating-point results; each tensor's own by default. Computation is in float32,
             or float64 where an input is.
-        device: where the arithmetic happens. Results are on the CPU.
+        device: where the arithmetic happens; several devices (`["cuda:0", "cuda:1"]`) share the tensors.
+        include, exclude: name patterns (`"*.mlp.*"`); floating-point tensors that are not included, or are
+            excluded, stay the base's.
         notes: a dict that receives diagnostics, `{tensor: {key: value}}` (EpiMer's `eta`).
 
     Returns:
-        The merged tensors, in the base's order. Integer and boolean buffers are copies of the base's;
-        weights tied in the base are tied in the result.
+        The merged tensors, in the base's order, each on the device of its base. Integer and boolean buffers
+        are copies of the base's; weights tied in the base are tied in the result.
 
     Raises:
         InputError: inputs that disagree (every offender is named), NaN or infinite entries, no experts,
-            missing side inputs, unreadable files.
+            missing side inputs, unreadable files, a pattern that matches nothing, a device that is not there.
     """
     if fishers is not None:
         if statistics and "fisher" in statistics:
             raise InputError("give either fishers=… or statistics={'fisher': …}, not both")
         statistics = {**(statistics or {}), "fisher": fishers}
-    pairs = merged_tensors(
-        base, experts, method, statistics=statistics, dtype=dtype, device=device, notes=notes
-    )
-    return dict(pairs)
+    origin = open_checkpoint(base, "the base")
+    pairs = dict(
+        merged_tensors(
+            origin, experts, method, statistics=statistics, dtype=dtype, device=device,
+            include=include, exclude=exclude, notes=notes,
+        )
+    )  # fmt: skip
+    return {name: pairs[name] for name in origin}

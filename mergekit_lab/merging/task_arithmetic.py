@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import ScaledMethod, Site, require, weighted
+from mergekit_lab.merging.contract import ScaledMethod, Site, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,10 @@ class TaskArithmetic(ScaledMethod):
         return True
 
     @property
+    def pools(self) -> bool:
+        return True
+
+    @property
     def scale(self) -> float:
         return 1.0 if isinstance(self.coefficient, Sequence) else self.coefficient
 
@@ -47,10 +51,10 @@ class TaskArithmetic(ScaledMethod):
             raise InputError("a list of coefficients cannot be searched; set weights and one coefficient")
         return replace(self, coefficient=coefficient)
 
-    def expert_weights(self, experts: Sequence[str]) -> list[float]:
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         if isinstance(self.coefficient, Sequence):
-            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).expert_weights(experts)
-        return super().expert_weights(experts)
+            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).expert_weights(experts, name)
+        return super().expert_weights(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return weighted(deltas, site.weights).sum(dim=0)
+        return site.weights @ deltas

@@ -12,7 +12,7 @@ whose arithmetic runs; on the same task vectors their results have cosines of 0.
 | peft      | each tensor  | int(density·n)            | positive       | Σ λ_t δ_t / number of the agreeing  |
 
 Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
-arcee-ai/mergekit, huggingface/peft. Whole-model trimming stays exact in three passes over the model.
+arcee-ai/mergekit, huggingface/peft. Trimming is exact in a few passes over blocks, whole model or tensor.
 The majority sign is the sign of the sum of all elected signs; where that is 0, `paper` and `sum` take the
 negative entries, `mergelm` takes none.
 """
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice, weighted
-from mergekit_lab.merging.pieces import keep_largest, kth_largest_magnitudes
+from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice, weighted
+from mergekit_lab.merging.pieces import Largest, select_largest
 
 _WHOLE_MODEL = ("paper", "mergelm", "sum")
 _PRESETS = (*_WHOLE_MODEL, "mergekit", "peft")
@@ -36,7 +36,7 @@ _ELECTIONS = ("mass", "frequency")
 
 @dataclass(frozen=True)
 class _Survey:
-    thresholds: Tensor
+    largest: Largest
     majority: float
 
 
@@ -75,6 +75,10 @@ class TIES(Method):
 
     @property
     def elementwise(self) -> bool:
+        return True
+
+    @property
+    def pools(self) -> bool:
         return self.preset in _WHOLE_MODEL
 
     @property
@@ -96,53 +100,51 @@ class TIES(Method):
     def survey(self, stream: Stream) -> Any:
         if self.preset not in _WHOLE_MODEL:
             return None
-        entries = stream.entries
-        kept = self.kept(entries + stream.buffer_entries * self.count_buffers)
-        thresholds = kth_largest_magnitudes(
-            lambda: (deltas for _, deltas, _ in stream.blocks()), min(kept, entries), len(stream.experts)
-        )
+        kept = self.kept(stream.entries + stream.buffer_entries * self.count_buffers)
+        largest = select_largest(lambda: (deltas for _, deltas, _ in stream.blocks()), kept, with_ties=True)
         balance, undecided = 0.0, False
         for _, deltas, site in stream.blocks():
-            trimmed = weighted(self._trim_whole(deltas, thresholds), site.weights)
+            trimmed = weighted(largest.of(deltas), site.weights)
             signs = self._elect(trimmed)
             balance += float(signs.sum(dtype=torch.float64))
-            undecided = undecided or bool(((signs == 0) & (trimmed != 0).any(dim=0)).any())
-        return _Survey(thresholds, (balance > 0) - (balance < 0) if undecided else 0.0)
+            if not undecided and not bool(signs.all()):
+                undecided = bool((trimmed.abs().sum(dim=0) * (1 - signs.abs())).any())
+        return _Survey(largest, float((balance > 0) - (balance < 0)) if undecided else 0.0)
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
+        if self.preset in _WHOLE_MODEL:
+            return None
+        return select_largest(lambda: (deltas for deltas, _ in blocks()), self.kept(entries))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.preset in _WHOLE_MODEL:
-            return self._merge_whole(self._trim_whole(deltas, site.survey.thresholds), site)
-        return self._merge_tensor(keep_largest(deltas, self.kept(base.numel())), site)
-
-    def _trim_whole(self, deltas: Tensor, thresholds: Tensor) -> Tensor:
-        bound = thresholds.to(deltas.device).view(-1, 1)
-        return torch.where(deltas.abs() >= bound, deltas, 0)
+            return self._merge_whole(
+                weighted(site.survey.largest.of(deltas), site.weights), site.survey.majority
+            )
+        return self._merge_tensor(site.tensor.of(deltas, site.offset), site)
 
     def _elect(self, values: Tensor) -> Tensor:
         counted = values.sign() if self.elect == "frequency" else values
-        return counted.sum(dim=0).sign()
+        return counted.sum(dim=0).sign_()
 
-    def _merge_whole(self, trimmed: Tensor, site: Site) -> Tensor:
-        trimmed = weighted(trimmed, site.weights)
+    def _merge_whole(self, trimmed: Tensor, majority: float) -> Tensor:
+        if majority == 0 and self.preset != "mergelm":
+            majority = -1.0
         signs = self._elect(trimmed)
-        signs = torch.where(signs == 0, site.survey.majority, signs)
-        negative = signs < 0 if self.preset == "mergelm" else signs <= 0
-        agreeing = torch.where(((signs > 0) & (trimmed > 0)) | (negative & (trimmed < 0)), trimmed, 0)
-        total = agreeing.sum(dim=0)
-        if self.preset == "sum":
-            return total
-        return total / (agreeing != 0).sum(dim=0).clamp(min=1)
+        signs += (1 - signs.abs()) * majority
+        agreeing = (trimmed * signs).relu_()
+        total = agreeing.sum(dim=0).mul_(signs)
+        return total if self.preset == "sum" else total.div_(agreeing.sign_().sum(dim=0).clamp_(min=1))
 
     def _merge_tensor(self, trimmed: Tensor, site: Site) -> Tensor:
         scaled = weighted(trimmed, site.weights)
-        signs = self._elect(trimmed if self.preset == "peft" else scaled)
-        signs = torch.where(signs >= 0, 1.0, -1.0).to(trimmed.dtype)
         votes = trimmed if self.preset == "peft" else scaled
-        agree = votes.sign() == signs
+        signs = self._elect(votes).add_(0.5).sign_()
+        agree = (votes * signs).relu_().sign_()
         total = (scaled * agree).sum(dim=0)
         if self.preset == "peft":
-            return total / agree.sum(dim=0).clamp(min=1)
+            return total.div_(agree.sum(dim=0).clamp_(min=1))
         if not self.normalize:
             return total
-        shares = (site.weights.view(-1, *[1] * (trimmed.dim() - 1)) * agree).sum(dim=0)
-        return total / torch.where(shares == 0, 1, shares)
+        shares = site.weights @ agree
+        return total.div_(shares.where(shares != 0, torch.ones_like(shares)))

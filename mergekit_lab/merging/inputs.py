@@ -1,0 +1,206 @@
+"""Open and check what is to be merged: everything that can be wrong is said here, before any arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.merging.contract import Method
+
+Source = Checkpoint | Mapping[str, Tensor] | str | Path
+Sources = Mapping[str, Source] | Sequence[Source]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The checked inputs of one merge.
+
+    Attributes:
+        base: `θ0`.
+        experts: `θ_t` by name, in order.
+        side: side inputs by kind, in the experts' order.
+        side_name: see `Method.side_name`.
+        tied: names that are another name for the same weights, each with the first.
+        merged: the tensors that are merged, in the base's order: floating-point ones, tied ones once.
+        compute: the dtype of the arithmetic.
+    """
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    side: Mapping[str, tuple[Checkpoint, ...]]
+    side_name: Callable[[str, str], str | None]
+    tied: Mapping[str, str]
+    merged: tuple[str, ...]
+    compute: torch.dtype
+
+    def sides(self, name: str) -> dict[str, list[Tensor]]:
+        """The side inputs of one tensor, by kind, one an expert."""
+        found = {}
+        for kind, checkpoints in self.side.items():
+            key = self.side_name(kind, name)
+            if key is not None and all(key in checkpoint for checkpoint in checkpoints):
+                found[kind] = [checkpoint[key] for checkpoint in checkpoints]
+        return found
+
+    def refuse_non_finite(self, names: Iterable[str]) -> None:
+        """Raise for the first NaN or infinity in these tensors, naming tensor and checkpoint."""
+        for name in names:
+            for checkpoint in (self.base, *self.experts.values()):
+                bad = int((~torch.isfinite(checkpoint[name].float())).sum())
+                if bad:
+                    raise InputError(
+                        f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: "
+                        "its training diverged or the file is damaged"
+                    )
+        raise InputError(f"the task vectors of {listing(names)} overflow {self.compute}")
+
+
+def open_inputs(
+    base: Source,
+    experts: Sources,
+    method: Method,
+    statistics: Mapping[str, Sources] | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+) -> Inputs:
+    """Open base, experts and side inputs, and check that they belong together.
+
+    Raises:
+        InputError: see `merge_state_dicts`.
+    """
+    origin = open_checkpoint(base, "the base")
+    opened = {name: open_checkpoint(source, name) for name, source in _named(experts, "experts").items()}
+    if not opened:
+        raise InputError("there is nothing to merge: no expert was given")
+    _check_alike(origin.specs, opened.values(), "expert")
+    complex_names = [name for name, spec in origin.specs.items() if spec.dtype.is_complex]
+    if complex_names:
+        raise InputError(f"complex tensors cannot be merged ({listing(complex_names)})")
+    _check_buffers(origin, opened.values())
+    tied = origin.tied()
+    _check_tied(tied, opened.values())
+    method.expert_weights(tuple(opened))
+    double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
+    return Inputs(
+        base=origin,
+        experts=opened,
+        side=_open_side(origin, method, tuple(opened), statistics),
+        side_name=method.side_name,
+        tied=tied,
+        merged=tuple(n for n in _selected(origin, include, exclude) if n not in tied),
+        compute=torch.float64 if double else torch.float32,
+    )
+
+
+def _selected(base: Checkpoint, include: Sequence[str] | None, exclude: Sequence[str]) -> list[str]:
+    floating = [name for name, spec in base.specs.items() if spec.dtype.is_floating_point]
+    for pattern in [*(include or ()), *exclude]:
+        if not any(fnmatchcase(name, pattern) for name in floating):
+            raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
+
+    def taken(name: str) -> bool:
+        wanted = include is None or any(fnmatchcase(name, p) for p in include)
+        return wanted and not any(fnmatchcase(name, p) for p in exclude)
+
+    return [name for name in floating if taken(name)]
+
+
+def _check_alike(wanted: Mapping[str, TensorSpec], others: Iterable[Checkpoint], what: str) -> None:
+    """Names, kinds and shapes must agree; the error names every offender of a checkpoint."""
+    for other in others:
+        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - wanted.keys()
+        shared = [name for name in wanted if name in other.specs]
+        shapes = [
+            f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
+            for n in shared
+            if other.specs[n].shape != wanted[n].shape
+        ]
+        kinds = [
+            f"{n} {other.specs[n].dtype} where the base has {wanted[n].dtype}"
+            for n in shared
+            if other.specs[n].dtype.is_floating_point != wanted[n].dtype.is_floating_point
+        ]
+        problems = []
+        if missing:
+            problems.append(f"lacks {len(missing)} tensors the base has ({listing(missing)})")
+        if extra:
+            problems.append(f"has {len(extra)} tensors the base lacks ({listing(extra)})")
+        if shapes:
+            problems.append(f"has other shapes ({listing(shapes)})")
+        if kinds:
+            problems.append(f"has other kinds of numbers ({listing(kinds)})")
+        if problems:
+            raise InputError(
+                f"{what} {other.label!r} {'; '.join(problems)}: was it saved from another backbone?"
+            )
+
+
+def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
+    names = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    for expert in experts:
+        differing = [name for name in names if not torch.equal(base[name], expert[name])]
+        if differing:
+            raise InputError(
+                f"expert {expert.label!r} has other integer buffers than the base ({listing(differing)}): "
+                "buffers are copied, never averaged, so they must be equal"
+            )
+
+
+def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
+    for expert in experts:
+        untied = [n for n, first in tied.items() if not torch.equal(expert[n], expert[first])]
+        if untied:
+            raise InputError(
+                f"expert {expert.label!r} holds different values for weights that the base ties "
+                f"({listing(untied)}): untie them in the base, or tie them in the expert"
+            )
+
+
+def _named(sources: Sources, what: str) -> dict[str, Source]:
+    if isinstance(sources, str | Path | Checkpoint):
+        raise InputError(f"{what} must be a mapping from name to checkpoint or a list of checkpoints")
+    if isinstance(sources, Mapping):
+        named = {str(name): source for name, source in sources.items()}
+    else:
+        named = {str(position): source for position, source in enumerate(sources)}
+    for name, source in named.items():
+        if not isinstance(source, Mapping | str | Path):
+            raise InputError(
+                f"{what}: {name!r} is a {type(source).__name__}: pass a mapping from expert name to state dict "
+                "(or checkpoint path), or a list of them"
+            )
+    return named
+
+
+def _open_side(
+    base: Checkpoint, method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
+) -> dict[str, tuple[Checkpoint, ...]]:
+    given = dict(statistics or {})
+    opened = {}
+    for kind in method.side_inputs:
+        if kind not in given:
+            raise InputError(
+                f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
+                f"statistics={{{kind!r}: …}}"
+            )
+        by_name = _named(given[kind], kind)
+        if not isinstance(given[kind], Mapping) and len(by_name) == len(experts):
+            by_name = dict(zip(experts, by_name.values(), strict=True))
+        if by_name.keys() != set(experts):
+            raise InputError(
+                f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
+            )
+        opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
+        own = {
+            n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n
+        }
+        if own:
+            _check_alike(own, opened[kind], f"the {kind}")
+    return opened
