@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -55,87 +57,134 @@ class Largest:
         return out
 
 
-def select_largest(blocks: Callable[[], Iterator[Tensor]], kept: int, with_ties: bool = False) -> Largest:
-    """Find the `kept` entries of largest magnitude of each expert, exactly, without keeping any block.
+def select_largest(
+    blocks: Callable[[], Iterator[Tensor]], kept: int, entries: int, with_ties: bool = False
+) -> Largest:
+    """Find the `kept` entries of largest magnitude of each expert, exactly, in a few passes over blocks.
 
-    A radix selection on the bits of the floats: the order of non-negative floats is the order of their
-    bit patterns, so each pass fixes the next 16 bits with a histogram.
+    A sample brackets the smallest kept magnitude; one pass counts what lies above the bracket and collects
+    the few percent inside, among which the answer is. A bracket that missed is moved, and the pass repeated.
 
     Args:
         blocks: starts a pass over blocks `[T, n]`, all float32 or all float64, in flat order.
         kept: 0 or more; as many as there are, or more, keeps everything.
+        entries: how many an expert has over all blocks.
         with_ties: keep all entries as large as the last kept one; otherwise those of lowest flat index.
     """
-    remaining, prefix, shift = torch.tensor(0), torch.tensor(0), 1
-    dtype, first = torch.float32, True
-    while shift > 0:
-        counts, shift, dtype = _histogram(blocks, prefix, None if first else shift)
-        if first:
-            experts = len(counts)
-            if kept <= 0:
-                return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
-            if kept >= int(counts[0].sum()):
-                return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
-            remaining = torch.full((len(counts),), kept)
-            prefix, first = torch.zeros(len(counts), dtype=torch.int64), False
-        from_top = counts.flip(1).cumsum(1)
-        place = (from_top < remaining[:, None]).sum(1)
-        above = from_top.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0]
-        remaining = remaining - torch.where(place > 0, above, 0)
-        prefix = (prefix << _DIGIT) | ((1 << _DIGIT) - 1 - place)
-    equal = counts.gather(1, (prefix & ((1 << _DIGIT) - 1))[:, None])[:, 0]
-    thresholds = prefix.to(torch.int32).view(dtype) if dtype == torch.float32 else prefix.view(dtype)
-    below = torch.nextafter(thresholds, torch.tensor(-1.0, dtype=dtype))
-    if with_ties or bool((equal == remaining).all()):
-        cuts = [math.inf] * len(thresholds)
-    else:
-        cuts = _cuts(blocks, thresholds, remaining.tolist(), (equal == remaining).tolist())
-    return Largest(thresholds.tolist(), below.tolist(), cuts)
+    example = next(blocks())
+    experts, dtype = len(example), example.dtype
+    if kept <= 0:
+        return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
+    if kept >= entries:
+        return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
+    low, high = _bracket(blocks, kept, entries, dtype)
+    while True:
+        above, inside = _count_and_collect(blocks, low, high)
+        missed = False
+        for t in range(experts):
+            if kept <= above[t]:
+                low[t], high[t], missed = _next(high[t], dtype, up=True), math.inf, True
+            elif kept > above[t] + inside[t].count:
+                low[t], high[t], missed = 0.0, _next(low[t], dtype, up=False), True
+        if not missed:
+            break
+    rows = [inside[t].largest(kept - above[t]) for t in range(experts)]
+    thresholds = [threshold for threshold, _, _ in rows]
+    below = [_next(threshold, dtype, up=False) for threshold in thresholds]
+    cuts = [math.inf] * experts
+    if not with_ties and any(room < equal for _, room, equal in rows):
+        cuts = _cuts(blocks, thresholds, rows)
+    return Largest(thresholds, below, cuts)
 
 
-_DIGIT = 16
+_SAMPLE = 1 << 16
+_STANDARD_ERRORS = 6
 
 
-def _histogram(
-    blocks: Callable[[], Iterator[Tensor]], prefix: Tensor, shift: int | None
-) -> tuple[Tensor, int, torch.dtype]:
-    """Counts `[T, 2^16]` of the digit below `shift` (None: the top one) among entries that begin so."""
-    totals: list[Tensor] = []
-    dtype, lower = torch.float32, 0
+def _next(value: float, dtype: torch.dtype, up: bool) -> float:
+    towards = torch.tensor(math.inf if up else -math.inf, dtype=dtype)
+    return float(torch.nextafter(torch.tensor(value, dtype=dtype), towards))
+
+
+def _bracket(
+    blocks: Callable[[], Iterator[Tensor]], kept: int, entries: int, dtype: torch.dtype
+) -> tuple[list[float], list[float]]:
+    """Magnitudes between which the `kept`-th largest lies, but for a chance of about 1e-9, from a sample."""
+    stride = -(-entries // _SAMPLE)
+    sample = torch.cat([block[:, ::stride].abs() for block in blocks()], dim=1)
+    size = sample.shape[1]
+    share = 1 - kept / entries
+    slack = _STANDARD_ERRORS * math.sqrt(share * (1 - share) / size) + 2 / size
+    places = [math.floor((share - slack) * size), math.ceil((share + slack) * size)]
+    low = sample.kthvalue(places[0] + 1).values.tolist() if places[0] >= 0 else [0.0] * len(sample)
+    high = sample.kthvalue(places[1] + 1).values.tolist() if places[1] < size else [math.inf] * len(sample)
+    return low, high
+
+
+@dataclass
+class _Inside:
+    """Magnitudes within a closed bracket; only counted where its ends are one number."""
+
+    low: float
+    high: float
+    count: int = 0
+    values: list[Tensor] = field(default_factory=list)
+
+    def largest(self, kept: int) -> tuple[float, int, int]:
+        """The `kept`-th largest, how many equal to it are kept, and how many equal to it there are."""
+        if self.low == self.high:
+            return self.low, kept, self.count
+        values = torch.cat(self.values)
+        threshold = values.kthvalue(len(values) - kept + 1).values
+        room = kept - int((values > threshold).sum())
+        return float(threshold), room, int((values == threshold).sum())
+
+
+def _count_and_collect(
+    blocks: Callable[[], Iterator[Tensor]], low: list[float], high: list[float]
+) -> tuple[list[int], list[_Inside]]:
+    """How many magnitudes lie above each bracket, and those inside."""
+    above = [0] * len(low)
+    inside = [_Inside(a, b) for a, b in zip(low, high, strict=True)]
     for block in blocks():
-        dtype = block.dtype
-        narrow = dtype == torch.float32
-        lower = (32 if narrow else 64) - _DIGIT if shift is None else shift - _DIGIT
-        digits = block.abs().view(torch.int32 if narrow else torch.int64) >> lower
-        if shift is not None:
-            # digits of other prefixes fall into two bins outside, which is faster than selecting
-            first = (prefix << _DIGIT).to(digits).view(-1, 1)
-            digits = digits.sub_(first).clamp_(-1, 1 << _DIGIT)
-        digits = digits.add_(1)
-        found = [torch.bincount(row, minlength=(1 << _DIGIT) + 2)[1 : (1 << _DIGIT) + 1] for row in digits]
-        totals = totals or [torch.zeros_like(count) for count in found]
-        for total, count in zip(totals, found, strict=True):
-            total += count
-    return torch.stack(totals).cpu(), lower, dtype
+        for t, row in enumerate(block):
+            magnitude = _masks(row.abs())
+            above[t] += _count(magnitude > high[t])
+            within = (magnitude >= low[t]) & (magnitude <= high[t])
+            inside[t].count += _count(within)
+            if low[t] < high[t]:
+                inside[t].values.append(torch.as_tensor(magnitude[within]))
+    return above, inside
 
 
 def _cuts(
-    blocks: Callable[[], Iterator[Tensor]], thresholds: Tensor, room: list[int], open_end: list[bool]
+    blocks: Callable[[], Iterator[Tensor]], thresholds: list[float], rows: list[tuple[float, int, int]]
 ) -> list[float]:
     """The flat index from which entries equal to the threshold go, for each expert."""
-    cuts = [math.inf if free else -1.0 for free in open_end]
+    cuts = [math.inf if room == equal else -1.0 for _, room, equal in rows]
+    left = [room for _, room, _ in rows]
     offset = 0
     for block in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
-                places = (row.abs() == thresholds[t].to(row)).nonzero()[:, 0]
-                if len(places) >= room[t]:
-                    cuts[t] = offset + int(places[room[t] - 1]) + 1
-                room[t] -= len(places)
+                equal = _masks(row.abs()) == thresholds[t]
+                count = _count(equal)
+                if count >= left[t]:
+                    cuts[t] = offset + int(torch.as_tensor(equal).nonzero()[left[t] - 1, 0]) + 1
+                left[t] -= count
         if min(cuts) >= 0:
             break
         offset += block.shape[1]
     return cuts
+
+
+def _masks(values: Tensor) -> Any:
+    """The values as NumPy sees them on a CPU, where its comparisons are ten times torch's; else themselves."""
+    return values.numpy() if values.device.type == "cpu" else values
+
+
+def _count(mask: Any) -> int:
+    return int(mask.sum()) if isinstance(mask, Tensor) else int(numpy.count_nonzero(mask))
 
 
 def keep_largest(values: Tensor, kept: int) -> Tensor:
@@ -144,7 +193,7 @@ def keep_largest(values: Tensor, kept: int) -> Tensor:
     Of equal magnitudes the lowest flat index stays first.
     """
     rows = values.reshape(len(values), -1)
-    return select_largest(lambda: iter([rows]), kept).of(rows).view_as(values)
+    return select_largest(lambda: iter([rows]), kept, rows.shape[1]).of(rows).view_as(values)
 
 
 # --- dropping -----------------------------------------------------------------------------------------

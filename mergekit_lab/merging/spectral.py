@@ -8,6 +8,7 @@ Legend: `B` matrices, `T` experts, `m×n` a matrix, `r = min(m, n)`, `k` triplet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,20 +96,132 @@ def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Float64 whatever comes in: single precision is off by up to 1e-4 on the flat spectra of task vectors.
     """
-    u, s, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
+    driver = "gesvd" if matrices.is_cuda else None
+    u, s, vh = torch.linalg.svd(matrices.double(), full_matrices=False, driver=driver)
     return u, s, vh.mT
 
 
+def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest singular triplets of a batch `[B, m, n]`, in float64: `U` `[B, m, k]`, `S`, `V`.
+
+    On a CUDA device single-precision matrices go through cuSOLVER's batched `gesvda`, thirty times faster
+    than one by one and right to 1e-7; what it does not solve to that accuracy is solved again by `svd`.
+    """
+    if not matrices.is_cuda or matrices.dtype == torch.float64:
+        u, s, v = svd(matrices)
+        return u[..., :rank], s[..., :rank], v[..., :rank]
+    if matrices.shape[1] < matrices.shape[2]:
+        v, s, u = top_triplets(matrices.mT, rank)
+        return u, s, v
+    parts = [
+        _batched_triplets(part, rank) for part in matrices.split(max(1, _GESVDA_COLUMNS // matrices.shape[2]))
+    ]
+    u, s, v = (torch.cat(x) for x in zip(*parts, strict=True))
+    return u, s, v
+
+
+_GESVDA_COLUMNS = 1 << 16
+"""Columns of one `gesvda` call over its batch: it refuses larger ones."""
+_ACCURACY = 1e-5
+"""Largest residual and departure from orthonormality of triplets that are taken as solved."""
+
+
+def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        u, s, vh = torch.linalg.svd(matrices, full_matrices=False, driver="gesvda")
+    except RuntimeError:
+        u, s, v = svd(matrices)
+        return u[..., :rank], s[..., :rank], v[..., :rank]
+    u, s, v = u[..., :rank].double(), s[..., :rank].double(), vh[..., :rank, :].mT.double()
+    residual = (matrices.double() @ v - u * s[:, None]).flatten(1).norm(dim=1)
+    eye = torch.eye(rank, dtype=u.dtype, device=u.device)
+    skew = torch.maximum((u.mT @ u - eye).abs().amax(dim=(1, 2)), (v.mT @ v - eye).abs().amax(dim=(1, 2)))
+    scale = matrices.flatten(1).norm(dim=1).double()
+    solved = (residual <= _ACCURACY * scale) & (skew <= _ACCURACY)
+    if not bool(solved.all()):
+        again = svd(matrices[~solved])
+        for target, source in zip((u, s, v), again, strict=True):
+            target[~solved] = source[..., :rank]
+    return u, s, v
+
+
 def polar_factor(matrices: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The orthonormal factors `U Vᵀ` of `matrices = U S Vᵀ` `[…, m, p]`, and their numerical ranks `[…]`.
+    """The orthonormal factors `U Vᵀ` of `matrices = U S Vᵀ` `[B, m, p]`, and their numerical ranks.
 
     Directions with `s ≤ tol·s_max` (tol 1e-12 where `precision`, the dtype of the data, is float64; else
     1e-6) have no polar direction: they are left out, which makes the factor a partial isometry.
+
+    Returns:
+        Factors in float64 `[B, m, p]`, ranks `[B]`.
     """
+    if matrices.shape[1] < matrices.shape[2]:
+        factors, ranks = polar_factor(matrices.mT, precision)
+        return factors.mT, ranks
     tolerance = 1e-12 if precision == torch.float64 else 1e-6
+    matrices = matrices.double()
+    ranks = torch.full(matrices.shape[:1], matrices.shape[2], device=matrices.device)
+    if not matrices.is_cuda:
+        return _polar_by_svd(matrices, tolerance)
+    out, regular = polar_by_iteration(matrices, max(tolerance, 1e-7))
+    if not bool(regular.all()):
+        out[~regular], ranks[~regular] = _polar_by_svd(matrices[~regular], tolerance)
+    return out, ranks
+
+
+def _polar_by_svd(matrices: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     u, s, v = svd(matrices)
     keep = s > tolerance * s.amax(dim=-1, keepdim=True)
     return (u * keep[..., None, :]) @ v.mT, keep.sum(dim=-1)
+
+
+_STEEP = (3.4445, -4.7750, 2.0315)
+"""Odd quintic that lifts small singular values by 3.4 a step, the large staying near 1 (Jordan et al. 2024)."""
+_EXACT = (1.875, -1.25, 0.375)
+"""Newton–Schulz of order 5: converges cubically to 1."""
+
+
+def polar_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+    """Polar factors by matrix products alone, and where they may be trusted.
+
+    A steep polynomial lifts the singular values to order 1, as often as the smallest one needs; Newton–Schulz
+    then takes them to 1 in full precision.
+
+    Args:
+        matrices: `[B, m, p]`, `m ≥ p`, float64.
+        smallest: matrices with a singular value below this share of the largest are not solved.
+
+    Returns:
+        Factors `[B, m, p]`, and `[B]` true where the factor is orthonormal to rounding.
+    """
+    gram = matrices.mT @ matrices
+    bound = gram.abs().sum(dim=-1).amax(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    x, gram = matrices / bound.sqrt()[:, None, None], gram / bound[:, None, None]
+    factor, info = torch.linalg.cholesky_ex(gram)
+    least = _smallest_eigenvalue(factor).sqrt()
+    solvable = (info == 0) & (least > smallest)
+    lowest = float(least[solvable].min()) if bool(solvable.any()) else 1.0
+    steps = max(0, math.ceil(math.log(0.4 / lowest) / math.log(_STEEP[0])))
+    eye = torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
+    for number in range(steps + 8):
+        a, b, c = _STEEP if number < steps else _EXACT
+        gram = x.mT @ x
+        x = x @ (a * eye + b * gram + c * (gram @ gram))
+    error = (x.mT @ x - eye).abs().amax(dim=(1, 2))
+    return x, solvable & (error < 1e-12)
+
+
+def _smallest_eigenvalue(cholesky: Tensor) -> Tensor:
+    """Of `L Lᵀ`, `[B]`, by inverse iteration: right to a few percent unless the start is unlucky."""
+    batch, size = cholesky.shape[:2]
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(1, size, 1, dtype=torch.float64, generator=generator).to(cholesky.device)
+    vector = vector.expand(batch, -1, -1)
+    growth = torch.ones(batch, dtype=torch.float64, device=cholesky.device)
+    for _ in range(8):
+        vector = vector / vector.norm(dim=1, keepdim=True)
+        vector = torch.cholesky_solve(vector, cholesky)
+        growth = vector.norm(dim=(1, 2))
+    return torch.nan_to_num(1 / growth, nan=0.0, posinf=0.0)
 
 
 def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
@@ -121,11 +234,11 @@ def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
 
     Atoms with `σ = 0` (an expert equal to the base) are zero columns.
     """
-    u, s, v = svd(deltas)
-    kept = s[..., :rank]
-    real = kept > 0
-    sigma = kept.flatten(1)
-    u, v = ((x[..., :rank] * real[..., None, :]).movedim(1, 2).flatten(2) for x in (u, v))
+    batch, experts = deltas.shape[:2]
+    u, s, v = (x.unflatten(0, (batch, experts)) for x in top_triplets(deltas.flatten(0, 1), rank))
+    real = s > 0
+    sigma = s.flatten(1)
+    u, v = ((x * real[..., None, :]).movedim(1, 2).flatten(2) for x in (u, v))
     white_u, u_rank = polar_factor(u, deltas.dtype)
     white_v, v_rank = polar_factor(v, deltas.dtype)
     for site, *ranks in zip(

@@ -46,6 +46,22 @@ class _Segment:
     stop: int
 
 
+class _Flat:
+    """Base and experts as flat tensors; those of the tensor read last are kept open."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._checkpoints = (inputs.base, *inputs.experts.values())
+        self._name: str | None = None
+        self._rows: list[Tensor] = []
+
+    def parts(self, segment: _Segment) -> list[Tensor]:
+        """The segment of the base and of every expert."""
+        if segment.name != self._name:
+            self._name = segment.name
+            self._rows = [checkpoint[segment.name].reshape(-1) for checkpoint in self._checkpoints]
+        return [row[segment.start : segment.stop] for row in self._rows]
+
+
 @dataclass(frozen=True)
 class _Reader:
     """The inputs in pieces, on one device. A `Stream` for surveys."""
@@ -76,8 +92,9 @@ class _Reader:
         return replace(self, changes=(*self.changes, change))
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
+        flat = _Flat(self.inputs)
         for piece in self.pieces(self.inputs.merged):
-            _, deltas = self.read(piece)
+            _, deltas = self.read(piece, flat)
             site = self.site(piece)
             for change in self.changes:
                 deltas = change(piece[0].name, deltas, site)
@@ -105,15 +122,12 @@ class _Reader:
     def pools(self) -> bool:
         return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
 
-    def read(self, piece: list[_Segment]) -> tuple[Tensor, Tensor]:
+    def read(self, piece: list[_Segment], flat: _Flat) -> tuple[Tensor, Tensor]:
         """`θ0 [n]` and `δ [T, n]` of a block."""
+        first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
         base = torch.empty(_length(piece), dtype=self.inputs.compute, device=self.device)
-        _fill(base, [self.inputs.base[s.name].reshape(-1)[s.start : s.stop] for s in piece])
-        deltas = self._stack(
-            [[e[s.name].reshape(-1)[s.start : s.stop] for s in piece] for e in self.inputs.experts.values()]
-        ).sub_(base)
-        self._check_finite([s.name for s in piece], deltas)
-        return base, deltas
+        _fill(base, first)
+        return base, self._stack(rows).sub_(base)
 
     def whole(self, name: str) -> tuple[Tensor, Tensor]:
         """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
@@ -123,7 +137,7 @@ class _Reader:
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1))
         if size:
-            self._check_finite([name], deltas)
+            self.check_finite([name], deltas)
         return base, deltas.view(-1, *shape)
 
     def site(self, piece: list[_Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
@@ -160,7 +174,7 @@ class _Reader:
             for kind in by_segment[0]
         }
 
-    def _stack(self, rows: list[list[Tensor]]) -> Tensor:
+    def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
         out = torch.empty((len(rows), size), dtype=self.inputs.compute, device=self.device)
         for slot, parts in zip(out, rows, strict=True):
@@ -170,7 +184,7 @@ class _Reader:
     def _tensors(self, rows: list[Tensor]) -> Tensor:
         return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
 
-    def _check_finite(self, names: list[str], deltas: Tensor) -> None:
+    def check_finite(self, names: list[str], deltas: Tensor) -> None:
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
         if bool((deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()):
             self.inputs.refuse_non_finite(names)
@@ -180,14 +194,14 @@ def _length(piece: list[_Segment]) -> int:
     return sum(segment.stop - segment.start for segment in piece)
 
 
-def _fill(out: Tensor, parts: list[Tensor]) -> None:
+def _fill(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy the parts, end to end, into the flat `out`."""
     if len(parts) == 1:
         out.copy_(parts[0])
     elif all(p.dtype == out.dtype and p.device == out.device for p in parts):
-        torch.cat(parts, out=out)
+        torch.cat(list(parts), out=out)
     else:
-        out.copy_(torch.cat(parts))
+        out.copy_(torch.cat(list(parts)))
 
 
 # --- jobs ---------------------------------------------------------------------------------------------
@@ -258,17 +272,18 @@ def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | No
 
 
 def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
-    method = reader.method
+    method, flat = reader.method, _Flat(reader.inputs)
     tensor = None
     if not reader.pools:
 
         def blocks() -> Iterator[tuple[Tensor, Site]]:
             for piece in reader.pieces(names):
-                yield reader.read(piece)[1], reader.site(piece, survey=survey)
+                yield reader.read(piece, flat)[1], reader.site(piece, survey=survey)
 
         tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
     for piece in reader.pieces(names):
-        base, deltas = reader.read(piece)
+        base, deltas = reader.read(piece, flat)
+        reader.check_finite([segment.name for segment in piece], deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(piece[0].name, base, deltas, site)
         place = 0
@@ -280,8 +295,9 @@ def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str
 
 def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:
     """`out = base + scale·merged`, at the finer of the two precisions."""
-    finer = torch.promote_types(base.dtype, out.dtype)
-    out.copy_(torch.add(base.to(finer), merged.to(finer), alpha=scale))
+    if out.dtype == torch.float64:
+        base, merged = base.double(), merged.double()
+    out.copy_(torch.add(base, merged, alpha=scale))
 
 
 # --- workers ------------------------------------------------------------------------------------------

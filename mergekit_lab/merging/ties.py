@@ -100,8 +100,12 @@ class TIES(Method):
     def survey(self, stream: Stream) -> Any:
         if self.preset not in _WHOLE_MODEL:
             return None
-        kept = self.kept(stream.entries + stream.buffer_entries * self.count_buffers)
-        largest = select_largest(lambda: (deltas for _, deltas, _ in stream.blocks()), kept, with_ties=True)
+        largest = select_largest(
+            lambda: (deltas for _, deltas, _ in stream.blocks()),
+            self.kept(stream.entries + stream.buffer_entries * self.count_buffers),
+            stream.entries,
+            with_ties=True,
+        )
         balance, undecided = 0.0, False
         for _, deltas, site in stream.blocks():
             trimmed = weighted(largest.of(deltas), site.weights)
@@ -114,7 +118,7 @@ class TIES(Method):
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.preset in _WHOLE_MODEL:
             return None
-        return select_largest(lambda: (deltas for deltas, _ in blocks()), self.kept(entries))
+        return select_largest(lambda: (deltas for deltas, _ in blocks()), self.kept(entries), entries)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.preset in _WHOLE_MODEL:
@@ -147,4 +151,4 @@ class TIES(Method):
         if not self.normalize:
             return total
         shares = site.weights @ agree
-        return total.div_(shares.where(shares != 0, torch.ones_like(shares)))
+        return total.div_(shares.add_(1 - shares.abs().sign_()))  # 1 where nothing agrees

@@ -1,0 +1,202 @@
+"""Time, memory and accuracy of every merge method on one GPU, at image-encoder and Llama shapes.
+
+    python experiments/merge_engine/bench.py --out results.json
+    python experiments/merge_engine/bench.py --shapes tiny --device cpu --out /tmp/try.json     (a dry run)
+
+Inputs lie on the GPU in float32 (bfloat16 for Llama). A time is the median of the repeats after one warm-up,
+wall clock from call to synchronised result. Memory is the peak beyond the inputs. The error of matrix methods
+is the largest relative one over the matrices of the first block, against the same method in float64 on a CPU.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mergekit_lab import merging
+from mergekit_lab.merging import DARE, TIES, TSVM, EpiMer, Fisher, Method, TaskArithmetic, merge_state_dicts
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def vit(width: int, layers: int, patch: int, tokens: int, embed: int) -> Shapes:
+    """An open_clip image tower."""
+    found: Shapes = {
+        "visual.class_embedding": (width,),
+        "visual.positional_embedding": (tokens, width),
+        "visual.proj": (width, embed),
+        "visual.conv1.weight": (width, 3, patch, patch),
+        **{f"visual.{ln}.{p}": (width,) for ln in ("ln_pre", "ln_post") for p in ("weight", "bias")},
+    }
+    for i in range(layers):
+        at = f"visual.transformer.resblocks.{i}."
+        found |= {f"{at}{ln}.{p}": (width,) for ln in ("ln_1", "ln_2") for p in ("weight", "bias")}
+        found |= {f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,)}
+        found |= {f"{at}attn.out_proj.weight": (width, width), f"{at}attn.out_proj.bias": (width,)}
+        found |= {f"{at}mlp.c_fc.weight": (4 * width, width), f"{at}mlp.c_fc.bias": (4 * width,)}
+        found |= {f"{at}mlp.c_proj.weight": (width, 4 * width), f"{at}mlp.c_proj.bias": (width,)}
+    return found
+
+
+def llama(layers: int, hidden: int, mlp: int, kv: int, vocabulary: int) -> Shapes:
+    found: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        found |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qo"}
+        found |= {f"{at}self_attn.{p}_proj.weight": (kv, hidden) for p in "kv"}
+        found |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
+        found |= {f"{at}mlp.down_proj.weight": (hidden, mlp)}
+        found |= {f"{at}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    return found
+
+
+SHAPES = {
+    "tiny": (vit(64, 2, 8, 17, 32), 4, torch.float32, "*resblocks.0.*"),
+    "vit_b32": (vit(768, 12, 32, 50, 512), 8, torch.float32, "*resblocks.0.*"),
+    "vit_b16": (vit(768, 12, 16, 197, 512), 8, torch.float32, "*resblocks.0.*"),
+    "vit_l14": (vit(1024, 24, 14, 257, 768), 8, torch.float32, "*resblocks.0.*"),
+    "vit_l14_t20": (vit(1024, 24, 14, 257, 768), 20, torch.float32, "*resblocks.0.*"),
+    "llama_1b": (llama(16, 2048, 8192, 512, 128256), 7, torch.bfloat16, "*layers.0.*"),
+}
+
+
+def methods() -> dict[str, Method]:
+    found: dict[str, Method] = {
+        "task_arithmetic": TaskArithmetic(coefficient=0.3),
+        "fisher": Fisher(),
+        "ties": TIES(density=0.2),
+        "ties_mergekit": TIES(density=0.2, preset="mergekit"),
+        "dare": DARE(drop=0.9),
+        "tsvm": TSVM(),
+        "epimer": EpiMer(rank=32),
+    }
+    for label, name in {"iso_c": "IsoC", "iso_cts": "IsoCTS"}.items():
+        if hasattr(merging, name):
+            found[label] = getattr(merging, name)()
+    return found
+
+
+def inputs(
+    shapes: Shapes, experts: int, dtype: torch.dtype, device: str
+) -> tuple[dict, list[dict], list[dict]]:
+    """Base, experts and Fishers: task vectors are a shared low-rank part plus heavy-tailed noise."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def moved(value: Tensor) -> Tensor:
+        delta = 5e-4 * draw(*value.shape)
+        if value.dim() == 2:
+            rank = min(8, *value.shape)
+            delta += 5e-4 * draw(value.shape[0], rank) @ draw(rank, value.shape[1]) / rank**0.5
+        return (value.float() + delta).to(dtype)
+
+    base = {name: (0.04 * draw(*shape)).to(dtype) for name, shape in shapes.items()}
+    people = [{name: moved(value) for name, value in base.items()} for _ in range(experts)]
+    fishers = [
+        {name: (1e-3 * draw(*shape).square()).to(dtype) for name, shape in shapes.items()} for _ in people
+    ]
+    return base, people, fishers
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def timed(call, device: str, repeats: int) -> tuple[list[float], int]:
+    times, extra = [], 0
+    for number in range(repeats + 1):
+        if device != "cpu":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if device != "cpu" else 0
+        synchronise(device)
+        begun = time.perf_counter()
+        call()
+        synchronise(device)
+        if number:
+            times.append(time.perf_counter() - begun)
+        extra = torch.cuda.max_memory_allocated() - before if device != "cpu" else 0
+    return times, extra
+
+
+def error(
+    method: Method, base: dict, experts: list[dict], fishers: list[dict], pattern: str, device: str
+) -> float:
+    """Largest ‖Δ − Δ64‖ / ‖Δ64‖ over the tensors that match the pattern."""
+    names = [n for n in base if merging.inputs.fnmatchcase(n, pattern)]
+
+    def part(state: dict, **how) -> dict:
+        return {n: state[n].to(**how) for n in names}
+
+    def run(where: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        theirs = [part(f, device=where, dtype=dtype) for f in fishers]
+        origin = part(base, device=where, dtype=dtype)
+        merged = merge_state_dicts(
+            origin, [part(e, device=where, dtype=dtype) for e in experts], method,
+            statistics={"fisher": theirs} if method.side_inputs else None, device=where, dtype=torch.float64,
+        )  # fmt: skip
+        return {n: (merged[n] - origin[n].double()).cpu() for n in names}
+
+    found, wanted = run(device, torch.float32), run("cpu", torch.float64)
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["vit_b32", "vit_b16", "vit_l14"], choices=SHAPES)
+    parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=600, help="start nothing after this long")
+    parser.add_argument("--no-accuracy", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    begun = time.monotonic()
+    card = torch.cuda.get_device_name() if given.device != "cpu" else platform.processor() or "cpu"
+    about = {
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "card": card,
+        "command": "experiments/merge_engine/bench.py",
+    }
+    rows: list[dict] = []
+    for shape in given.shapes:
+        plan, count, dtype, pattern = SHAPES[shape]
+        base, experts, fishers = inputs(plan, count, dtype, given.device)
+        for label in given.methods:
+            if time.monotonic() - begun > given.seconds:
+                break
+            method = methods()[label]
+            row = {
+                "shapes": shape,
+                "experts": count,
+                "entries": sum(v.numel() for v in base.values()),
+                "method": label,
+            }
+            side = {"fisher": fishers} if method.side_inputs else None
+            call = partial(merge_state_dicts, base, experts, method, statistics=side, device=given.device)
+            try:
+                times, extra = timed(call, given.device, given.repeats)
+                row |= {"seconds": round(statistics.median(times), 4), "extra_gib": round(extra / 2**30, 2)}
+                if method.elementwise is False and not given.no_accuracy:
+                    row["error"] = error(method, base, experts, fishers, pattern, given.device)
+            except (RuntimeError, ValueError) as problem:
+                row["failed"] = str(problem).splitlines()[0]
+            rows.append(row)
+            print(row, flush=True)
+            given.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        del base, experts, fishers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Random Llama-shaped bf16 checkpoints, sharded, for measuring merges: a base and T experts.
+
+    python experiments/merge_engine/make_llama.py OUT --layers 24 --hidden 1024 --mlp 4096 --vocabulary 32000
+
+Experts are the base plus heavy-tailed noise of the size that fine-tuning leaves (mean magnitude 2e-3).
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def shapes(layers: int, hidden: int, mlp: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama without grouped queries, input and output embeddings untied."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        found |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"}
+        found |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (hidden, mlp)
+        found |= {f"{at}{p}_layernorm.weight": (hidden,) for p in ("input", "post_attention")}
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def write(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Shards of about `shard_bytes`, and their index."""
+    folder.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    for name, tensor in [*tensors, ("", torch.empty(0))]:
+        if shard and (not name or sum(t.numel() * 2 for t in shard.values()) > shard_bytes):
+            file = f"model-{len(set(weight_map.values())):05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, file)
+            shard = {}
+        shard[name] = tensor
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    for name, value in {"layers": 24, "hidden": 1024, "mlp": 4096, "vocabulary": 32000, "experts": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--shard-mb", type=int, default=256)
+    given = parser.parse_args()
+    plan = shapes(given.layers, given.hidden, given.mlp, given.vocabulary)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": given.hidden, "intermediate_size": given.mlp, "num_hidden_layers": given.layers,
+        "num_attention_heads": given.hidden // 64, "num_key_value_heads": given.hidden // 64,
+        "vocab_size": given.vocabulary, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+    def base() -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in plan.items():
+            yield name, (0.04 * torch.randn(shape, generator=generator)).bfloat16()
+
+    def expert(number: int) -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(number + 1)
+        for name, tensor in base():
+            noise = torch.randn(tensor.shape, generator=generator)
+            yield name, (tensor.float() + 2e-3 * noise * noise.abs()).bfloat16()
+
+    for name, tensors in [("base", base()), *((f"expert_{t}", expert(t)) for t in range(given.experts))]:
+        write(given.out / name, tensors, given.shard_mb << 20)
+        (given.out / name / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{sum(torch.Size(s).numel() for s in plan.values()) / 1e6:.0f} M parameters each in {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The factorizations behind the matrix methods, against dense references."""
+
+import pytest
+import torch
+
+from mergekit_lab.merging.spectral import polar_by_iteration, polar_factor, top_triplets
+
+
+def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    u = torch.linalg.qr(torch.randn(batch, m, p, dtype=torch.float64, generator=generator)).Q
+    v = torch.linalg.qr(torch.randn(batch, p, p, dtype=torch.float64, generator=generator)).Q
+    return u * torch.logspace(0, torch.log10(torch.tensor(smallest)).item(), p, dtype=torch.float64) @ v.mT
+
+
+@pytest.mark.parametrize("smallest", [0.5, 1e-2, 1e-4, 3e-6])
+def test_the_iteration_gives_the_polar_factor_of_an_ill_conditioned_matrix(smallest: float) -> None:
+    matrices = ill_conditioned(3, 40, 24, smallest)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    found, regular = polar_by_iteration(matrices, 1e-7)
+    assert bool(regular.all())
+    assert float((found - u @ vh).norm() / (u @ vh).norm()) < 1e-9
+    eye = torch.eye(24, dtype=torch.float64)
+    assert float((found.mT @ found - eye).abs().max()) < 1e-12
+
+
+def test_the_iteration_says_which_matrices_it_cannot_solve() -> None:
+    matrices = ill_conditioned(3, 20, 10, 1e-3)
+    matrices[1, :, 4] = matrices[1, :, 5]
+    matrices[2] = 0
+    found, regular = polar_by_iteration(matrices, 1e-7)
+    assert regular.tolist() == [True, False, False]
+    u, _, vh = torch.linalg.svd(matrices[0], full_matrices=False)
+    assert float((found[0] - u @ vh).norm()) < 1e-10
+
+
+def test_dependent_directions_are_left_out_of_the_polar_factor() -> None:
+    matrices = ill_conditioned(2, 20, 10, 1e-3)
+    matrices[1, :, 4] = matrices[1, :, 5]
+    factor, rank = polar_factor(matrices, torch.float32)
+    assert rank.tolist() == [10, 9]
+    assert float(factor[1].norm() ** 2) == pytest.approx(9)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
+def test_top_triplets_rebuild_the_best_low_rank_approximation(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+    u, s, v = top_triplets(matrices, 3)
+    full_u, full_s, full_vh = torch.linalg.svd(matrices.double(), full_matrices=False)
+    wanted = (full_u[..., :3] * full_s[:, None, :3]) @ full_vh[:, :3]
+    torch.testing.assert_close((u * s[:, None]) @ v.mT, wanted)
