@@ -4,28 +4,48 @@ from mergekit_lab.merging import TIES, merge_state_dicts
 merged = merge_state_dicts(base, {"cars": cars, "dtd": dtd}, TIES(density=0.2))
 """
 
+from mergekit_lab.merging.adamerging import AdaMerging, learn_coefficients
 from mergekit_lab.merging.average import WeightAverage
+from mergekit_lab.merging.breadcrumbs import Breadcrumbs
+from mergekit_lab.merging.consensus import ConsensusTA
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
 from mergekit_lab.merging.dare import DARE
+from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
+from mergekit_lab.merging.iso import IsoC, IsoCTS
+from mergekit_lab.merging.model_stock import ModelStock
+from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.merging.slerp import SLERP
 from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.merging.tsvm import TSVM
+from mergekit_lab.merging.wudi import WUDI
 
 __all__ = [
     "DARE",
+    "DELLA",
+    "SLERP",
     "TIES",
     "TSVM",
+    "WUDI",
+    "AdaMerging",
+    "Breadcrumbs",
+    "ConsensusTA",
     "EpiMer",
     "Fisher",
+    "IsoC",
+    "IsoCTS",
     "Method",
+    "ModelStock",
+    "RegMean",
     "ScaledMethod",
     "Site",
     "Stream",
     "TaskArithmetic",
     "WeightAverage",
+    "learn_coefficients",
     "merge_state_dicts",
     "merged_tensors",
 ]

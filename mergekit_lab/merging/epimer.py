@@ -82,7 +82,7 @@ class EpiMer(SpectralMethod):
         curvature = torch.stack([site.side["fisher"] for site in sites]).double()
         if sites[0].survey is not None:
             curvature /= sites[0].survey.to(curvature.device).view(1, -1, 1, 1)
-        shares = self._shares(sites[0]).double()
+        shares = torch.stack([self._shares(site) for site in sites]).double()
         merged, eta = frechet_mean(atoms, self._coordinates(atoms, deltas), curvature, shares, self.eps)
         for site, gain in zip(sites, eta.tolist(), strict=True):
             site.note("eta", gain)
@@ -109,18 +109,18 @@ def frechet_mean(
         atoms: `p` whitened atoms of `[B, m, n]` matrices, float64.
         coordinates: `d`, `[B, T, p]`.
         curvature: `v`, `[B, T, m, n]`, non-negative.
-        shares: `λ`, `[T]`, summing to 1.
+        shares: `λ`, `[B, T]`, summing to 1 over T.
         eps: `ε`.
     """
-    gram = projected_gram(atoms, torch.einsum("t,btmn->bmn", shares, curvature))
+    gram = projected_gram(atoms, torch.einsum("bt,btmn->bmn", shares, curvature))
     gram.diagonal(dim1=-2, dim2=-1).add_(eps)
     pull = torch.zeros_like(curvature[:, 0])
-    for t, share in enumerate(shares):
-        pull += share * (curvature[:, t] + eps) * atoms.lift(coordinates[:, t])
+    for t in range(shares.shape[1]):
+        pull += shares[:, t, None, None] * (curvature[:, t] + eps) * atoms.lift(coordinates[:, t])
     b = _project(atoms, pull[:, None])[:, 0]
     factor = torch.linalg.cholesky(gram)
     merged = torch.cholesky_solve(b[..., None], factor)[..., 0]
-    flat = torch.einsum("t,btp->bp", shares, coordinates)
+    flat = torch.einsum("bt,btp->bp", shares, coordinates)
     residual = b - (gram @ flat[..., None])[..., 0]
     eta = (residual * torch.cholesky_solve(residual[..., None], factor)[..., 0]).sum(dim=-1)
     return merged, eta

@@ -203,4 +203,16 @@ def _open_side(
         }
         if own:
             _check_alike(own, opened[kind], f"the {kind}")
+        else:
+            _check_same_names(base, method, kind, opened[kind])
     return opened
+
+
+def _check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
+    wanted = {key for name in base.specs if (key := method.side_name(kind, name)) is not None}
+    found = [wanted & checkpoint.keys() for checkpoint in side]
+    if side[0] and not found[0]:
+        raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")
+    for checkpoint, names in zip(side, found, strict=True):
+        if names != found[0]:
+            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(names ^ found[0])})")

@@ -132,12 +132,10 @@ class _Reader:
     def whole(self, name: str) -> tuple[Tensor, Tensor]:
         """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
         shape = self.inputs.base.specs[name].shape
-        size = self.inputs.base.specs[name].numel
         base = self.inputs.base[name].to(self.device, self.inputs.compute)
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1))
-        if size:
-            self.check_finite([name], deltas)
+        self.check_finite([name], deltas)
         return base, deltas.view(-1, *shape)
 
     def site(self, piece: list[_Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
@@ -252,6 +250,9 @@ def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | No
                           device=inputs.base[name].device)
         for name in names
     }  # fmt: skip
+    names = [name for name in names if out[name].numel()]
+    if not names:
+        return list(out.items())
     if method.scale == 0:
         for name in names:
             out[name].copy_(inputs.base[name])

@@ -37,5 +37,6 @@ class TSVM(SpectralMethod):
         rank = noted_rank(bases.shape[1:], deltas.shape[1], self.rank, sites)
         if rank == 0:
             return torch.zeros_like(bases)
-        atoms = whitened_atoms(deltas * sites[0].weights.view(1, -1, 1, 1), rank, sites)
+        weights = torch.stack([site.weights for site in sites])
+        atoms = whitened_atoms(deltas * weights[..., None, None], rank, sites)
         return atoms.lift(atoms.sigma).to(deltas.dtype)

@@ -15,6 +15,7 @@ class Golden:
         self.base = load_file(GOLDEN / "inputs/base.safetensors")
         self.experts = [load_file(GOLDEN / f"inputs/expert_{t}.safetensors") for t in range(4)]
         self.fishers = [load_file(GOLDEN / f"inputs/fisher_{t}.safetensors") for t in range(4)]
+        self.grams = [load_file(GOLDEN / f"inputs/regmean_gram_{t}.safetensors") for t in range(4)]
 
     def output(self, name: str) -> dict[str, Tensor]:
         return load_file(GOLDEN / f"outputs/{name}.safetensors")

@@ -6,10 +6,18 @@ import torch
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
+    DELLA,
+    SLERP,
     TIES,
     TSVM,
+    WUDI,
+    Breadcrumbs,
+    ConsensusTA,
     EpiMer,
     Fisher,
+    IsoCTS,
+    ModelStock,
+    RegMean,
     TaskArithmetic,
     WeightAverage,
     merge_state_dicts,
@@ -121,6 +129,24 @@ def test_complex_tensors_are_refused() -> None:
         (lambda: TSVM(rank=0), "rank is 0; it must be at least 1"),
         (lambda: EpiMer(eps=0.0), "eps is 0.0; it must be positive"),
         (lambda: EpiMer(coordinates="tag"), "did you mean 'tagged'"),
+        (lambda: WUDI(iterations=-1), "iterations is -1; it must be at least 0"),
+        (lambda: WUDI(lr=0.0), "lr is 0.0; it must be positive"),
+        (lambda: IsoCTS(common=1.2), r"common is 1.2; it must be in \[0, 1\]"),
+        (lambda: RegMean(ratio=1.1), r"ratio is 1.1; it must be in \[0, 1\]"),
+        (lambda: RegMean(ridge=-1.0), "ridge is -1.0"),
+        (lambda: Breadcrumbs(density=0.0), r"density is 0.0; it must be in \(0, 1\]"),
+        (lambda: Breadcrumbs(gamma=1.0), r"gamma is 1.0; it must be in \[0, 1\)"),
+        (lambda: Breadcrumbs(weights=[1.0]), "give them to the inner method"),
+        (lambda: DELLA(density=1.5), r"density is 1.5; it must be in \(0, 1\]"),
+        (lambda: DELLA(density=0.9, epsilon=0.1), "epsilon is 0.1; it must be at least 0 and below 0.1"),
+        (lambda: DELLA(epsilon=-0.1), "epsilon is -0.1"),
+        (lambda: DELLA(rescale="l2"), "rescale is 'l2'"),
+        (lambda: ConsensusTA(k=-1), "k is -1"),
+        (lambda: ConsensusTA(tall=-0.1), "tall is -0.1; it must be at least 0"),
+        (lambda: ConsensusTA(tall={"svhn": -0.1}), "it must be at least 0"),
+        (lambda: SLERP(t=1.5), r"t is 1.5; it must be in \[0, 1\]"),
+        (lambda: SLERP(weights=[1.0, 1.0]), "t says how much of each"),
+        (lambda: ModelStock(weights=[1.0, 1.0]), "the experts count equally"),
         (lambda: TaskArithmetic(coefficient=float("nan")), "finite"),
         (lambda: TaskArithmetic(coefficient=[1.0], weights=[1.0]), "not both"),
     ],
@@ -132,3 +158,13 @@ def test_hyper_parameters_out_of_range_are_refused_by_name(make, match: str) -> 
 
 def test_l1_rescaling_refuses_an_inner_method_that_surveys_the_model() -> None:
     refuse("surveys the whole model", method=DARE(rescale="l1", inner=TIES()))
+
+
+def test_methods_of_so_many_experts_say_how_many_they_take() -> None:
+    refuse("from one expert to another; it was given 1", method=SLERP())
+    refuse("from one expert to another; it was given 3", experts=[state()] * 3, method=SLERP())
+    refuse("it needs at least two", method=ModelStock())
+
+
+def test_regmean_asks_for_its_grams() -> None:
+    refuse("RegMean needs a gram checkpoint for every expert", method=RegMean())

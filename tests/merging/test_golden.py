@@ -13,9 +13,13 @@ from mergekit_lab.merging import (
     DARE,
     TIES,
     TSVM,
+    WUDI,
     EpiMer,
     Fisher,
+    IsoC,
+    IsoCTS,
     Method,
+    RegMean,
     TaskArithmetic,
     WeightAverage,
     merge_state_dicts,
@@ -63,6 +67,15 @@ CASES = [
     ("epimer_tagged_kauto_eps1e-08_T4", EPIMER(rank=None), F64, 1e-10),
     ("epimer_tagged_k2_eps1e-08_T4", EPIMER(), F32, 1e-4),
     ("epimer_tagged_kauto_eps1e-08_T4", EPIMER(rank=None), F32, 1e-4),
+    ("iso_c_f32_T4", IsoC(), F32, 2e-5),
+    ("iso_c_f64_T4", IsoC(), F64, 1e-10),
+    ("iso_cts_f32_T4", IsoCTS(), F32, 2e-5),
+    ("iso_cts_f64_T4", IsoCTS(), F64, 1e-10),
+    ("wudi_iter300_f32_T4", WUDI(), F32, 1e-6),
+    ("wudi_iter300_f64_T4", WUDI(), F64, 1e-6),
+    ("wudi_fusionbench_iter300_f64_T4", WUDI(all_2d=True), F64, 1e-6),
+    ("regmean_mergelm_ratio1_T4", RegMean(), F64, 1e-6),
+    ("regmean_mergelm_ratio0.9_T4", RegMean(ratio=0.9), F64, 1e-6),
     *(
         (
             f"fisher_matena_{n}_{f}_floor1e-6_T4",
@@ -96,17 +109,24 @@ def test_equals_the_original_implementation(golden, name: str, method: Method, d
         names = list(golden.base)
     base, *experts = (in_dtype({n: state[n] for n in names}, dtype) for state in (golden.base, *golden.experts))
     fishers = [in_dtype({n: f[n] for n in names if n in f}, dtype) for f in golden.fishers]
-    statistics = {"fisher": fishers} if method.side_inputs else None
+    statistics = {kind: {"fisher": fishers, "gram": golden.grams}[kind] for kind in method.side_inputs}
 
     merged = merge_state_dicts(base, experts, method, statistics=statistics, dtype=F64)
 
     assert wanted.keys() <= merged.keys()
-    is_delta = not name.startswith(("average", "task_arithmetic", "fisher", "ties_mergekit"))
+    is_delta = not name.startswith(("average", "task_arithmetic", "fisher", "ties_mergekit", "regmean"))
     errors = {
         n: relative_error(merged[n] - base[n].double() if is_delta else merged[n], value)
         for n, value in wanted.items()
     }
     assert max(errors.values()) <= tolerance, {n: e for n, e in errors.items() if e > tolerance}
+
+
+def test_wudi_leaves_what_the_original_does_not_write_at_the_base(golden) -> None:
+    merged = merge_state_dicts(golden.base, golden.experts, WUDI(iterations=1))
+    kept = merged.keys() - golden.output("wudi_iter300_f32_T4").keys()
+    assert len(kept) == len(golden.base) - 8
+    assert all(torch.equal(merged[n], golden.base[n]) for n in kept)
 
 
 @pytest.mark.parametrize("name", ["tagged_k2", "full_k2", "own_k2", "tagged_kauto"])

@@ -1,6 +1,7 @@
 """What every method must obey, and the limit cases each states."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,21 @@ from torch import Tensor
 
 from mergekit_lab.merging import (
     DARE,
+    DELLA,
+    SLERP,
     TIES,
     TSVM,
+    WUDI,
+    AdaMerging,
+    Breadcrumbs,
+    ConsensusTA,
     EpiMer,
     Fisher,
+    IsoC,
+    IsoCTS,
     Method,
+    ModelStock,
+    RegMean,
     TaskArithmetic,
     WeightAverage,
     merge_state_dicts,
@@ -41,8 +52,34 @@ METHODS: dict[str, Method] = {
     "epimer": EpiMer(rank=2),
     "epimer_full": EpiMer(rank=2, coordinates="full", aggregator="mean"),
     "epimer_normalised": EpiMer(rank=2, normalise="trace"),
+    "wudi": WUDI(lr=1e-4),
+    "wudi_all_2d": WUDI(all_2d=True, iterations=20, lr=1e-3),
+    "iso_c": IsoC(),
+    "iso_cts": IsoCTS(),
+    "iso_cts_own": IsoCTS(common=0.4),
+    "regmean": RegMean(),
+    "regmean_shrunk": RegMean(ratio=0.9, ridge=0.1),
+    "breadcrumbs": Breadcrumbs(density=0.3, gamma=0.1),
+    "breadcrumbs_ties": Breadcrumbs(density=0.3, gamma=0.1, inner=TIES(preset="mergekit", density=1.0)),
+    "breadcrumbs_tsvm": Breadcrumbs(density=0.3, gamma=0.1, inner=TSVM()),
+    "della": DELLA(density=0.5, epsilon=0.2),
+    "della_l1": DELLA(density=0.5, epsilon=0.2, rescale="l1", inner=TaskArithmetic()),
+    "della_fisher": DELLA(density=0.5, epsilon=0.2, inner=Fisher()),
+    "consensus": ConsensusTA(),
+    "consensus_by_expert": ConsensusTA(tall={"task_0": 0.2, "task_1": 0.4, "task_2": 0.6}),
+    "adamerging": AdaMerging(),
+    "adamerging_layer_wise": AdaMerging(weights={"task_0": {"a.*": 0.1}, "task_1": {"*": 0.7}, "task_2": 0.5}),
+    "slerp": SLERP(),
+    "slerp_asymmetric": SLERP(t=0.3),
+    "model_stock": ModelStock(),
+    "model_stock_filter_wise": ModelStock(filter_wise=True),
 }
-DEPEND_ON_THE_ORDER_OF_EXPERTS = {"fisher_favor_target"}
+DEPEND_ON_THE_ORDER_OF_EXPERTS = {
+    "fisher_favor_target",  # floors the first expert's Fisher only
+    "slerp_asymmetric",  # t counts from the first expert
+}
+NO_COEFFICIENT = ("average", "fisher", "della_fisher", "regmean", "adamerging", "slerp", "model_stock")
+EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
 IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES = {
     "average": WeightAverage(),
     "task_arithmetic": TaskArithmetic(weights=[1 / 3] * 3, coefficient=1.0),
@@ -50,6 +87,11 @@ IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES = {
     "ties_mergekit": TIES(density=1.0, preset="mergekit"),
     "ties_peft": TIES(density=1.0, preset="peft"),
     "fisher": Fisher(),
+    "regmean": RegMean(),
+    "adamerging": AdaMerging(weights=[1 / 3] * 3),
+    "consensus": ConsensusTA(weights=[1 / 3] * 3, coefficient=1.0),
+    "model_stock": ModelStock(),
+    "slerp": SLERP(t=0.3),
 }
 every_method = pytest.mark.parametrize("label", METHODS)
 
@@ -67,6 +109,7 @@ def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
         "conv.weight": (4, 3, 2, 2),
         "a.bias": (12,),
         "scale": (),
+        "attn.out_proj.weight": (8, 8),
     }
     base = {n: draw(*s) for n, s in shapes.items()} | {"position_ids": torch.arange(5)}
     people = {
@@ -78,8 +121,20 @@ def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
 
 
 def run(method: Method, base, experts, fishers, **options) -> dict[str, Tensor]:
-    side = {name: fishers[name] for name in experts} if method.side_inputs else None
-    return merge_state_dicts(base, experts, method, fishers=side, **options)
+    available = {"fisher": fishers, "gram": {name: grams(name) for name in experts}}
+    statistics = {kind: {n: available[kind][n] for n in experts} for kind in method.side_inputs}
+    return merge_state_dicts(base, experts, method, statistics=statistics, **options)
+
+
+def grams(expert: str) -> dict[str, Tensor]:
+    """Input Grams of the world's linear modules, a function of the expert's name."""
+    generator = torch.Generator().manual_seed(sum(expert.encode()))
+    inputs = {n: torch.randn(40, size, generator=generator) for n, size in (("a", 7), ("b", 16))}
+    return {n: x.T @ x for n, x in inputs.items()}
+
+
+def world_of(label: str, **options):
+    return world(experts=EXPERTS.get(label, 3), **options)
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
@@ -96,7 +151,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @every_method
 def test_the_order_of_experts_does_not_matter(label: str) -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = world_of(label)
     forwards = run(METHODS[label], base, experts, fishers)
     backwards = run(METHODS[label], base, dict(reversed(experts.items())), fishers)
     if label in DEPEND_ON_THE_ORDER_OF_EXPERTS:
@@ -108,7 +163,7 @@ def test_the_order_of_experts_does_not_matter(label: str) -> None:
 
 @every_method
 def test_the_order_of_tensors_does_not_matter(label: str) -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = world_of(label)
     shuffled = {name: dict(reversed(expert.items())) for name, expert in experts.items()}
     other_base = dict(reversed(base.items()))
     found = run(METHODS[label], other_base, shuffled, fishers)
@@ -117,7 +172,7 @@ def test_the_order_of_tensors_does_not_matter(label: str) -> None:
 
 @every_method
 def test_the_size_of_blocks_does_not_matter(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = world_of(label)
     whole = run(METHODS[label], base, experts, fishers)
     monkeypatch.setattr(stream, "CPU_BLOCK", 5)
     assert_close(run(METHODS[label], base, experts, fishers), whole, 1e-7)
@@ -125,8 +180,8 @@ def test_the_size_of_blocks_does_not_matter(label: str, monkeypatch: pytest.Monk
 
 @every_method
 def test_inputs_are_not_changed(label: str) -> None:
-    base, experts, fishers = world()
-    untouched = world()
+    base, experts, fishers = world_of(label)
+    untouched = world_of(label)
     run(METHODS[label], base, experts, fishers)
     assert_equal(base, untouched[0])
     for name in experts:
@@ -137,7 +192,7 @@ def test_inputs_are_not_changed(label: str) -> None:
 @every_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_shapes_and_buffers_are_kept_in_the_bases_order(label: str, dtype: torch.dtype) -> None:
-    base, experts, fishers = world(dtype=dtype)
+    base, experts, fishers = world_of(label, dtype=dtype)
     merged = run(METHODS[label], base, experts, fishers)
     assert list(merged) == list(base)
     assert all(merged[n].dtype == base[n].dtype and merged[n].shape == base[n].shape for n in base)
@@ -147,7 +202,7 @@ def test_dtypes_shapes_and_buffers_are_kept_in_the_bases_order(label: str, dtype
 
 @every_method
 def test_half_precision_is_merged_in_float32(label: str) -> None:
-    base, experts, fishers = world(dtype=torch.bfloat16)
+    base, experts, fishers = world_of(label, dtype=torch.bfloat16)
     exact = run(
         METHODS[label],
         in_dtype(base, torch.float32),
@@ -159,10 +214,10 @@ def test_half_precision_is_merged_in_float32(label: str) -> None:
 
 @every_method
 def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
-    base, experts, fishers = world(dtype=torch.bfloat16)
+    base, experts, fishers = world_of(label, dtype=torch.bfloat16)
     base["a.bias"][0] = -0.0
     method = METHODS[label]
-    if label.startswith(("average", "fisher")):
+    if label.startswith(NO_COEFFICIENT):
         with pytest.raises(ValueError, match="no coefficient"):
             method.at(0.0)
         return
@@ -174,9 +229,9 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
 @every_method
 def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     """One merge serves a whole coefficient search."""
-    if label.startswith(("average", "fisher")):
+    if label.startswith(NO_COEFFICIENT):
         pytest.skip("no coefficient")
-    base, experts, fishers = world(dtype=torch.float64)
+    base, experts, fishers = world_of(label, dtype=torch.float64)
     once = run(METHODS[label].at(1.0), base, experts, fishers)
     twice = run(METHODS[label].at(-2.0), base, experts, fishers)
     assert_close(twice, {n: base[n] - 2 * (once[n] - base[n]) for n in base}, 1e-12)
@@ -186,12 +241,26 @@ def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
 def test_identical_experts_merge_to_themselves(label: str) -> None:
     base, experts, fishers = world()
     one = experts["task_0"]
-    same = dict.fromkeys(experts, one)
+    same = dict.fromkeys(list(experts)[: EXPERTS.get(label, 3)], one)
     assert_close(run(IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES[label], base, same, fishers), one)
 
 
 @pytest.mark.parametrize(
-    "method", [TaskArithmetic(coefficient=1.0), WeightAverage(), TIES(density=1.0), TSVM(), Fisher()], ids=repr
+    "method",
+    [
+        TaskArithmetic(coefficient=1.0),
+        WeightAverage(),
+        TIES(density=1.0),
+        TSVM(),
+        Fisher(),
+        WUDI(all_2d=True),
+        RegMean(),
+        AdaMerging(weights=[1.0]),
+        ConsensusTA(k=1, coefficient=1.0),
+        Breadcrumbs(density=1.0, inner=TaskArithmetic(coefficient=1.0)),
+        DELLA(density=1.0),
+    ],
+    ids=repr,
 )
 def test_one_expert_at_coefficient_one_is_that_expert(method: Method) -> None:
     base, experts, fishers = world(experts=1)
@@ -318,7 +387,7 @@ def test_eta_is_never_negative_and_vanishes_at_equal_curvature() -> None:
     notes: dict = {}
     run(EpiMer(rank=2), base, experts, fishers, notes=notes)
     gains = [note["eta"] for note in notes.values()]
-    assert len(gains) == 2
+    assert len(gains) == 3
     assert min(gains) > 0
     same = dict.fromkeys(experts, fishers["task_0"])
     run(EpiMer(rank=2), base, experts, same, notes=notes)
@@ -365,3 +434,26 @@ def test_tensors_are_merged_one_by_one_as_the_iterator_advances() -> None:
     name, first = next(iterator)
     assert torch.equal(first, whole[name])
     assert {name, *(name for name, _ in iterator)} == set(base)
+
+
+@every_method
+def test_a_tensor_without_entries_passes_through(label: str) -> None:
+    base, experts, fishers = world(EXPERTS.get(label, 3))
+    for state in (base, *experts.values(), *fishers.values()):
+        state["empty"] = torch.zeros(0, 4)
+    assert run(METHODS[label], base, experts, fishers)["empty"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("label", ["tsvm", "epimer", "task_arithmetic", "ties", "average"])
+def test_weights_may_differ_by_tensor(label: str) -> None:
+    """A tensor with its own weights is merged as in a merge where all tensors have them."""
+    base, experts, fishers = world(dtype=torch.float64)
+    method = METHODS[label]
+    if label == "ties":
+        method = TIES(density=0.3, preset="mergekit")
+    patterns = {name: {"a.*": 1.0 + t, "*": 1.0} for t, name in enumerate(experts)}
+    mixed = run(replace(method, weights=patterns), base, experts, fishers)
+    plain = run(replace(method, weights=[1.0] * 3), base, experts, fishers)
+    scaled = run(replace(method, weights=[1.0, 2.0, 3.0]), base, experts, fishers)
+    for name in mixed:
+        assert torch.equal(mixed[name], (scaled if name.startswith("a.") else plain)[name]), name

@@ -1,0 +1,75 @@
+"""Consensus task arithmetic: of the summed task vectors, keep what several experts use.
+
+Wang et al. 2024, "Localizing task information for improved model merging and compression", sections 4 and 5.
+The TALL mask of expert t marks the entries where the multi-task vector `τ = Σ δ_t` brings the model nearer
+to that expert than the base is: `|δ_t| > μ_t |τ − δ_t|`. Entries that fewer than `k` masks mark, selfish (1)
+or catastrophic (0) ones, are set back to the base.
+
+Reference: nik-dim/tall_masks (`src/utils/tallmask_utils.py`), which compares the weights themselves,
+`|θ0 − θ_t|` with `|θ0 + τ − θ_t|`: the same up to rounding. It picks each task's μ_t on validation from
+0.2, 0.3, … 0.6; here they are given. Its `k` of 0, plain task arithmetic, is accepted; a `k` above the number
+of experts, which gives it the base, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import Method, ScaledMethod, Site, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsensusTA(ScaledMethod):
+    """`θ0 + α·(Σ λ_t δ_t) ∘ [at least k TALL masks]`.
+
+    Args:
+        k: masks that must mark an entry, 0 to the number of experts; 0 is task arithmetic.
+        tall: `μ_t ≥ 0` of the masks: one number, or one an expert in their order or by name. Larger ones
+            mark less.
+        coefficient: `α`; the masks do not depend on it.
+        weights: `λ_t` in the multi-task vector, 1 by default.
+
+    Raises:
+        InputError: a value out of range; at the merge, a `k` above the number of experts, or `tall` of
+            other experts.
+    """
+
+    k: int = 2
+    tall: float | Sequence[float] | Mapping[str, float] = 0.4
+    coefficient: float = 0.3
+
+    def __post_init__(self) -> None:
+        require(self.k >= 0, "k", self.k, "at least 0")
+        if isinstance(self.tall, Mapping):
+            values = list(self.tall.values())
+        else:
+            values = list(self.tall) if isinstance(self.tall, Sequence) else [self.tall]
+        require(all(value >= 0 for value in values), "tall", self.tall, "at least 0")
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        if self.k > len(experts):
+            raise InputError(f"k is {self.k}, and {len(experts)} experts have no more masks than that to agree")
+        self._thresholds(experts, name)
+        return super().expert_weights(experts, name)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        total = site.weights @ deltas
+        thresholds = deltas.new_tensor(self._thresholds(site.experts, name))[:, None]
+        masks = deltas.abs() > thresholds * (total - deltas).abs()
+        return total * (masks.sum(dim=0) >= self.k)
+
+    def _thresholds(self, experts: Sequence[str], name: str) -> list[float]:
+        if isinstance(self.tall, Mapping | Sequence):
+            try:
+                return Method(weights=self.tall).expert_weights(experts, name)
+            except InputError as error:
+                raise InputError(f"tall: {error}") from None
+        return [self.tall] * len(experts)

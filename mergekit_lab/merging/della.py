@@ -1,0 +1,94 @@
+"""DELLA: drop entries of every task vector at random, small ones more often, rescale the rest, merge.
+
+Deep et al. 2024, "DELLA-Merging", section 3 (MagPrune); reference: declare-lab/della. In each row of a
+tensor an entry of magnitude rank i of n stays with probability `density − ε + 2ε·i/(n−1)`, and survivors are
+divided by it, so that E[DELLA] is the inner method. `epsilon` is half the paper's window. arcee-ai/mergekit
+gives every tensor its old L1 norm back instead: `rescale="l1"`; its `della` merges with
+`TIES(preset="mergekit", density=1.0)` and its `della_linear` with `TaskArithmetic`.
+
+A vector is one row; a kernel `[out, in, …]` has one row an output channel (mergekit ranks along dimension 1
+alone). In a row of one entry, where both codes divide 0 by 0, it stays with probability `density`. The masks
+are those of `DARE`, counted by (seed, expert, tensor, flat index): `epsilon=0` is DARE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.breadcrumbs import SparsifiedMethod
+from mergekit_lab.merging.contract import Method, Site, require, require_choice
+from mergekit_lab.merging.pieces import counter_uniform, drop_and_rescale, hash_key
+from mergekit_lab.merging.ties import TIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class DELLA(SparsifiedMethod):
+    """Drop by rank of magnitude and rescale, then `inner`.
+
+    Args:
+        density: mean share of entries that stay, in (0, 1]; 1 is the inner method.
+        epsilon: half the window of probabilities, ≥ 0; `density ± epsilon` must lie within (0, 1) unless
+            the density is 1.
+        seed: of the masks.
+        rescale: `"inverse"` (the paper) or `"l1"` (mergekit).
+        inner: the method that merges what is left; by default signs are elected and the agreeing averaged.
+    """
+
+    density: float = 0.7
+    epsilon: float = 0.07
+    seed: int = 0
+    rescale: str = "inverse"
+    inner: Method = field(default_factory=lambda: TIES(preset="mergekit", density=1.0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+        room = min(self.density, 1 - self.density) if self.density < 1 else float("inf")
+        rule = f"at least 0 and below {room:g}, so that density ± epsilon stays within (0, 1)"
+        require(0 <= self.epsilon < room, "epsilon", self.epsilon, rule)
+        require_choice("rescale", self.rescale, ("inverse", "l1"))
+
+    def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+        if self.density == 1:
+            return deltas
+        rows = []
+        for expert, delta in zip(site.experts, deltas, strict=True):
+            key = hash_key(self.seed, expert, name)
+            chance = counter_uniform(key, site.offset, delta.numel(), delta.device).view_as(delta)
+            stay = keep_probabilities(delta, self.density, self.epsilon)
+            rows.append(drop_unlikely(delta, chance >= 1 - stay, stay, self.rescale))
+        return torch.stack(rows)
+
+
+def keep_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
+    """The probability that each entry stays, float64, from its rank of magnitude within its row.
+
+    Args:
+        delta: one expert's task vector of one tensor, any shape.
+        density: their mean, in (0, 1).
+        epsilon: half the distance of the smallest entry's from the largest's. Of equal magnitudes the
+            lowest index ranks lowest.
+    """
+    rows = delta.abs().reshape(delta.shape[0] if delta.dim() > 1 else 1, -1)
+    last = rows.shape[1] - 1
+    if last <= 0:
+        return torch.full_like(delta, density, dtype=torch.float64)
+    ranks = rows.argsort(dim=1, stable=True).argsort(dim=1).to(torch.float64)
+    return (density - epsilon + ranks / last * (2 * epsilon)).view(delta.shape)
+
+
+def drop_unlikely(delta: Tensor, keep: Tensor, stay: Tensor, rescale: str) -> Tensor:
+    """Zero the entries outside `keep` and rescale the others.
+
+    Args:
+        delta: one expert's task vector of one tensor, any shape.
+        keep: the same shape, true where an entry stays.
+        stay: the same shape, the probabilities with which entries stayed.
+        rescale: `"inverse"` divides each by its own; `"l1"` restores the L1 norm of `delta`.
+    """
+    if rescale == "l1":
+        return drop_and_rescale(delta, keep, 0.0, rescale)
+    return torch.where(keep, delta / stay.to(delta.dtype), 0)

@@ -1,0 +1,92 @@
+"""RegMean: the linear layer whose outputs are nearest to each expert's on that expert's inputs.
+
+Jin et al. 2023, "Dataless knowledge fusion by merging weights of language models", section 3.2. With the
+inputs `X_t` of a layer at expert t and `G_t = X_tᵀX_t`, the least-squares solution for weights `[out, in]`
+is `Wᵀ = (Σ G_t)⁻¹ Σ G_t W_tᵀ`; off-diagonal entries of `G_t` are shrunk by a factor.
+
+Reference: yule-BUAA/MergeLM (`merging_with_regmean_weights`), whose Grams are means over the rows of `X_t`;
+a common scale changes nothing, different scales weigh the experts. It inverts whatever it gets; here a sum
+of Grams that is singular, to the precision of the data, is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import Method, Site, require, weighted
+
+_SUFFIX = ".weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegMean(Method):
+    """`(Σ λ_t G_t)⁻¹ Σ λ_t G_t W_tᵀ` for weights with a Gram, the mean for other tensors.
+
+    Args:
+        ratio: factor of the Grams' off-diagonal entries, in [0, 1]; 0 weighs input by input.
+        ridge: ≥ 0; this times the mean diagonal entry of the averaged Grams is added to the diagonal of
+            each. A large one gives the mean.
+        weights: `λ_t` scales `G_t` (and `δ_t` in the mean), 1 by default.
+
+    Needs `statistics={"gram": …}`: one checkpoint an expert that holds, under the name of a linear module
+    (`mlp.c_fc` for `mlp.c_fc.weight`), its `[in, in]` Gram. Equal Grams give the mean; one expert is itself.
+
+    Raises:
+        InputError: a value out of range; at the merge, a Gram that does not fit its weight, or a sum of
+            Grams that is singular.
+    """
+
+    ratio: float = 1.0
+    ridge: float = 0.0
+
+    side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.ratio <= 1, "ratio", self.ratio, "in [0, 1]")
+        require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
+
+    def side_name(self, kind: str, name: str) -> str | None:
+        return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else None
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        if "gram" not in site.side:
+            return weighted(deltas, site.weights).mean(dim=0)
+        grams = site.side["gram"]
+        if base.dim() != 2 or grams.shape[1:] != (base.shape[1], base.shape[1]):
+            raise InputError(
+                f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor {list(base.shape)}; a weight "
+                "[out, in] takes a gram [in, in]"
+            )
+        grams = self._shrunk(grams.double()) * site.weights.double().view(-1, 1, 1)
+        pull = (grams @ deltas.double().mT).sum(dim=0)
+        precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
+        return _solve(grams.sum(dim=0), pull, precision, name).mT.to(deltas.dtype)
+
+    def _shrunk(self, grams: Tensor) -> Tensor:
+        """`G'_t` `[T, in, in]`: off-diagonal entries times the ratio, the ridge on the diagonal."""
+        diagonal = grams.diagonal(dim1=-2, dim2=-1)
+        return grams * self.ratio + torch.diag_embed(diagonal * (1 - self.ratio) + self.ridge * diagonal.mean())
+
+
+def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:
+    """`gram⁻¹ pull` by Cholesky, after scaling to a unit diagonal.
+
+    A squared pivot of the scaled factor is the share of an input's energy that the inputs before it do not
+    explain; where that is under `precision` the weights of that input are undetermined.
+    """
+    scale = gram.diagonal().sqrt()
+    dead = int((~(scale > 0)).sum())
+    if dead == 0:
+        factor, failed = torch.linalg.cholesky_ex(gram / scale[:, None] / scale)
+        if not int(failed) and float(factor.diagonal().min()) ** 2 > precision:
+            return torch.cholesky_solve(pull / scale[:, None], factor) / scale[:, None]
+    what = f"{dead} inputs have no positive energy" if dead else "some inputs are combinations of others"
+    raise InputError(
+        f"the summed grams of {name!r} are singular ({what}): give more samples, or set ratio below 1 or "
+        "ridge above 0"
+    )

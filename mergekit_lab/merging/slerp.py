@@ -1,0 +1,65 @@
+"""SLERP: spherical interpolation between two models, tensor by tensor.
+
+Shoemake 1985, "Animating rotation with quaternion curves", applied to weights as arcee-ai/mergekit does: each
+tensor of both models is one long vector, `θ = sin((1−t)ω)/sin ω · θ_1 + sin(tω)/sin ω · θ_2` with `ω` the
+angle between the two; where they are nearly parallel or opposite (|cos ω| > 0.9995) the interpolation is
+linear. mergekit's two models are its base and another; here they are the two experts, and `θ0` is only what
+both started from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import Method, Site, require
+
+_PARALLEL = 0.9995
+_NO_DIRECTION = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SLERP(Method):
+    """From the first of two experts to the second along the arc between them.
+
+    Args:
+        t: place on the arc, in [0, 1]; 0 is the first expert, 1 the second.
+        weights: None; `t` takes their place.
+
+    The order of the experts matters: `t` for one order is `1 − t` for the other.
+
+    Raises:
+        InputError: a value out of range; at the merge, not exactly two experts.
+    """
+
+    t: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(0 <= self.t <= 1, "t", self.t, "in [0, 1]")
+        require(self.weights is None, "weights", self.weights, "None: t says how much of each")
+
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        if len(experts) != 2:
+            raise InputError(f"SLERP goes from one expert to another; it was given {len(experts)}")
+        return super().expert_weights(experts, name)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        start, end = (base + deltas).reshape(2, -1)
+        first, second = arc_shares(start, end, self.t)
+        return first * deltas[0] + second * deltas[1] + (first + second - 1) * base
+
+
+def arc_shares(start: Tensor, end: Tensor, t: float) -> tuple[float, float]:
+    """How much of the vectors `start` and `end` `[n]` makes the point at `t` on the arc between them."""
+    norms = [float(x.norm(dtype=torch.float64)) for x in (start, end)]
+    scale = math.prod(norm if norm > _NO_DIRECTION else 1.0 for norm in norms)
+    cosine = max(-1.0, min(1.0, float(start.double() @ end.double()) / scale))
+    if abs(cosine) > _PARALLEL:
+        return 1 - t, t
+    angle = math.acos(cosine)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)

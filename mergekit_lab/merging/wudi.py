@@ -1,0 +1,111 @@
+"""WUDI: the merged task vector whose difference from each expert's is small on that expert's own inputs.
+
+Cheng et al. 2025, "Whoever started the interference should end it" (WUDI-Merging), section 4: a linear
+layer's task vector spans its inputs, so the interference with expert t is bounded by
+`‖(m − δ_t) δ_tᵀ‖_F² / ‖δ_t‖_F²`. Per matrix, `m` starts at `Σ δ_t` and follows Adam down the sum over t.
+
+Reference: nathanielyvo/WUDI-Merging (`vit/wudi_main.py`): the attention and MLP weights are optimised, every
+other tensor stays at the base. tanganke/fusion_bench optimises every 2-D tensor, embeddings included, and
+gives all others the mean: `all_2d`. An expert equal to the base on a matrix makes both divide 0 by 0; here
+it adds nothing to the objective.
+
+The sums `Σ δ_tᵀδ_t/‖δ_t‖²` and `Σ δ_t δ_tᵀδ_t/‖δ_t‖²` do not change from step to step, so a step costs one
+product, whatever the number of experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import Site, Stream, require
+from mergekit_lab.merging.spectral import SpectralMethod
+
+_OPTIMISED = re.compile(
+    r"attn\.(in_proj_weight|out_proj\.weight)$"
+    r"|mlp\.c_(fc|proj)\.weight$"
+    r"|(^|\.)([qkvo]|out)_proj\.weight$"
+    r"|(^|\.)(fc[12]|(gate|up|down)_proj)\.weight$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WUDI(SpectralMethod):
+    """`θ0 + α·argmin_m Σ_t ‖(m − δ_t) δ_tᵀ‖² / ‖δ_t‖²`, by a fixed number of Adam steps.
+
+    Args:
+        iterations: Adam steps, at least 0; 0 is task arithmetic on the matrices.
+        lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
+        all_2d: optimise every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
+            Otherwise 2-D tensors with the names of attention and MLP weights are optimised (OpenCLIP's
+            `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
+            transformers' `q/k/v/o/out_proj`, `fc1`, `fc2`, `gate/up/down_proj`), others keep the base.
+        coefficient: `α`.
+        weights: `λ_t` scales `δ_t` first; 1 by default.
+
+    Raises:
+        InputError: a value out of range; at the merge, no tensor has such a name.
+    """
+
+    iterations: int = 300
+    lr: float = 1e-5
+    all_2d: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.iterations >= 0, "iterations", self.iterations, "at least 0")
+        require(self.lr > 0, "lr", self.lr, "positive")
+
+    def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
+        return len(shape) == 2 and (self.all_2d or _OPTIMISED.search(name) is not None)
+
+    def survey(self, stream: Stream) -> Any:
+        """Nothing, but a model without any tensor to optimise is refused; stops at the first one."""
+        if not self.all_2d and not any(_OPTIMISED.search(name) for name, _, _ in stream.blocks()):
+            raise InputError(
+                "WUDI knows attention and MLP weights by their names (attn.in_proj_weight, q_proj.weight, "
+                "fc1.weight, …) and this model has none: set all_2d=True to merge every matrix"
+            )
+        return None
+
+    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        weights = torch.stack([site.weights for site in sites])[..., None, None]
+        return least_interference(deltas * weights, self.iterations, self.lr)
+
+    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        return super().merge_other(name, base, deltas, site) if self.all_2d else torch.zeros_like(base)
+
+
+@torch.no_grad()
+def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
+    """`m` after `iterations` Adam steps from `Σ δ_t`, for a batch of matrices.
+
+    The gradient is `2 (m G − C)` with `G = Σ δ_tᵀδ_t/‖δ_t‖²` `[B, n, n]`, `C = Σ δ_t δ_tᵀδ_t/‖δ_t‖²`.
+
+    Args:
+        deltas: `δ`, `[B, T, m, n]`.
+        iterations: at least 0.
+        lr: positive.
+
+    Returns:
+        `[B, m, n]`.
+    """
+    merged = deltas.sum(dim=1).requires_grad_()
+    batch, experts, _, columns = deltas.shape
+    gram, pull = deltas.new_zeros(batch, columns, columns), torch.zeros_like(merged)
+    for t in range(experts):
+        delta = deltas[:, t]
+        energy = delta.square().sum(dim=(-2, -1), keepdim=True)
+        own = delta.mT @ (delta / torch.where(energy == 0, 1, energy))
+        gram += own
+        pull += delta @ own
+    optimizer = torch.optim.Adam([merged], lr=lr)
+    for _ in range(iterations):
+        merged.grad = 2 * (merged @ gram - pull)
+        optimizer.step()
+    return merged.detach()

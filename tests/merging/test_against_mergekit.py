@@ -1,0 +1,123 @@
+"""The methods that mergekit published, against mergekit itself where it is installed."""
+
+import pytest
+import torch
+from merging.conftest import relative_error
+from torch import Tensor
+
+from mergekit_lab.merging import (
+    DELLA,
+    SLERP,
+    TIES,
+    Breadcrumbs,
+    Method,
+    ModelStock,
+    TaskArithmetic,
+    merge_state_dicts,
+)
+from mergekit_lab.merging.pieces import counter_uniform, hash_key
+
+mergekit = pytest.importorskip("mergekit.merge_methods", exc_type=ImportError)
+if not hasattr(mergekit, "merge_state_dicts"):
+    pytest.skip("this mergekit merges no state dicts in memory", allow_module_level=True)
+
+WEIGHTS = [0.5, 1.5, 0.7]
+BY_EXPERT = {"0": 0.5, "1": 1.5, "2": 0.7}
+ELECTING = TIES(preset="mergekit", density=1.0, weights=WEIGHTS)
+LINEAR = TaskArithmetic(coefficient=1.0, weights=WEIGHTS)
+
+
+def world() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (12, 7), "b.weight": (9, 16), "a.bias": (12,), "conv.weight": (4, 3, 2, 2)}
+    base = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    return base, [
+        {n: v + 0.1 * torch.randn(v.shape, generator=generator) for n, v in base.items()} for _ in range(3)
+    ]
+
+
+def theirs(method: str, base, experts, **parameters) -> dict[str, Tensor]:
+    models = {"base": base} | {str(t): expert for t, expert in enumerate(experts)}
+    return mergekit.merge_state_dicts(models, method, parameters=parameters, base="base")
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert relative_error(found[name], value) <= 1e-6, name
+
+
+@pytest.mark.parametrize(("density", "gamma"), [(0.3, 0.1), (0.5, 0.0), (0.95, 0.2), (1.0, 0.1)])
+@pytest.mark.parametrize(("name", "inner"), [("breadcrumbs", LINEAR), ("breadcrumbs_ties", ELECTING)])
+def test_breadcrumbs(name: str, inner: Method, density: float, gamma: float) -> None:
+    base, experts = world()
+    wanted = theirs(
+        name,
+        base,
+        experts,
+        weight=BY_EXPERT,
+        density=density,
+        gamma=gamma,
+        normalize=inner is ELECTING,
+    )
+    assert_same(
+        merge_state_dicts(base, experts, Breadcrumbs(density=density, gamma=gamma, inner=inner)), wanted
+    )
+
+
+@pytest.mark.parametrize(("name", "inner"), [("della_linear", LINEAR), ("della", ELECTING)])
+def test_della_with_the_same_masks(name: str, inner: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, experts = world()
+    del base["conv.weight"]  # ranks of kernels: see the head of della.py
+    experts = [{n: v for n, v in expert.items() if n in base} for expert in experts]
+    method = DELLA(density=0.6, epsilon=0.15, seed=5, rescale="l1", inner=inner)
+    for tensor, value in base.items():
+        chances = iter(
+            [counter_uniform(hash_key(5, str(t), tensor), 0, value.numel(), value.device) for t in range(3)]
+        )
+
+        def drawn(probabilities: Tensor, chances=chances) -> Tensor:
+            keep = next(chances).view_as(probabilities) >= 1 - probabilities.double()
+            return keep.to(probabilities.dtype)
+
+        monkeypatch.setattr(torch, "bernoulli", drawn)
+        wanted = theirs(
+            name,
+            {tensor: value},
+            [{tensor: expert[tensor]} for expert in experts],
+            **{
+                "weight": BY_EXPERT,
+                "density": 0.6,
+                "epsilon": 0.15,
+                "normalize": inner is ELECTING,
+            },
+        )
+        assert next(chances, None) is None
+        found = merge_state_dicts({tensor: value}, [{tensor: e[tensor]} for e in experts], method)
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 0.5, 1.0])
+def test_slerp(t: float) -> None:
+    base, (first, second, _) = world()
+    wanted = mergekit.merge_state_dicts({"0": first, "1": second}, "slerp", parameters={"t": t}, base="0")
+    assert_same(merge_state_dicts(base, [first, second], SLERP(t=t)), wanted)
+
+
+def test_slerp_between_distant_models() -> None:
+    base, (first, second, _) = world()
+    second = {n: v.flip(0) for n, v in second.items()}
+    wanted = mergekit.merge_state_dicts({"0": first, "1": second}, "slerp", parameters={"t": 0.3}, base="0")
+    assert_same(merge_state_dicts(base, [first, second], SLERP(t=0.3)), wanted)
+
+
+@pytest.mark.parametrize("filter_wise", [False, True])
+@pytest.mark.parametrize("experts", [2, 3])
+def test_model_stock(experts: int, filter_wise: bool) -> None:
+    base, people = world()
+    shared = {n: torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for n, v in base.items()}
+    people = [{n: v + 0.1 * shared[n] for n, v in expert.items()} for expert in people[:experts]]
+    if filter_wise:  # rows of kernels: see the head of model_stock.py
+        base, *people = ({n: v for n, v in state.items() if n != "conv.weight"} for state in (base, *people))
+    wanted = theirs("model_stock", base, people, filter_wise=filter_wise)
+    assert_same(merge_state_dicts(base, people, ModelStock(filter_wise=filter_wise)), wanted)
