@@ -59,7 +59,7 @@ def test_every_field_of_a_method_stands_in_its_file(file: Path) -> None:
 def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
     make = optimizer_factory(composed([f"optimizer={option}"])[0])
     optimizer = make(list(encoder.named_parameters()))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
 
 def test_the_command_line_wins_over_an_experiment_in_its_own_groups() -> None:

@@ -1,0 +1,47 @@
+"""The README's demonstration, from a cold store and again."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mergekit_lab.reporting import read_records
+
+MERGERS = {"average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"}
+
+
+def demo(folder: Path, name: str) -> tuple[str, float]:
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "mergekit_lab", "+experiment=quickstart", f"run_dir={name}", "progress=false"],
+        cwd=folder,
+        env=os.environ | {"MERGEKIT_LAB_STORE": str(folder / "store"), "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, time.monotonic() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_demo_shows_experts_above_every_merger_above_zero_shot(tmp_path: Path, capsys) -> None:
+    said, cold = demo(tmp_path, "first")
+    again, warm = demo(tmp_path, "second")
+    with capsys.disabled():
+        print(f"\nquickstart: {cold:.0f} s from a cold store, {warm:.0f} s again\n{said}")
+
+    average: dict[str, list[float]] = {}
+    for record in read_records(tmp_path / "first/records.jsonl"):
+        average.setdefault(record.label, []).append(record.value)
+    mean = {label: sum(values) / len(values) for label, values in average.items()}
+    assert set(mean) == MERGERS | {"zero-shot", "experts", "+joint"}
+    assert all(mean["experts"] > mean[merger] > mean["zero-shot"] for merger in MERGERS)
+    assert mean["experts"] > 0.9
+
+    assert f"{len(read_records(tmp_path / 'second/records.jsonl'))} of" in again
+    assert all(record.reused for record in read_records(tmp_path / "second/records.jsonl"))
+    assert len(list((tmp_path / "store/experts").iterdir())) == 4
