@@ -1,0 +1,296 @@
+"""Rendered tasks: alphabets, symbols, accents and typeface styles, drawn from shipped fonts.
+
+How the parts are kept apart. Alphabets and accents are split by font family: training pictures come from
+`sans`, `times` and Computer Modern, validation from `serif`, tests from `monospace`. Typeface style is split
+by character, since there the family is part of the label. In all of them a clean bitmap that would stand in two
+parts stays in the later one only (test before validation before training), and one that would carry two labels
+is dropped. `pretraining.py` keeps the validation and test pictures of all tasks out of pre-training.
+"""
+
+import hashlib
+import re
+import unicodedata
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from mergekit_lab.errors import InputError, suggestion
+
+from .glyphs import Face, characters, digest, faces, stack
+from .looks import LOOKS, draw
+from .task import PARTS, Part, Split, Task
+
+Pair = tuple[Face, int]
+Pairs = dict[Part, tuple[tuple[Pair, ...], ...]]
+
+_FAMILIES: dict[Part, tuple[str, ...]] = {
+    "train": ("sans", "times", "roman", "grotesque", "typewriter"),
+    "validation": ("serif",),
+    "test": ("monospace",),
+}
+
+
+@dataclass(frozen=True)
+class GlyphTask(Task):
+    """A task drawn from font glyphs.
+
+    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colours and grain, not which glyph stands in
+    which part. Sizes are images; classes differ by at most one image. Raises `InputError` for an unknown look.
+    """
+
+    look: str = "poster"
+    seed: int = 0
+    train_size: int = 2000
+    validation_size: int = 500
+    test_size: int = 1000
+
+    rendered: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.look not in LOOKS:
+            raise InputError(f"task {self.name!r}: no look {self.look!r}{suggestion(self.look, LOOKS)}")
+
+    @classmethod
+    @abstractmethod
+    def candidates(cls) -> Pairs:
+        """For each part, for each class, the (face, code point) pairs that show it."""
+
+    @classmethod
+    def pairs(cls) -> Pairs:
+        """`candidates` without pictures that stand in two parts, carry two labels or have no ink."""
+        return _disjoint(cls)
+
+    def make(self, part: Part) -> Split:
+        pairs = self.pairs()[part]
+        size = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}[part]
+        key = f"{type(self).__name__} {part} {self.seed}"
+        generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:12], 16))
+        chosen: list[Pair] = []
+        labels: list[int] = []
+        for label, options in enumerate(pairs):
+            count = size // len(pairs) + (label < size % len(pairs))
+            order = torch.randperm(len(options), generator=generator).tolist()
+            chosen += [options[order[i % len(order)]] for i in range(count)]
+            labels += [label] * count
+        shuffle = torch.randperm(len(chosen), generator=generator)
+        images = draw(stack(chosen)[shuffle], LOOKS[self.look], generator)
+        return Split(images, torch.tensor(labels)[shuffle])
+
+
+@cache
+def _disjoint(task: type[GlyphTask]) -> Pairs:
+    given = task.candidates()
+    labels: dict[str, set[int]] = {}
+    for part in PARTS:
+        for label, options in enumerate(given[part]):
+            for pair in options:
+                labels.setdefault(digest(*pair) or "", set()).add(label)
+    taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
+    parts: Pairs = {}
+    for part in reversed(PARTS):
+        kept = []
+        for name, options in zip(task.classes, given[part], strict=True):
+            fresh = {}
+            for pair in options:
+                picture = digest(*pair) or ""
+                if picture not in taken:
+                    fresh[picture] = pair
+            if not fresh:
+                raise InputError(f"{task.__name__}: no picture of class {name!r} is left for {part!r}")
+            kept.append(fresh)
+        parts[part] = tuple(tuple(fresh.values()) for fresh in kept)
+        taken |= {picture for fresh in kept for picture in fresh}
+    return parts
+
+
+def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) -> Pairs:
+    return {
+        part: tuple(
+            tuple(
+                (face, code)
+                for face in faces(_FAMILIES[part], styles)
+                for code in row
+                if code in characters(face)
+            )
+            for row in codes
+        )
+        for part in PARTS
+    }
+
+
+def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
+    """Of every five characters three are for training, one for validation, one for the test."""
+    places: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
+    return {
+        part: tuple(
+            tuple(
+                (face, code)
+                for face in own
+                for i, code in enumerate(codes)
+                if i % 5 in places[part] and code in characters(face)
+            )
+            for own, codes in choices
+        )
+        for part in PARTS
+    }
+
+
+class _Alphabet(GlyphTask):
+    symbols: ClassVar[str]
+    styles: ClassVar[tuple[str, ...] | None] = None
+
+    @classmethod
+    def candidates(cls) -> Pairs:
+        return _by_family([[ord(symbol)] for symbol in cls.symbols], cls.styles)
+
+
+@dataclass(frozen=True)
+class Latin(_Alphabet):
+    """The letters a to z."""
+
+    name: str = "latin"
+    look: str = "shop window"
+
+    symbols: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz"
+    classes: ClassVar[tuple[str, ...]] = tuple(symbols)
+    templates: ClassVar[tuple[str, ...]] = ("latin small letter {}", "a picture of the latin small letter {}")
+
+
+def _last_words(symbols: str, start: str) -> tuple[str, ...]:
+    return tuple(unicodedata.name(symbol).lower().removeprefix(start) for symbol in symbols)
+
+
+@dataclass(frozen=True)
+class Greek(_Alphabet):
+    """Small Greek letters but omicron, which is Latin o in these fonts, and final sigma."""
+
+    name: str = "greek"
+    look: str = "blueprint"
+
+    symbols: ClassVar[str] = "αβγδεζηθικλμνξπρστυφχψω"
+    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "greek small letter ")
+    templates: ClassVar[tuple[str, ...]] = ("greek small letter {}", "a picture of the greek small letter {}")
+
+
+@dataclass(frozen=True)
+class Cyrillic(_Alphabet):
+    """Small Russian letters without those that are a Latin or Greek letter's picture (а е к о р с у х).
+
+    Upright styles only: in italics и, п and т are drawn as Latin u, n and m.
+    """
+
+    name: str = "cyrillic"
+    look: str = "poster"
+
+    symbols: ClassVar[str] = "бвгджзийлмнптфцчшщъыьэюя"
+    styles: ClassVar[tuple[str, ...] | None] = ("regular", "bold")
+    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "cyrillic small letter ")
+    templates: ClassVar[tuple[str, ...]] = (
+        "cyrillic small letter {}",
+        "a picture of the cyrillic small letter {}",
+    )
+
+
+@dataclass(frozen=True)
+class Math(_Alphabet):
+    """Mathematical signs and arrows."""
+
+    name: str = "math"
+    look: str = "chalkboard"
+
+    symbols: ClassVar[str] = "∀∂∃∇∈∋∏∑∓√∝∞∠∧∨∩∪∫≈≠≡≤≥⊂⊃⊆⊇⊕⊗±×÷¬←↑→↓↔↕⇐⇒⇔"
+    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "")
+    templates: ClassVar[tuple[str, ...]] = ("{}", "a picture of the {}")
+
+
+@dataclass(frozen=True)
+class Accents(GlyphTask):
+    """Which mark a Latin letter carries: twelve marks on small and capital letters."""
+
+    name: str = "accents"
+    look: str = "neon"
+
+    classes: ClassVar[tuple[str, ...]] = (
+        "acute",
+        "grave",
+        "circumflex",
+        "diaeresis",
+        "tilde",
+        "caron",
+        "macron",
+        "breve",
+        "dot above",
+        "dot below",
+        "cedilla",
+        "ogonek",
+    )
+    templates: ClassVar[tuple[str, ...]] = tuple(
+        f"latin {case} letter {letter} with {{}}" for case in ("small", "capital") for letter in "aeinou"
+    )
+
+    @classmethod
+    def candidates(cls) -> Pairs:
+        rows: list[list[int]] = [[] for _ in cls.classes]
+        for code in (*range(0xC0, 0x250), *range(0x1E00, 0x1F00)):
+            found = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
+            if found and found[1].lower() in cls.classes:
+                rows[cls.classes.index(found[1].lower())].append(code)
+        return _by_family(rows)
+
+
+# Digits, Latin capitals and extensions, IPA, Greek capitals, Cyrillic capitals and extensions, Armenian.
+_LETTERS_AND_DIGITS = (
+    (0x30, 0x3A),
+    (0x41, 0x5B),
+    (0x180, 0x2B0),
+    (0x391, 0x3AA),
+    (0x400, 0x430),
+    (0x460, 0x590),
+)
+
+
+@dataclass(frozen=True)
+class Style(GlyphTask):
+    """Weight, slant and family of a letter: regular, bold, italic, bold italic of sans and serif."""
+
+    name: str = "style"
+    look: str = "fabric"
+    train_size: int = 3000
+
+    classes: ClassVar[tuple[str, ...]] = tuple(
+        f"{style} {family}"
+        for family in ("sans", "serif")
+        for style in ("regular", "bold", "italic", "bold italic")
+    )
+    templates: ClassVar[tuple[str, ...]] = (
+        "{} latin capital letter",
+        "a picture of the {} latin capital letter",
+    )
+
+    @classmethod
+    def candidates(cls) -> Pairs:
+        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _all(task)}
+        drawn = faces(["sans", "serif"])
+        codes = [
+            code
+            for low, high in _LETTERS_AND_DIGITS
+            for code in range(low, high)
+            if re.search("DIGIT|LETTER", _name(code)) and " WITH " not in _name(code)
+            if not others & {digest(face, code) for face in drawn if code in characters(face)}
+        ]
+        own = [faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
+        return _by_character([(face, codes) for face in own])
+
+
+def _all(task: type[GlyphTask]) -> list[Pair]:
+    return [pair for rows in task.candidates().values() for row in rows for pair in row]
+
+
+def _name(code: int) -> str:
+    return unicodedata.name(chr(code), "")
+
+
+SHIPPED: tuple[type[GlyphTask], ...] = (Latin, Greek, Cyrillic, Math, Accents, Style)

