@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "merge": "mergekit_lab.stages.checkpoint_merge",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",
     "InputError": "mergekit_lab.errors",

@@ -1,6 +1,50 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
-from mergekit_lab.checkpoints.reader import Checkpoint, TensorSpec, open_checkpoint
+from mergekit_lab.checkpoints.align import align
+from mergekit_lab.checkpoints.card import Card, fingerprint, versions
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.hub import hub_id
+from mergekit_lab.checkpoints.inspection import (
+    Report,
+    assumed_ties,
+    describe_inputs,
+    describe_model,
+    disagreements,
+    size_text,
+    written_specs,
+)
+from mergekit_lab.checkpoints.publish import check_out, copy_model_files, copy_tokenizer_files, new_folder
+from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
+from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
+from mergekit_lab.checkpoints.vocabulary import reconcile
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
-__all__ = ["Checkpoint", "TensorSpec", "open_checkpoint", "sha256_of", "write_tensors"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Card",
+    "Checkpoint",
+    "Report",
+    "ShardedWriter",
+    "TensorSpec",
+    "View",
+    "align",
+    "assumed_ties",
+    "check_out",
+    "copy_model_files",
+    "copy_tokenizer_files",
+    "describe_inputs",
+    "describe_model",
+    "disagreements",
+    "find_source",
+    "fingerprint",
+    "hub_id",
+    "new_folder",
+    "open_checkpoint",
+    "plan_shards",
+    "reconcile",
+    "sha256_of",
+    "size_text",
+    "versions",
+    "write_tensors",
+    "written_specs",
+]

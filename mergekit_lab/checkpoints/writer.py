@@ -1,4 +1,4 @@
-"""Write named tensors so that a reader sees the whole file or none."""
+"""Write named tensors into one file so that a reader sees the whole file or none."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
+
+from mergekit_lab.checkpoints.checkpoint import TensorSpec
+from mergekit_lab.checkpoints.shards import ShardedWriter
 
 _CHUNK = 1 << 20
 
@@ -21,12 +23,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         tensors: tensors on any device. Names that share memory are written as copies.
         metadata: strings kept in the file's header.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    stem = f".{path.name}.{os.getpid()}.tmp"
+    temporary = path.with_name(f"{stem}.safetensors")
     try:
-        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(copies, temporary, metadata=dict(metadata or {}) | {"format": "pt"})
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        total = sum(spec.nbytes for spec in specs.values())
+        with ShardedWriter(path.parent, specs, max(total, 1), stem, metadata) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

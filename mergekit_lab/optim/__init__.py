@@ -1,12 +1,36 @@
 """Optimizers for experts that will be merged: torch only, each usable in anybody's training loop.
 
 A method here says where the gradient is taken; a base optimizer (any `torch.optim.Optimizer`) says what is
-done with it. `wrapper.py` holds what they share, one file each holds the rest; `docs/optimizers.md` shows
-how to add one.
+done with it. `wrapper.py` holds what they share, `ascent.py`, `offset.py` and `averaging.py` the kinds of
+step, one file each holds the rest; `docs/optimizers.md` shows how to add one.
 """
 
 from mergekit_lab.optim.asam import ASAM
+from mergekit_lab.optim.checks import refuse_accumulation
+from mergekit_lab.optim.fit import OffsetFit, fit_offset
+from mergekit_lab.optim.friendly_sam import FriendlySAM
 from mergekit_lab.optim.mergopt import MergOPT
+from mergekit_lab.optim.pgn import PGN
+from mergekit_lab.optim.rwp import RWP
+from mergekit_lab.optim.sagm import SAGM
 from mergekit_lab.optim.sam import SAM
+from mergekit_lab.optim.ssam import SSAMD, SSAMF
+from mergekit_lab.optim.swa import SWA
+from mergekit_lab.optim.wasam import WASAM
 
-__all__ = ["ASAM", "SAM", "MergOPT"]
+__all__ = [
+    "ASAM",
+    "PGN",
+    "RWP",
+    "SAGM",
+    "SAM",
+    "SSAMD",
+    "SSAMF",
+    "SWA",
+    "WASAM",
+    "FriendlySAM",
+    "MergOPT",
+    "OffsetFit",
+    "fit_offset",
+    "refuse_accumulation",
+]

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_known, require_number
-from mergekit_lab.optim.wrapper import AscentOptimizer, BaseOptimizer, Parameters, global_norm
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sharded import global_norm
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
 
@@ -74,13 +76,15 @@ class ASAM(AscentOptimizer):
         scaling: `samsung` (the ASAM authors' code), `saft` (what SAFT's code runs) or `printed` (the SAFT
             paper).
         eta: η ≥ 0 added to |w|; only `samsung` uses it.
+        ascent_fraction, sync_ascent: see `AscentOptimizer`.
 
     Raises:
-        InputError: an unknown `scaling`, `samsung` without names, ρ or η out of range, no closure, a sparse
-            gradient.
+        InputError: an unknown `scaling`, `samsung` without names, a hyper-parameter out of range, no closure,
+            a sparse gradient.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta", "ascent_fraction", "sync_ascent")
+    takes_sharded = True
 
     def __init__(
         self,
@@ -89,10 +93,12 @@ class ASAM(AscentOptimizer):
         rho: float = 0.5,
         scaling: str = "samsung",
         eta: float = 0.01,
+        ascent_fraction: float = 1.0,
+        sync_ascent: bool = True,
     ) -> None:
         self.scaling = scaling
         self.eta = eta
-        super().__init__(named_parameters, base, rho)
+        super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)
 
     def validate(self) -> None:
         super().validate()

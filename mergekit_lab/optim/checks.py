@@ -1,4 +1,4 @@
-"""Hyper-parameter checks whose messages name the parameter, its value and its range."""
+"""Checks whose messages name the parameter, its value and its range, or the loop and what to change in it."""
 
 import math
 from collections.abc import Iterable
@@ -7,12 +7,14 @@ from typing import Any
 from mergekit_lab.errors import InputError, suggestion
 
 
-def require_number(name: str, value: Any, minimum: float = -math.inf) -> None:
-    """Raise `InputError` unless `value` is a finite number, at least `minimum`."""
-    bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
+def require_number(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> None:
+    """Raise `InputError` unless `value` is a finite number in [`minimum`, `maximum`]."""
+    ends = {"least": minimum, "most": maximum}
+    bounds = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
+    bound = f" of at {' and at '.join(bounds)}" if bounds else ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be a finite number{bound}")
-    if not math.isfinite(value) or value < minimum:
+    if not (math.isfinite(value) and minimum <= value <= maximum):
         raise InputError(f"{name}={value!r} is out of range; it must be a finite number{bound}")
 
 
@@ -29,3 +31,29 @@ def require_known(name: str, value: str, known: Iterable[str]) -> None:
     if value not in options:
         way_out = suggestion(str(value), options)
         raise InputError(f"{name}={value!r} is not one of {', '.join(options)}{way_out}")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Raise `InputError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be true or false")
+
+
+def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
+    """Raise `InputError` if a training loop accumulates gradients that `optimizer` would not use.
+
+    For loops that call `step` with a closure over the last micro-batch only, as Lightning's does: an
+    optimizer that evaluates its closure more than once a step cannot go back to the others.
+
+    Args:
+        optimizer: any torch optimizer.
+        micro_batches: how many the loop accumulates between two steps, ≥ 1.
+    """
+    evaluations = getattr(optimizer, "evaluations_per_step", 1)
+    if micro_batches > 1 and evaluations > 1:
+        name = type(optimizer).__name__
+        raise InputError(
+            f"{name} evaluates its batch {evaluations} times a step and would see only the last of "
+            f"{micro_batches} accumulated micro-batches: set accumulate_grad_batches to 1 with a batch "
+            f"{micro_batches} times as large, or write the loop over the micro-batches into the closure"
+        )

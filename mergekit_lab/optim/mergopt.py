@@ -7,125 +7,42 @@ all moved by z would end.
 
 Where we differ: θ comes back from a copy; the draws are a function of (seed, step), so a resumed run needs
 only the step count; the offset is added in float32 whatever the precision of the weights; `gaussian` is our
-addition.
+addition, and so is `worst_of`: the paper derives its method as an approximation to the worst merge, and the
+worst of several draws is a closer one.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import require_integer, require_known, require_number
-from mergekit_lab.optim.wrapper import BaseOptimizer, Closure, Parameters, WrappedOptimizer
-
-DISTRIBUTIONS = ("laplace", "gaussian")
-ENTRIES_PER_DRAW = 2**24
-_BELOW_ONE = 1 - 2**-24
-
-
-def hashed(seed: int, step: int, what: str) -> int:
-    """64 well-mixed bits for one purpose (`what`) of one step."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
+from mergekit_lab.optim.fit import OffsetFit, fit_offset
+from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, hashed
+from mergekit_lab.optim.offset import OffsetOptimizer
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sharded import is_sharded
+from mergekit_lab.optim.wrapper import Closure
 
 
-def merge_factor(seed: int, step: int, coefficients: Sequence[float], max_experts: int) -> float:
-    """Kα − 1 of a step: α uniform over `coefficients`, K uniform over 1…`max_experts`."""
-    alpha = coefficients[hashed(seed, step, "coefficient") % len(coefficients)]
-    experts = 1 + hashed(seed, step, "experts") % max_experts
+def merge_factor(
+    seed: int, step: int, coefficients: Sequence[float], max_experts: int, which: str = ""
+) -> float:
+    """Kα − 1 of a step: α uniform over `coefficients`, K uniform over 1…`max_experts`.
+
+    `which` tells draws of the same step apart.
+    """
+    alpha = coefficients[hashed(seed, step, f"coefficient{which}") % len(coefficients)]
+    experts = 1 + hashed(seed, step, f"experts{which}") % max_experts
     return experts * alpha - 1
 
 
-def sample(
-    count: int, generator: torch.Generator, dtype: torch.dtype, *, distribution: str, loc: float, scale: float
-) -> Tensor:
-    """`[count]` independent draws on the generator's device.
-
-    Laplace by inversion: u uniform on [−1, 1) gives loc − scale · sign(u) · log(1 − |u|). |u| is kept below
-    1, which a uniform does reach, so every draw is finite.
-    """
-    draws = torch.empty(count, dtype=dtype, device=generator.device)
-    if distribution == "gaussian":
-        draws.normal_(generator=generator)
-    else:
-        draws.uniform_(-1, 1, generator=generator)
-        log = draws.abs().clamp_(max=_BELOW_ONE).neg_().log1p_()
-        draws = log.copysign_(draws)
-    return draws.mul_(scale).add_(loc)
-
-
-def add_offset(
-    params: list[Tensor], seed: int, factor: float, *, distribution: str, loc: float, scale: float
-) -> None:
-    """Add `factor` · z to `params` in place, z drawn entry by entry.
-
-    Args:
-        params: any shapes and devices. z is drawn and added in float64 for float64 parameters, in float32
-            for all others; low precisions are rounded once, after the addition.
-        seed: 64 bits; the same seed and layout of parameters give the same z on one type of device.
-        factor: Kα − 1.
-        distribution, loc, scale: `laplace` with mean `loc` and mean absolute deviation `scale`, or
-            `gaussian` with mean `loc` and standard deviation `scale`.
-    """
-    generators: dict[torch.device, torch.Generator] = {}
-    for group in _drawn_together(params):
-        device = group[0].device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        z = sample(
-            sum(p.numel() for p in group),
-            generators[device],
-            _wide(group[0]),
-            distribution=distribution,
-            loc=factor * loc,
-            scale=factor * scale,
-        )
-        pieces = z.split([p.numel() for p in group])
-        torch._foreach_add_(group, [piece.view(p.shape) for piece, p in zip(pieces, group, strict=True)])
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
-
-    One draw serves many small tensors; one draw for all would double the memory of a large model.
-    """
-    group: list[Tensor] = []
-    entries = 0
-    for p in params:
-        kind = (p.device, _wide(p))
-        if group and (kind != (group[0].device, _wide(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW):
-            yield group
-            group, entries = [], 0
-        group.append(p)
-        entries += p.numel()
-    if group:
-        yield group
-
-
-class MergOPT(WrappedOptimizer):
+class MergOPT(OffsetOptimizer):
     """Merge-aware optimization around any base optimizer. One evaluation a step.
 
-    With a closure, `step(closure)` does everything: it moves the weights to the offset point, drops the
-    gradients, calls the closure once, puts θ back and lets the base step.
-
-    Without one, the weights live at the offset point while training. `train()` moves them there and `eval()`
-    back to θ, any number of times, but not between a forward pass and its backward. In train mode `step()`
-    puts θ back, lets the base step, and moves on to the next offset point; the loop owns the gradients, so
-    micro-batches accumulate as usual, and `step(closure)` calls the closure where the weights are, without
-    zeroing first. Both ways give the same weights. The optimizer starts in eval mode.
-
-    Call `eval()` before evaluating, saving or loading weights: in train mode the model holds the offset
-    point. `state_dict()` may be taken in either mode, for it does not depend on where the weights are.
-
-    The offset covers the parameters that require a gradient. Extra memory: one copy of them, while they are
-    away from θ.
+    With a closure or without, in eval mode or train mode: see `OffsetOptimizer`.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
@@ -133,17 +50,24 @@ class MergOPT(WrappedOptimizer):
         max_experts: K_max ≥ 1.
         loc: μ, the mean of z, in units of the weights.
         scale: ≥ 0; b (Laplace) or the standard deviation (Gaussian) of z, in units of the weights. With
-            `loc` and `scale` 0 this is the base optimizer.
+            `loc` and `scale` 0 this is the base optimizer. "fit" estimates `loc` and `scale` from
+            `task_vectors`.
         distribution: `laplace` or `gaussian`.
         seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
             and the type of device; ranks with the same seed take the same offset.
+        worst_of: n ≥ 1 offsets are drawn each step; the gradient is taken at the one with the largest loss
+            (over all ranks together, unless `per_rank`). n > 1 takes n + 1 evaluations and needs a closure.
+        per_rank: every rank draws its own offset, so a step averages over as many as there are ranks.
+        task_vectors: for `scale="fit"` only, what `fit_offset` takes: such as the state dict of an expert's
+            θ − θ0, or a list of them. Not kept.
 
     Attributes:
         steps_done: base steps so far.
+        fit: what `scale="fit"` found, else None.
 
     Raises:
-        InputError: a hyper-parameter out of range; `step()` in eval mode without a closure; a sparse
-            gradient.
+        InputError: a hyper-parameter out of range; `scale="fit"` without task vectors; `step()` in eval mode
+            without a closure; a sparse gradient.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = (
@@ -152,9 +76,11 @@ class MergOPT(WrappedOptimizer):
         "loc",
         "scale",
         "distribution",
-        "seed",
-        "steps_done",
+        "worst_of",
+        "per_rank",
+        *OffsetOptimizer.saved_attributes,
     )
+    takes_sharded = True
 
     def __init__(
         self,
@@ -163,21 +89,25 @@ class MergOPT(WrappedOptimizer):
         coefficients: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
         max_experts: int = 7,
         loc: float = 0.0,
-        scale: float = 5e-4,
+        scale: float | str = 5e-4,
         distribution: str = "laplace",
         seed: int = 0,
+        worst_of: int = 1,
+        per_rank: bool = False,
+        task_vectors: Iterable[Any] | Mapping[str, Any] | None = None,
     ) -> None:
         self.coefficients = list(coefficients)
         self.max_experts = max_experts
-        self.loc = loc
-        self.scale = scale
         self.distribution = distribution
-        self.seed = seed
-        self.steps_done = 0
-        self._unmoved: list[tuple[Tensor, int]] = []
-        super().__init__(named_parameters, base)
+        self.worst_of = worst_of
+        self.per_rank = per_rank
+        self.fit = fitted(loc, scale, distribution, task_vectors)
+        self.loc = self.fit.loc if self.fit else loc
+        self.scale: Any = self.fit.scale if self.fit else scale
+        super().__init__(named_parameters, base, seed)
 
     def validate(self) -> None:
+        super().validate()
         if not self.coefficients:
             raise InputError("coefficients is empty; give at least one merging coefficient, such as 0.3")
         for alpha in self.coefficients:
@@ -186,71 +116,85 @@ class MergOPT(WrappedOptimizer):
         require_number("loc", self.loc)
         require_number("scale", self.scale, minimum=0)
         require_known("distribution", self.distribution, DISTRIBUTIONS)
-        require_integer("seed", self.seed)
+        require_integer("worst_of", self.worst_of, minimum=1)
+        require_flag("per_rank", self.per_rank)
+        if self.per_rank and any(is_sharded(p) for p in self.parameters):
+            raise InputError(
+                "MergOPT(per_rank=True) needs a whole model on every rank, and fully_shard spreads one over "
+                "them: set per_rank=False, or use DistributedDataParallel"
+            )
 
     @property
-    def unmoved_fraction(self) -> float | None:
-        """Fraction (0…1) of the low-precision entries the last offset left at θ, being under half an ulp.
+    def evaluations_per_step(self) -> int:
+        return self.worst_of + 1 if self.worst_of > 1 and self._offsets else 1
 
-        None if no parameter is of low precision or the last offset was zero anyway (Kα = 1, or no scale).
-        Reading it waits for the device.
-        """
-        total = sum(entries for _, entries in self._unmoved)
-        return sum(int(same) for same, _ in self._unmoved) / total if total else None
+    @property
+    def ascending(self) -> bool:
+        """True while candidates are compared: the base steps with the gradient of the evaluation after."""
+        return self.evaluation + 1 < self.evaluations_per_step
 
-    def train(self) -> None:
-        """Move the weights to the offset point of the coming step, unless they are there."""
-        if not self.theta.held:
-            self._move()
+    @property
+    def _offsets(self) -> bool:
+        return self.loc != 0 or self.scale != 0
 
-    def eval(self) -> None:
-        """Put the weights back to θ, unless they are there."""
-        with torch.no_grad():
-            self.theta.restore()
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """One update; returns the closure's loss, at the offset point, or None without a closure.
-
-        In eval mode gradients are dropped before the closure is called; in train mode they are the loop's.
-
-        Raises:
-            InputError: no closure in eval mode, where the gradient would be that of θ; a sparse gradient.
-        """
-        stays_in_train_mode = self.theta.held
-        if closure is None and not stays_in_train_mode:
-            raise InputError(
-                "MergOPT.step() without a closure needs train mode, else the gradient is that of θ and no "
-                "offset plays a part: call optimizer.train() before the forward pass, or pass a closure "
-                "(Lightning does, except with precision='16-mixed': use 'bf16-mixed')"
-            )
-        loss = None
-        if closure is None:
-            self.refuse_sparse_gradients()
-        else:
-            try:
-                self.train()
-                loss = self.evaluate(closure, zero=not stays_in_train_mode)
-            finally:
-                if not stays_in_train_mode:
-                    self.eval()
-        self.eval()
-        self.base.step()
-        self.steps_done += 1
-        if stays_in_train_mode:
-            self.train()
-        return loss
-
-    @torch.no_grad()
-    def _move(self) -> None:
-        params = [p for p in self.parameters if p.requires_grad]
-        copies = self.theta.save(params)
-        self._unmoved.clear()
-        factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts)
-        if factor == 0 or (self.loc == 0 and self.scale == 0):
-            return
-        noise_seed = hashed(self.seed, self.steps_done, "offset")
+    def offset(self, params: list[Tensor], candidate: int) -> bool:
+        rank = _rank() if self.per_rank else 0
+        which = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
+        factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
+        if factor == 0 or not self._offsets:
+            return False
+        noise_seed = hashed(self.seed, self.steps_done, f"offset{which}")
         add_offset(params, noise_seed, factor, distribution=self.distribution, loc=self.loc, scale=self.scale)
-        for p, before in zip(params, copies, strict=True):
-            if torch.finfo(p.dtype).bits < 32:
-                self._unmoved.append(((p == before).sum(), p.numel()))
+        return True
+
+    def explore(self, closure: Closure) -> Any:
+        if self.evaluations_per_step == 1:
+            return super().explore(closure)
+        losses = []
+        for candidate in range(self.worst_of):
+            self._move(candidate)
+            losses.append(self.evaluate(closure, candidate))
+            self.eval()
+        self._move(self._worst(losses))
+        self.evaluate(closure, self.worst_of)
+        return losses[0]
+
+    def _worst(self, losses: list[Any]) -> int:
+        """The place of the largest loss, or of the first that is not a number."""
+        for loss in losses:
+            if not isinstance(loss, int | float | Tensor):
+                raise InputError(
+                    f"MergOPT(worst_of={self.worst_of}) compares losses, and the closure returned a "
+                    f"{type(loss).__name__}: return the loss"
+                )
+        device = self.parameters[0].device
+        values = torch.stack([torch.as_tensor(loss, device=device).float().reshape(()) for loss in losses])
+        if not self.per_rank and _distributed():
+            torch.distributed.all_reduce(values)
+        return int(values.argmax())
+
+
+def fitted(
+    loc: float, scale: float | str, distribution: str, task_vectors: Iterable[Any] | Mapping[str, Any] | None
+) -> OffsetFit | None:
+    """The fit that `scale="fit"` asks for; None if `scale` is a number."""
+    if scale != "fit":
+        if task_vectors is not None:
+            raise InputError(f"task_vectors are there to be fitted, and scale is {scale!r}: set scale='fit'")
+        return None
+    if task_vectors is None:
+        raise InputError(
+            "scale='fit' needs task_vectors: pass the differences expert − base to fit, or give the scale "
+            "that fit_offset found"
+        )
+    if loc != 0:
+        raise InputError(f"scale='fit' estimates loc too, and loc={loc!r} was given: leave it out")
+    return fit_offset(task_vectors, distribution)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _distributed() else 0

@@ -4,16 +4,22 @@ Foret, Kleiner, Mobahi, Neyshabur: Sharpness-Aware Minimization for Efficiently 
 (ICLR 2021), section 2, algorithm 1, p = 2. Reference implementation: davda54/sam, `SAM(adaptive=False)`.
 
 Where we differ: θ comes back from a copy in every precision, gradients are dropped between the two
-evaluations, and norms of low-precision gradients are taken in float32.
+evaluations, and norms of low-precision gradients are taken in float32. `ascent_fraction` is our name for the
+cheaper ascent on a part of the batch; `sync_ascent=False` is the paper's m-SAM with one m a rank.
 """
+
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.wrapper import AscentOptimizer, BaseOptimizer, Parameters, global_norm
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sharded import global_norm
 
 
-def sam_perturbation(grads: list[Tensor], rho: float) -> list[Tensor]:
+def sam_perturbation(grads: Sequence[Tensor], rho: float) -> list[Tensor]:
     """e = ρ g / (‖g‖ + 1e-12), ‖g‖ over all tensors together; zero gradients give e = 0.
 
     Args:
@@ -23,7 +29,7 @@ def sam_perturbation(grads: list[Tensor], rho: float) -> list[Tensor]:
     Returns:
         One tensor per gradient, same shapes; ‖e‖ = ρ.
     """
-    return list(torch._foreach_mul(grads, rho / (global_norm(grads) + 1e-12)))
+    return list(torch._foreach_mul(list(grads), rho / (global_norm(grads) + 1e-12)))
 
 
 class SAM(AscentOptimizer):
@@ -32,9 +38,10 @@ class SAM(AscentOptimizer):
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
         rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer. SAFT uses 0.05.
+        ascent_fraction, sync_ascent: see `AscentOptimizer`.
 
     Raises:
-        InputError: ρ is negative or not finite; `step` is called without a closure; a gradient is sparse.
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -46,8 +53,18 @@ class SAM(AscentOptimizer):
         >>> loss = optimizer.step(closure)
     """
 
-    def __init__(self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05) -> None:
-        super().__init__(named_parameters, base, rho)
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "ascent_fraction", "sync_ascent")
+    takes_sharded = True
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: float = 0.05,
+        ascent_fraction: float = 1.0,
+        sync_ascent: bool = True,
+    ) -> None:
+        super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         return sam_perturbation(grads, self.rho)

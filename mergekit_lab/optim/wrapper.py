@@ -1,24 +1,27 @@
-"""What the optimizers here share: a base optimizer inside, and weights that move and come back.
+"""What every optimizer here shares: a base optimizer inside, and weights that move and come back.
 
-`WrappedOptimizer` owns the base optimizer, the state dict, closures and the copy of θ. `AscentOptimizer`
-adds the two-evaluation step of the SAM family. A method is a subclass that says where the weights go.
+`WrappedOptimizer` owns the base optimizer, the state dict, closures and the copy of θ. A method is a subclass
+that says where the weights go: of `AscentOptimizer` (ascent.py) if a first gradient says it, of
+`OffsetOptimizer` (offset.py) if chance does, with `Averaging` (averaging.py) if θ's average is what is kept.
 
 Legend: θ the weights the base optimizer updates; P their number of entries.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, without_names
+from mergekit_lab.optim.sharded import is_sharded, local
 
-Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-BaseOptimizer = Callable[[Any], Optimizer]
 Closure = Callable[[], Any]
+Mix = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 STATE_KEY = "wrapper"
 
@@ -49,17 +52,19 @@ class SavedWeights:
         while self._kept:
             params, copies = self._kept.pop()
             if params:
-                torch._foreach_copy_(params, copies)
+                torch._foreach_copy_(local(params), local(copies))
 
 
 class WrappedOptimizer(Optimizer):
     """A torch optimizer that steps by means of another one.
 
     `param_groups`, `state` and `defaults` are the base optimizer's own objects, so learning-rate schedulers,
-    loggers and gradient scalers act on the base.
+    loggers and gradient scalers act on the base. `base` is called once a step, from θ, with the gradient that
+    the weights follow: a hook on `optimizer.base` is where to clip or log that gradient.
 
     A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
-    that belong in a checkpoint (plain types or tensors), checks them in `validate`, and writes `step`.
+    that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
+    `validate`, and writes `update`.
 
     Args:
         named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
@@ -67,16 +72,24 @@ class WrappedOptimizer(Optimizer):
         base: called once with the same parameters or groups, without names; returns the optimizer that
             updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`.
 
+    Attributes:
+        evaluation: which call of the closure in a step this is, from 0. Metrics count each batch once if
+            they are updated in evaluation 0 only.
+        batch_fraction: the part (0, 1] of its batch that the closure may confine itself to.
+        stays_in_train_mode: whether `step` in train mode goes on to the next point. Set it to False in a
+            loop that calls `train()` before every forward pass: `step` then ends as `eval()` does.
+
     Raises:
-        InputError: the parameters or `base` are none of these.
+        InputError: the parameters or `base` are none of these, or sharded and this method needs them whole.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ()
-    evaluations_per_step: ClassVar[int] = 1
+    saved_tensors: ClassVar[tuple[str, ...]] = ()
+    takes_sharded: ClassVar[bool] = False
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
-        plain, names = _without_names(named_parameters)
-        inner = _build(base, plain)
+        plain, names = without_names(named_parameters)
+        inner = build(base, plain)
         for group in inner.param_groups:
             if names:
                 group["param_names"] = [names[p] for p in group["params"]]
@@ -84,12 +97,24 @@ class WrappedOptimizer(Optimizer):
         self.base = inner
         self._share_with_base()
         self.theta = SavedWeights()
+        self.evaluation = 0
+        self.batch_fraction = 1.0
+        self.stays_in_train_mode = True
+        self._models: list[nn.Module] = []
+        for name in self.saved_tensors:
+            setattr(self, name, {})
+        self.refuse_sharded_parameters()
         self.validate()
 
     def _share_with_base(self) -> None:
         self.param_groups = self.base.param_groups
         self.state = self.base.state
         self.defaults = self.base.defaults
+
+    @property
+    def evaluations_per_step(self) -> int:
+        """How often a step calls its closure, at most."""
+        return 1
 
     @property
     def ascending(self) -> bool:
@@ -99,8 +124,22 @@ class WrappedOptimizer(Optimizer):
         """
         return False
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether a step with a closure first drops the gradients that are there."""
+        return True
+
     def validate(self) -> None:
         """Raise `InputError` for hyper-parameters out of range. Called on construction and after loading."""
+
+    def refuse_sharded_parameters(self) -> None:
+        """Raise `InputError` if parameters are sharded and this method cannot do with its part of them."""
+        if not self.takes_sharded and any(is_sharded(p) for p in self.parameters):
+            raise InputError(
+                f"{type(self).__name__} needs whole parameters, and fully_shard has left this process a part "
+                "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
+                "WASAM, SWA or MergOPT"
+            )
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -121,24 +160,109 @@ class WrappedOptimizer(Optimizer):
         if not hasattr(self, "base"):
             super().add_param_group(param_group)  # torch's constructor, registering what the base already has
             return
-        (plain,), names = _without_names([param_group])
+        (plain,), names = without_names([param_group])
         if names:
             plain["params"] = [(names[p], p) for p in plain["params"]]
         self.base.add_param_group(plain)
+        self.refuse_sharded_parameters()
 
-    def evaluate(self, closure: Closure, *, zero: bool = True) -> Any:
+    def attach(self, model: nn.Module) -> None:
+        """Let steps look after what is the model's and not its parameters'.
+
+        Running statistics of normalisations change in the first evaluation of a step only. An ascent that is
+        not synchronised runs under the `no_sync` of a `DistributedDataParallel` model.
+
+        Args:
+            model: whose forward the closure calls; wrapped, if it is.
+        """
+        self._models.append(model)
+
+    def train(self) -> None:
+        """Move the weights to where the next gradient is wanted. Here, they are there."""
+
+    def eval(self) -> None:
+        """Move the weights to those that are kept: to evaluate, save or load. Here, they are there."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """One update; returns the loss of the first evaluation, or None without a closure.
+
+        Args:
+            closure: runs forward and backward and returns the loss. It may zero the gradients or leave them.
+
+        Raises:
+            InputError: a sparse gradient, or no closure where this optimizer needs one.
+        """
+        return self.update(closure)
+
+    def update(self, closure: Closure | None) -> Any:
+        """What `step` does. Here, what the base optimizer does."""
+        loss = self.evaluate(closure, zero=self.drops_gradients) if closure is not None else None
+        self.base.step()
+        return loss
+
+    def evaluate(
+        self, closure: Closure, index: int = 0, *, zero: bool = True, fraction: float = 1.0, sync: bool = True
+    ) -> Any:
         """Call `closure` with gradients enabled and return its loss, detached and copied.
 
-        Gradients are dropped first unless `zero` is False, so that they are those of this one call whether
-        or not the closure zeroes them itself. The copy is there because a compiled model may write its next
-        loss into the same buffer.
+        The copy is there because a compiled model may write its next loss into the same buffer.
+
+        Args:
+            closure: see `step`.
+            index: which evaluation of the step this is, from 0.
+            zero: drop the gradients first, so that they are those of this one call whether or not the closure
+                zeroes them itself.
+            fraction: becomes `batch_fraction` for the call.
+            sync: whether processes share their gradients; False needs an attached model with `no_sync`.
         """
         if zero:
             self.zero_grad()
-        with torch.enable_grad():
+        torch.clear_autocast_cache()  # autocast around the whole step would reuse the weights it cast before
+        with ExitStack() as around:
+            around.enter_context(self._numbered(index, fraction))
+            if index > 0:
+                around.enter_context(self._unchanged_statistics())
+            if not sync:
+                for no_sync in self._no_sync():
+                    around.enter_context(no_sync())
+            around.enter_context(torch.enable_grad())
             loss = closure()
         self.refuse_sparse_gradients()
         return loss.detach().clone() if isinstance(loss, Tensor) else loss
+
+    @contextmanager
+    def _numbered(self, index: int, fraction: float) -> Iterator[None]:
+        self.evaluation, self.batch_fraction = index, fraction
+        try:
+            yield
+        finally:
+            self.evaluation, self.batch_fraction = 0, 1.0
+
+    @contextmanager
+    def _unchanged_statistics(self) -> Iterator[None]:
+        """Undo what the block does to running statistics.
+
+        From copies: the flags of a normalisation would recompile a compiled model, and do not stop all kinds.
+        """
+        kept = SavedWeights()
+        modules = (m for model in self._models for m in model.modules() if isinstance(m, _NormBase))
+        kept.save([buffer for m in modules for buffer in m.buffers(recurse=False)])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                kept.restore()
+
+    def _no_sync(self) -> list[Callable[[], Any]]:
+        found = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not found and distributed and torch.distributed.get_world_size() > 1:
+            raise InputError(
+                f"{type(self).__name__}(sync_ascent=False) does not know the model whose gradients are not to "
+                "be synchronised: call optimizer.attach(model) with the DistributedDataParallel model"
+            )
+        return found  # type: ignore[return-value]
 
     def refuse_sparse_gradients(self) -> None:
         """Raise `InputError` naming the parameters whose gradient is sparse."""
@@ -152,13 +276,17 @@ class WrappedOptimizer(Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state dict, and under "wrapper" this class's name and saved attributes.
+        """The base optimizer's state dict, and under "wrapper" this class's name, attributes and tensors.
 
-        Plain types and tensors only, so `torch.load(weights_only=True)` reads it. θ is not in it.
+        Plain types and tensors only, so `torch.load(weights_only=True)` reads it. θ is not in it, unless the
+        weights that are kept are others (`Averaging`).
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         own = {name: getattr(self, name) for name in self.saved_attributes}
+        for name in self.saved_tensors:
+            by_parameter = getattr(self, name)
+            own[name] = {i: by_parameter[p] for i, p in enumerate(self.parameters) if p in by_parameter}
         state: dict[str, Any] = {**self.base.state_dict(), STATE_KEY: {"class": type(self).__name__, **own}}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -184,14 +312,20 @@ class WrappedOptimizer(Optimizer):
                 f"this state dict was saved by {saved_by}, not by {type(self).__name__}: "
                 "build the optimizer that saved it, or start this one afresh"
             )
-        if odd := own.keys() ^ set(self.saved_attributes):
+        if odd := own.keys() ^ {*self.saved_attributes, *self.saved_tensors}:
             raise InputError(
                 f"this {saved_by} state dict and this version disagree on the entries {listing(odd)}"
             )
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self._share_with_base()
-        for name, value in own.items():
-            setattr(self, name, value)
+        for name in self.saved_attributes:
+            setattr(self, name, own[name])
+        parameters = self.parameters
+        for name in self.saved_tensors:
+            by_parameter = getattr(self, name)
+            by_parameter.clear()
+            for i, t in own[name].items():
+                by_parameter[parameters[i]] = t.detach().clone().to(parameters[i].device)
         self.validate()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -201,144 +335,18 @@ class WrappedOptimizer(Optimizer):
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
 
-class AscentOptimizer(WrappedOptimizer):
-    """Two evaluations a step: the gradient at θ says where to go, the base steps with the gradient there.
+def mix_gradients(first: dict[Tensor, Tensor], mixed: Mix) -> None:
+    """Replace gradients by `mixed(first, second)`, where `second` are those that parameters have now.
 
-    The base always steps from θ, which is put back from a copy. With ρ = 0 there is one evaluation and the
-    result is the base optimizer's, bit for bit. Extra memory: a copy of the parameters that have a gradient.
-
-    Args:
-        named_parameters, base: see `WrappedOptimizer`.
-        rho: radius of the perturbation, ≥ 0.
+    Parameters that have none now, or are not in `first`, are left alone.
     """
-
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
-    evaluations_per_step = 2
-
-    def __init__(self, named_parameters: Parameters, base: BaseOptimizer, rho: float) -> None:
-        self.rho = rho
-        super().__init__(named_parameters, base)
-
-    def validate(self) -> None:
-        require_number("rho", self.rho, minimum=0)
-
-    @property
-    def ascending(self) -> bool:
-        """True in the first of two evaluations: the base steps with the gradient of the second."""
-        return self.rho > 0 and not self.theta.held
-
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
-        """What to add to `params` for the second evaluation.
-
-        Args:
-            params, grads: the parameters that have a gradient, and their gradients at θ; left as they are.
-
-        Returns:
-            One tensor per parameter, same order and shapes.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """One update; returns the loss at θ.
-
-        Args:
-            closure: runs forward and backward and returns the loss. It may zero the gradients or leave them:
-                they are dropped before each of the two calls, so gradients accumulated before `step` do not
-                count.
-
-        Raises:
-            InputError: no closure, or a sparse gradient.
-        """
-        if closure is None:
-            name = type(self).__name__
-            raise InputError(
-                f"{name}.step() needs a closure, because {name} evaluates the loss twice: pass a function "
-                "that runs forward and backward and returns the loss. Gradient scalers "
-                "(torch.amp.GradScaler, Lightning's precision='16-mixed') step without one: use "
-                "precision='bf16-mixed' or float32"
-            )
-        loss = self.evaluate(closure)
-        if self.rho > 0:
-            try:
-                if self._ascend():
-                    self.evaluate(closure)
-            finally:
-                self.theta.restore()
-        self.base.step()
-        return loss
-
-    def _ascend(self) -> bool:
-        """Move to the perturbed point; False if no parameter has a gradient.
-
-        Apart from `step` so that the first gradients and the perturbation are freed before the second
-        evaluation.
-        """
-        params = [p for p in self.parameters if p.grad is not None]
-        if not params:
-            return False
-        grads = [p.grad for p in params if p.grad is not None]
-        shift = self.perturbation(params, grads)
-        self.theta.save(params)
-        torch._foreach_add_(params, list(shift))
-        return True
+    both = [p for p in first if p.grad is not None]
+    if both:
+        second = [p.grad for p in both if p.grad is not None]
+        for p, g in zip(both, mixed([first[p] for p in both], second), strict=True):
+            p.grad = g
 
 
-def global_norm(tensors: list[Tensor] | tuple[Tensor, ...]) -> float:
-    """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
-
-    Low precisions are accumulated in float32: squares of ordinary gradients underflow in float16.
-    """
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    norms = torch._foreach_norm(tensors, 2, wide)
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])).item()
-
-
-def _without_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
-    """The same tensors or groups with names taken off, and the name of each tensor that had one."""
-    names: dict[Tensor, str] = {}
-    tensors: list[Tensor] = []
-
-    def strip(entry: Any) -> Any:
-        if isinstance(entry, dict) and "params" in entry:
-            return {**entry, "params": [strip(e) for e in _listed(entry["params"])]}
-        name, tensor = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"cannot optimize a {type(tensor).__name__}: pass model.named_parameters()")
-        if name is not None:
-            names[tensor] = name
-        tensors.append(tensor)
-        return tensor
-
-    plain = [strip(entry) for entry in _listed(parameters)]
-    if not tensors:
-        raise InputError("there are no parameters to optimize: is every parameter filtered out?")
-    count = len(set(tensors))
-    if names and len(names) < count:
-        raise InputError(f"{len(names)} of {count} parameters have a name: name all of them or none")
-    if odd := {str(t.dtype) for t in tensors if not t.is_floating_point()}:
-        raise InputError(f"only real floating parameters can be optimized, not {listing(odd)}")
-    return plain, names
-
-
-def _listed(parameters: Any) -> list[Any]:
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    if isinstance(parameters, set | dict) or not isinstance(parameters, Iterable):
-        raise InputError(
-            f"parameters must come in order, not as a {type(parameters).__name__}: "
-            "pass model.named_parameters()"
-        )
-    return list(parameters)
-
-
-def _build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
-    way_out = "pass a callable such as functools.partial(torch.optim.AdamW, lr=1e-5)"
-    if not callable(base):
-        raise InputError(f"base is a {type(base).__name__}, not a callable: {way_out}")
-    optimizer = base(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(f"base returned a {type(optimizer).__name__}, not a torch optimizer: {way_out}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS evaluates the loss itself and cannot be a base: use a first-order optimizer")
-    return optimizer
+def at_least_float32(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor in float32 if its precision is lower, else as it is."""
+    return [t.float() if torch.finfo(t.dtype).bits < 32 else t for t in tensors]

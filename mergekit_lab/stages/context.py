@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
-from mergekit_lab.stages.config import Search, build
+from mergekit_lab.stages.checking import build, without_null_coefficient
+from mergekit_lab.stages.config import Search
 from mergekit_lab.store import Artefact, Store, content_key
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import Settings
@@ -82,7 +83,7 @@ class Context:
 
     def _merger(self, label: str, node: DictConfig) -> Merger:
         plain: Any = OmegaConf.to_container(node, resolve=True)
-        content, open_coefficient = _without_null_coefficient(plain)
+        content, open_coefficient = without_null_coefficient(plain)
         method = build(content)
         if not isinstance(method, Method):
             raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
@@ -203,32 +204,7 @@ class Context:
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
 
 
-def _without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
-    kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
-    found = len(kept) < len(node)
-    if isinstance(kept.get("inner"), dict):
-        kept["inner"], inner_found = _without_null_coefficient(kept["inner"])
-        found = found or inner_found
-    return kept, found
-
-
 def load_state(artefact: Artefact, name: str = "model.safetensors") -> dict[str, Tensor]:
     """All tensors of an artefact's file."""
     checkpoint = open_checkpoint(artefact.file(name), f"{artefact.kind} {artefact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}
-
-
-def stage_list(cfg: DictConfig, known: Mapping[str, Any]) -> list[str]:
-    """The stages asked for, `stage=X` before `stages=[…]`.
-
-    Raises:
-        InputError: an unknown stage.
-    """
-    wanted = [cfg.stage] if cfg.stage else list(cfg.stages)
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"there is no stage {name!r}{suggestion(name, known)}")
-    if not wanted:
-        raise InputError(f"stages is empty; known: {listing(known)}")
-    return wanted

@@ -41,7 +41,7 @@ def _maker(run: Context, title: str, tasks: list[str], settings: Settings) -> An
             {task: run.head(task) for task in tasks},
             {task: run.tasks[task].split("train") for task in tasks},
             {task: run.tasks[task].split("validation") for task in tasks},
-            optimizer_factory(run.cfg),
+            optimizer_factory(run.cfg, settings.steps),
             settings,
             seed=run.seed,
             resume=place.resume,

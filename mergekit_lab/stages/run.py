@@ -6,26 +6,33 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.stages.config import check
-from mergekit_lab.stages.context import Context, stage_list
-from mergekit_lab.stages.curvature import stage_curvature
-from mergekit_lab.stages.evaluate import stage_evaluate
-from mergekit_lab.stages.finetune import stage_finetune
-from mergekit_lab.stages.merge import stage_merge
-from mergekit_lab.stages.report import stage_report
+from mergekit_lab.errors import InputError
+from mergekit_lab.stages.checking import check_against, stage_list
+
+if TYPE_CHECKING:
+    from mergekit_lab.stages.context import Context
 
 log = logging.getLogger(__name__)
+_ALONE = "merge_checkpoints"
+
+
+def _stage(name: str) -> Callable[[Context], None]:
+    """A stage that is imported when it runs: not every run needs Lightning."""
+
+    def stage(context: Context) -> None:
+        getattr(import_module(f"mergekit_lab.stages.{name}"), f"stage_{name}")(context)
+
+    return stage
+
 
 STAGES: dict[str, Callable[[Context], None]] = {
-    "finetune": stage_finetune,
-    "curvature": stage_curvature,
-    "merge": stage_merge,
-    "evaluate": stage_evaluate,
-    "report": stage_report,
+    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "report")
 }
 
 
@@ -42,8 +49,14 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         InputError: a user's mistake; `failure.json` in the run's folder says so too.
     """
     try:
+        if _ALONE in (cfg.get("stage"), *(cfg.get("stages") or ())):
+            _run_alone(cfg)
+            return
+        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.context import Context
+
         check(cfg)
-        wanted = stage_list(cfg, STAGES)
+        wanted = stage_list(cfg, [*STAGES, _ALONE])
         context = Context(cfg, folder, choices)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "failure.json").unlink(missing_ok=True)
@@ -68,3 +81,15 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         (folder / "failure.json").write_text(json.dumps(failure, indent=1) + "\n")
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
         raise
+
+
+def _run_alone(cfg: DictConfig) -> None:
+    """The stage that merges checkpoints has a configuration of its own, without backbone and tasks."""
+    from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
+
+    if stage_list(cfg, [*STAGES, _ALONE]) != [_ALONE]:
+        raise InputError(f"the stage {_ALONE} runs alone")
+    if "base" not in cfg:
+        raise InputError(f"the stage {_ALONE} has a configuration of its own: run +experiment={_ALONE}")
+    check_against(cfg, MergeCheckpoints)
+    run_merge_checkpoints(cfg)

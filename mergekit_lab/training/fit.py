@@ -140,11 +140,13 @@ def finetune(
         filename="best",
         monitor="val_accuracy",
         mode="max",
-        save_last=True,
         enable_version_counter=False,
     )
+    latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
-    callbacks: list[Any] = [best, *([RichProgressBar(leave=False)] if options["enable_progress_bar"] else [])]
+    callbacks: list[Any] = [best, latest]
+    if options["enable_progress_bar"]:
+        callbacks.append(RichProgressBar(leave=False))
     lit = lightning.Trainer(
         **options,
         max_steps=settings.steps,

@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim import refuse_accumulation
+from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.data import Batch
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -79,14 +81,22 @@ class FinetuneModule(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
+        refuse_accumulation(optimizer, self.trainer.accumulate_grad_batches)
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.stays_in_train_mode = False
+            optimizer.base.register_step_pre_hook(self._clip)
         schedule = LambdaLR(optimizer, lambda step: cosine_with_warmup(step, self.steps, self.warmup_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed((self.seed * 1_000_003 + self.global_step) % (1 << 63))
         self._first_loss = None
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.trainer.accumulate_grad_batches > 1 and isinstance(optimizer, WrappedOptimizer):
+            optimizer.train()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        batch = self._share(batch)
         total = sum(len(labels) for _, labels in batch.values())
         losses = [
             functional.cross_entropy(self.logits(x, task), y, label_smoothing=self.label_smoothing)
@@ -99,14 +109,32 @@ class FinetuneModule(lightning.LightningModule):
             self._first_loss = loss.detach()
         return loss
 
+    def _share(self, batch: Batch) -> Batch:
+        """The part of the batch that the optimizer asks for: all of it, but in a cheaper ascent."""
+        share = getattr(self.optimizers(use_pl_optimizer=False), "batch_fraction", 1.0)
+        if share >= 1:
+            return batch
+        counts = {task: max(1, round(share * len(y))) for task, (_, y) in batch.items()}
+        return {task: (x[: counts[task]], y[: counts[task]]) for task, (x, y) in batch.items()}
+
     def configure_gradient_clipping(
         self,
         optimizer: Any,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if self.clip_norm is not None and not getattr(optimizer, "ascending", False):
-            self.clip_gradients(optimizer, self.clip_norm, "norm")
+        if not isinstance(optimizer, WrappedOptimizer):
+            self._clip()
+
+    def _clip(self, *_: Any) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.encoder.parameters(), self.clip_norm)
+
+    def on_train_start(self) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if isinstance(optimizer, WrappedOptimizer):
+            model = self.trainer.strategy.model
+            optimizer.attach(self if model is None else model)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         step = self.global_step

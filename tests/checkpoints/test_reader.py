@@ -118,3 +118,53 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, tensors) 
         write_tensors(file, {"w": "no tensor"})  # type: ignore[dict-item]
     assert_same(open_checkpoint(file), tensors)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_folders_with_pickles_as_older_programs_wrote_them(tmp_path, tensors) -> None:
+    for folder in ("single", "sharded", "legacy"):
+        (tmp_path / folder).mkdir()
+    torch.save(tensors, tmp_path / "single/pytorch_model.bin")
+    torch.save({}, tmp_path / "single/training_args.bin")
+    torch.save(tensors, tmp_path / "legacy/pytorch_model.bin", _use_new_zipfile_serialization=False)
+    shards = {"w": "pytorch_model-1.bin", "b": "pytorch_model-2.bin", "ids": "pytorch_model-2.bin"}
+    for file in set(shards.values()):
+        torch.save({n: tensors[n] for n, f in shards.items() if f == file}, tmp_path / "sharded" / file)
+    index = tmp_path / "sharded/pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    for folder in ("single", "sharded", "legacy"):
+        opened = open_checkpoint(tmp_path / folder)
+        assert_same(opened, tensors)
+        assert opened.folder == tmp_path / folder
+        assert opened.files
+    index.write_text(json.dumps({"weight_map": shards | {"lost": "pytorch_model-1.bin"}}))
+    with pytest.raises(InputError, match=r"its files lack \(lost\)"):
+        open_checkpoint(tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "."])
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_no_index_leads_out_of_its_folder(file: str, index: str, tmp_path) -> None:
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(InputError, match="outside its folder"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path) -> None:
+    torch.save({"w": Malicious()}, tmp_path / "evil.bin")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "evil.bin"}}))
+    with pytest.raises(InputError, match=r"not \.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_malicious_legacy_and_lightning_files_are_not_run(tmp_path) -> None:
+    torch.save({"w": Malicious()}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save({"state_dict": {"w": torch.ones(1)}, "hyper_parameters": Malicious()}, tmp_path / "run.ckpt")
+    for file in ("legacy.pt", "run.ckpt"):
+        with pytest.raises(InputError, match="not opened"):
+            open_checkpoint(tmp_path / file)
+
+
+def test_weights_that_share_memory_are_tied(tmp_path) -> None:
+    shared = torch.randn(4, 2)
+    torch.save({"embed": shared, "other": shared.clone(), "head": shared}, tmp_path / "model.pt")
+    assert open_checkpoint(tmp_path / "model.pt").tied() == {"head": "embed"}

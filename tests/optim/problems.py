@@ -1,5 +1,6 @@
 """The small problems and the optimizers that these tests share."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,7 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.optim import (
+    ASAM,
+    PGN,
+    RWP,
+    SAGM,
+    SAM,
+    SSAMD,
+    SSAMF,
+    SWA,
+    WASAM,
+    FriendlySAM,
+    MergOPT,
+)
 
 BASES = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
@@ -21,7 +34,20 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "asam-printed": partial(ASAM, scaling="printed", rho=0.3),
     "mergopt-laplace": partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7)),
     "mergopt-gaussian": partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7), distribution="gaussian"),
+    "mergopt-worst": partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7), worst_of=2),
+    "friendly-sam": partial(FriendlySAM, sigma=0.5),
+    "pgn": PGN,
+    "sagm": partial(SAGM, alpha=0.01),
+    "ssamf": partial(SSAMF, sparsity=0.2, update_every=2, rho=0.2),
+    "ssamd": partial(SSAMD, steps=6, sparsity=0.2, update_every=2, rho=0.2),
+    "rwp": partial(RWP, gamma=0.05),
+    "rwp-mixed": partial(RWP, gamma=0.05, alpha=0.6),
+    "swa": partial(SWA, steps=6, start=0),
+    "wasam": partial(WASAM, steps=6, start=0),
 }
+
+# Those whose gradient is taken away from θ.
+MOVING = {name: make for name, make in OPTIMIZERS.items() if name != "swa"}
 
 LIMITS: dict[str, Callable[..., Any]] = {
     "sam": partial(SAM, rho=0),
@@ -30,6 +56,16 @@ LIMITS: dict[str, Callable[..., Any]] = {
     "asam-printed": partial(ASAM, rho=0, scaling="printed"),
     "mergopt-laplace": partial(MergOPT, scale=0),
     "mergopt-gaussian": partial(MergOPT, scale=0, distribution="gaussian"),
+    "mergopt-worst": partial(MergOPT, scale=0, worst_of=3),
+    "friendly-sam": partial(FriendlySAM, rho=0),
+    "pgn": partial(PGN, rho=0),
+    "sagm": partial(SAGM, rho=0, alpha=0),
+    "ssamf": partial(SSAMF, rho=0),
+    "ssamd": partial(SSAMD, rho=0, steps=6),
+    "rwp": partial(RWP, gamma=0),
+    "rwp-mixed": partial(RWP, gamma=0, alpha=0.6),
+    "swa": partial(SWA, steps=10),
+    "wasam": partial(WASAM, rho=0, steps=10),
 }
 
 
@@ -80,6 +116,29 @@ class Problem:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def required(cls: type) -> dict[str, Any]:
+    """Arguments that a class of ours cannot do without, beside parameters and base."""
+    parameters = list(inspect.signature(cls).parameters.values())[2:]
+    return {p.name: 5 for p in parameters if p.default is p.empty}
+
+
+def gradients(problem: Problem, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """∂ loss / ∂ weights at `weights`, by torch.func, without touching the model."""
+
+    def loss(w: dict[str, Tensor]) -> Tensor:
+        logits = torch.func.functional_call(problem.model, w, (problem.x,))
+        return nn.functional.cross_entropy(logits, problem.y)
+
+    return torch.func.grad(loss)(weights)
+
+
+def momentum_step(weights: dict[str, Tensor], velocity: dict[str, Tensor], g: dict[str, Tensor]) -> None:
+    """One step of `BASES["sgd"]`, written out."""
+    for name in weights:
+        velocity[name] = 0.9 * velocity.get(name, 0) + g[name]
+        weights[name] = weights[name] - 0.1 * velocity[name]
 
 
 def train(

@@ -4,17 +4,24 @@ import copy
 import doctest
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 
 from mergekit_lab import optim
 from mergekit_lab.optim import sam
 from mergekit_lab.optim.wrapper import WrappedOptimizer
-from optim.problems import BASES, Problem, assert_close, assert_equal_bits
+from optim.problems import BASES, Problem, assert_close, assert_equal_bits, required
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+CLASSES = [
+    name
+    for name in optim.__all__
+    if isinstance(getattr(optim, name), type) and issubclass(getattr(optim, name), torch.optim.Optimizer)
+]
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
@@ -30,15 +37,106 @@ def block_with(text: str) -> dict[str, object]:
 
 
 def test_the_loop_with_a_closure_runs_and_its_scheduler_acts() -> None:
-    names = block_with("import SAM")
+    names = block_with("CosineAnnealingLR")
     assert isinstance(names["loss"], torch.Tensor)
     assert names["optimizer"].base.param_groups[0]["lr"] == pytest.approx(0)
 
 
 def test_the_loop_without_a_closure_runs_and_saves_theta() -> None:
-    names = block_with("import MergOPT")
+    names = block_with("import MergOPT\n\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(8, 3)\nbatches")
     assert names["checkpoint"]["optimizer"]["wrapper"]["steps_done"] == 4
     assert not names["optimizer"].theta.held
+
+
+def test_the_loop_with_an_average_saves_it_and_theta() -> None:
+    names = block_with("import SWA")
+    optimizer, model, average = names["optimizer"], names["model"], names["average"]
+    assert optimizer.averaged_count == 5
+    assert torch.equal(names["checkpoint"]["optimizer"]["wrapper"]["aside"][0], model.weight)
+    assert not torch.equal(model.weight, average)
+
+
+def test_the_fit_of_the_page_is_the_optimizer_s() -> None:
+    names = block_with("import MergOPT, fit_offset")
+    assert names["optimizer"].scale == names["fit"].scale > 0
+
+
+def test_the_closure_of_the_page_reads_the_fraction() -> None:
+    assert block_with("ascent_fraction=0.25")["sizes"] == [4, 16]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")
+def test_the_transformers_trainer_of_the_page_trains() -> None:
+    names = block_with("import LlamaConfig")
+    assert names["optimizer"].steps_done == 2
+    assert not names["optimizer"].theta.held
+
+
+def test_the_accelerate_loop_of_the_page_ends_at_theta_as_a_plain_loop_does() -> None:
+    names = block_with("import Accelerator")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 3)
+    x, y = torch.randn(32, 8), torch.randint(3, (32,))
+    optimizer = optim.MergOPT(model.named_parameters(), base=partial(torch.optim.AdamW, lr=1e-2))
+    for rows in torch.arange(32).chunk(4):
+        closure = partial(backward, model, x[rows], y[rows])
+        optimizer.step(closure)
+    assert_equal_bits(names["checkpoint"], model.state_dict())
+
+
+def backward(model, x, y) -> None:
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
+@pytest.mark.filterwarnings("ignore:.*`isinstance\\(treespec, LeafSpec\\)`")
+@pytest.mark.parametrize(("make", "parts"), [(optim.SAM, 1), (optim.MergOPT, 2)])
+def test_the_module_of_the_page_trains_as_a_plain_loop_with_clipping_does(make, parts) -> None:
+    module = block_with("import LightningModule")["Module"]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 3).double()
+    x, y = torch.randn(12, 8, dtype=torch.float64), torch.randint(3, (12,))
+    plain = copy.deepcopy(model)
+    make = partial(make, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    run = lightning.Trainer(
+        accelerator="cpu",
+        precision="64-true",
+        max_steps=3,
+        accumulate_grad_batches=parts,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run.fit(module(model, make, max_norm=0.01), Pairs(x, y, parts, 3 * parts))
+    optimizer = make(plain.named_parameters())
+
+    def clip(*_) -> None:
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+
+    optimizer.base.register_step_pre_hook(clip)
+
+    def closure() -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert_close(model.state_dict(), plain.state_dict(), 1e-12)
+
+
+class Pairs:
+    """`count` batches: `x` and `y` in `parts` parts, over and over."""
+
+    def __init__(self, x, y, parts, count) -> None:
+        self.batches = list(zip(x.chunk(parts), y.chunk(parts), strict=True)) * (count // parts)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
 
 
 def test_the_new_optimizer_of_the_page_keeps_its_promises() -> None:
@@ -62,14 +160,16 @@ def test_the_new_optimizer_of_the_page_keeps_its_promises() -> None:
     assert not torch.equal(back["scale"], twin.weights()["scale"])
 
 
-@pytest.mark.parametrize("name", optim.__all__)
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_table_has_every_optimizer_with_its_cost_and_defaults(name) -> None:
     cls = getattr(optim, name)
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
     _, _, evaluations, _, hyper_parameters, _, _ = (cell.strip() for cell in row.split("|"))
-    assert int(evaluations) == cls.evaluations_per_step
+    optimizer = cls(torch.nn.Linear(2, 2).named_parameters(), base=BASES["sgd"], **required(cls))
+    assert int(evaluations) == optimizer.evaluations_per_step
     options = list(inspect.signature(cls).parameters.values())[2:]
-    assert hyper_parameters == ", ".join(f"`{o.name}={o.default!r}`" for o in options)
+    written = [o.name if o.default is o.empty else f"{o.name}={o.default!r}" for o in options]
+    assert hyper_parameters == ", ".join(f"`{o}`" for o in written)
 
 
 def test_the_example_in_the_docstring_runs() -> None:

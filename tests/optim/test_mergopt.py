@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import MergOPT
-from mergekit_lab.optim.mergopt import hashed, sample
+from mergekit_lab.optim.noise import hashed, sample
 from optim.problems import BASES, Problem, assert_close, assert_differ, assert_equal_bits
 
 strong = partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
 from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_equal_bits
 
 SGD = BASES["sgd"]
@@ -32,6 +32,28 @@ SGD = BASES["sgd"]
         (MergOPT, {"max_experts": 2.5}, r"max_experts=2\.5 must be a whole number"),
         (MergOPT, {"seed": True}, r"seed=True is a bool"),
         (MergOPT, {"distribution": "gausian"}, r"distribution='gausian' .*did you mean 'gaussian'\?"),
+        (MergOPT, {"scale": "fitt"}, r"scale='fitt' is a str"),
+        (MergOPT, {"worst_of": 0}, r"worst_of=0 is out of range.* of at least 1"),
+        (MergOPT, {"per_rank": 1}, r"per_rank=1 is a int; it must be true or false"),
+        (SAM, {"ascent_fraction": 0}, r"ascent_fraction=0 leaves the ascent no samples: .*in \(0, 1\]"),
+        (SAM, {"ascent_fraction": 1.5}, r"ascent_fraction=1\.5 is out of range.* at least 0 and at most 1"),
+        (ASAM, {"sync_ascent": None}, r"sync_ascent=None is a NoneType; it must be true or false"),
+        (FriendlySAM, {"sigma": "x"}, r"sigma='x' is a str"),
+        (FriendlySAM, {"lmbda": 1.1}, r"lmbda=1\.1 is out of range.* at least 0 and at most 1"),
+        (PGN, {"alpha": -0.1}, r"alpha=-0\.1 is out of range"),
+        (SAGM, {"alpha": -0.1}, r"alpha=-0\.1 is out of range"),
+        (SSAMF, {"sparsity": 1.1}, r"sparsity=1\.1 is out of range.* at least 0 and at most 1"),
+        (SSAMF, {"update_every": 0}, r"update_every=0 is out of range.* of at least 1"),
+        (SSAMD, {"steps": 0}, r"steps=0 is out of range.* of at least 1"),
+        (SSAMD, {"steps": 5, "drop_rate": 2}, r"drop_rate=2 is out of range"),
+        (SSAMD, {"steps": 5, "seed": 0.5}, r"seed=0\.5 must be a whole number"),
+        (RWP, {"gamma": -1}, r"gamma=-1 is out of range"),
+        (RWP, {"alpha": 1.5}, r"alpha=1\.5 is out of range"),
+        (RWP, {"seed": 0.5}, r"seed=0\.5 must be a whole number"),
+        (SWA, {"steps": 0}, r"steps=0 is out of range"),
+        (SWA, {"steps": 5, "start": 1.5}, r"start=1\.5 is out of range.* at least 0 and at most 1"),
+        (WASAM, {"steps": 5, "every": 0}, r"every=0 is out of range.* of at least 1"),
+        (WASAM, {"steps": 5, "rho": -1}, r"rho=-1 is out of range"),
     ],
 )
 def test_a_hyper_parameter_out_of_range_is_named_with_its_range(make, options, message) -> None:
@@ -39,7 +61,7 @@ def test_a_hyper_parameter_out_of_range_is_named_with_its_range(make, options, m
         make(Net().named_parameters(), base=SGD, **options)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "sam" in n])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "sam" in n or n in ("pgn", "sagm")])
 def test_two_evaluation_optimizers_refuse_to_step_without_a_closure(name) -> None:
     problem = Problem()
     optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=SGD)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mergekit_lab import optim
-from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_differ, assert_equal_bits, train
+from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_differ, assert_equal_bits, required, train
 
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
@@ -41,14 +41,34 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(make, base, dt
 def test_loading_restores_every_hyper_parameter(make) -> None:
     saved = make(Net().named_parameters(), base=partial(torch.optim.AdamW, lr=0.02)).state_dict()
     problem = Problem()
-    optimizer = type(make(Net().named_parameters(), base=BASES["sgd"]))(
-        problem.model.named_parameters(), base=partial(torch.optim.AdamW, lr=0.5)
-    )
+    cls = type(make(Net().named_parameters(), base=BASES["sgd"]))
+    base = partial(torch.optim.AdamW, lr=0.5)
+    optimizer = cls(problem.model.named_parameters(), base=base, **required(cls))
     assert optimizer.state_dict() != saved or type(optimizer) is optim.SAM
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict() == saved
-    given = inspect.signature(type(optimizer)).parameters.keys() - {"named_parameters", "base"}
+    given = inspect.signature(type(optimizer)).parameters.keys() - {"named_parameters", "base", "task_vectors"}
     assert given <= set(optimizer.saved_attributes)
+
+
+@every_optimizer
+def test_a_loaded_state_is_not_changed_by_later_steps(make) -> None:
+    problem = Problem()
+    optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
+    for _ in range(3):
+        optimizer.step(problem.closure)
+    saved = copy.deepcopy(optimizer.state_dict()["wrapper"])
+    kept = copy.deepcopy(saved)
+    again = Problem()
+    twin = make(again.model.named_parameters(), base=BASES["sgd"])
+    twin.load_state_dict({**copy.deepcopy(optimizer.state_dict()), "wrapper": saved})
+    for _ in range(3):
+        twin.step(again.closure)
+    for name, value in kept.items():
+        if name in twin.saved_tensors:
+            assert_equal_bits(saved[name], value)
+        else:
+            assert saved[name] == value
 
 
 @every_optimizer

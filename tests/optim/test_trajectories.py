@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mergekit_lab.optim import ASAM, SAM, MergOPT, mergopt
-from optim.problems import BASES, Problem, assert_close
+from mergekit_lab.optim import ASAM, SAM, MergOPT, noise
+from mergekit_lab.optim.noise import hashed
+from optim.problems import BASES, Problem, assert_close, gradients, momentum_step
 
 DATA = Path(__file__).parents[1] / "data" / "optim"
 TOLERANCE = 1e-12
@@ -47,22 +48,6 @@ def test_trajectory_equals_the_reference_implementation(reference: str, base: st
     assert_close({"loss": torch.stack(returned)}, {"loss": golden["loss_clean"]}, TOLERANCE)
 
 
-def gradients(problem: Problem, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """∂ loss / ∂ weights at `weights`, by torch.func, without touching the model."""
-
-    def loss(w: dict[str, Tensor]) -> Tensor:
-        logits = torch.func.functional_call(problem.model, w, (problem.x,))
-        return torch.nn.functional.cross_entropy(logits, problem.y)
-
-    return torch.func.grad(loss)(weights)
-
-
-def momentum_step(weights: dict[str, Tensor], velocity: dict[str, Tensor], g: dict[str, Tensor]) -> None:
-    for name in weights:
-        velocity[name] = 0.9 * velocity.get(name, 0) + g[name]
-        weights[name] = weights[name] - 0.1 * velocity[name]
-
-
 def test_printed_asam_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = ASAM(problem.model.named_parameters(), BASES["sgd"], rho=0.05, scaling="printed")
@@ -79,7 +64,7 @@ def test_printed_asam_equals_a_dense_loop() -> None:
 
 @pytest.mark.parametrize("entries_per_draw", [7, 2**24], ids=["many draws", "one draw"])
 def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mergopt, "ENTRIES_PER_DRAW", entries_per_draw)
+    monkeypatch.setattr(noise, "ENTRIES_PER_DRAW", entries_per_draw)
     problem = Problem()
     loc, scale, coefficients = 0.01, 0.03, (0.2, 0.45, 0.9)
     optimizer = MergOPT(
@@ -93,9 +78,9 @@ def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.
     )
     weights, velocity = problem.weights(), {}
     for step in range(5):
-        alpha = coefficients[mergopt.hashed(3, step, "coefficient") % 3]
-        experts = mergopt.hashed(3, step, "experts") % 5 + 1
-        generator = torch.Generator().manual_seed(mergopt.hashed(3, step, "offset"))
+        alpha = coefficients[hashed(3, step, "coefficient") % 3]
+        experts = hashed(3, step, "experts") % 5 + 1
+        generator = torch.Generator().manual_seed(hashed(3, step, "offset"))
         away = {}
         for name, w in weights.items():
             u = torch.empty(w.numel(), dtype=torch.float64).uniform_(-1, 1, generator=generator).view(w.shape)

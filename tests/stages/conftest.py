@@ -24,9 +24,12 @@ TINY = [
     "suite.tasks.digits.validation_size=40",
     "suite.tasks.digits.test_size=50",
     "~suite.tasks.mnist",
-    "~suite.tasks.math",
+    "~suite.tasks.style",
+    "suite.tasks.latin.train_size=104",
+    "suite.tasks.latin.validation_size=52",
+    "suite.tasks.latin.test_size=78",
 ]
-"""Two tasks: digits and greek."""
+"""Two tasks: digits and latin."""
 
 
 def composed(overrides: list[str]):

@@ -7,7 +7,7 @@ import torch
 from tiny import TinyEncoder, tiny_split
 
 from mergekit_lab import InputError
-from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
 from mergekit_lab.training import Settings, finetune
 from mergekit_lab.training.module import cosine_with_warmup
 
@@ -18,6 +18,16 @@ OPTIMIZERS = {
     "sam": partial(SAM, base=ADAMW, rho=0.05),
     "asam": partial(ASAM, base=ADAMW, rho=0.5, scaling="saft"),
     "mergopt": partial(MergOPT, base=ADAMW, scale=1e-3),
+    "mergopt_worst": partial(MergOPT, base=ADAMW, scale=1e-3, worst_of=2),
+    "sam_quarter": partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25),
+    "friendly_sam": partial(FriendlySAM, base=ADAMW),
+    "pgn": partial(PGN, base=ADAMW),
+    "sagm": partial(SAGM, base=ADAMW),
+    "ssamf": partial(SSAMF, base=ADAMW),
+    "ssamd": partial(SSAMD, base=ADAMW, steps=12),
+    "swa": partial(SWA, base=ADAMW, steps=12),
+    "wasam": partial(WASAM, base=ADAMW, steps=12),
+    "rwp": partial(RWP, base=ADAMW),
 }
 SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4)
 
@@ -121,6 +131,28 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     settings = Settings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
     run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
     assert norms[0] > 1e-2
+
+
+def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
+    seen = []
+
+    class Watched(TinyEncoder):
+        def forward(self, images):
+            seen.append(len(images)) if self.training else None
+            return super().forward(images)
+
+    settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
+    sam = partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25)
+    finetune(
+        Watched(), {"a": head}, {"a": tiny_split(60)}, {"a": tiny_split(30)}, sam, settings,
+        seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
+    )  # fmt: skip
+    assert seen == [2, 8, 2, 8]
+
+
+def test_the_last_weights_are_those_of_the_last_step(tmp_path, head) -> None:
+    settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=4, keep="last")
+    assert run(tmp_path, head, partial(torch.optim.SGD, lr=0.0), settings).step == 12
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:

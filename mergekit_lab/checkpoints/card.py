@@ -1,0 +1,169 @@
+"""The model card of a merged folder, and the record beside it that a program can read.
+
+Neither holds a path of this machine: local inputs are called by their folder's name, and told apart by a
+fingerprint of their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.checkpoints.writer import sha256_of
+
+_HASHED_WHOLE = 32 << 20
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 14
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
+    """What tells this input from another one, without reading all of it.
+
+    A file is named by its SHA-256 where that is cheap (small files, files of the hub's cache, which are named
+    by it), else by the SHA-256 of its size and 64 evenly spaced samples.
+
+    Returns:
+        `{"label", "tensors", "files": {name: {"bytes", "sha256" or "sampled_sha256"}}}`, without `files` for
+        tensors in memory.
+    """
+    files = {}
+    for path in checkpoint.files:
+        size, real = path.stat().st_size, path.resolve()
+        if _SHA256.fullmatch(real.name):
+            files[path.name] = {"bytes": size, "sha256": real.name}
+        elif size <= _HASHED_WHOLE:
+            files[path.name] = {"bytes": size, "sha256": sha256_of(path)}
+        else:
+            files[path.name] = {"bytes": size, "sampled_sha256": _sampled(path, size)}
+    layout = [(n, list(s.shape), str(s.dtype)) for n, s in sorted(checkpoint.specs.items())]
+    described = {
+        "label": label or checkpoint.label,
+        "tensors": len(checkpoint),
+        "layout_sha256": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
+    }
+    return described | ({"files": files} if files else {})
+
+
+def _sampled(path: Path, size: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is said of a merged model.
+
+    Attributes:
+        title: usually the folder's name.
+        method: the class's name.
+        hyper_parameters: every field of the method, nested methods as mappings.
+        base, experts: fingerprints, experts by name.
+        settings: what else decided the result (dtype, embeddings, include, …).
+        side: fingerprints of side inputs, by kind and expert.
+        hub_ids: for the card's header; local inputs are left out.
+        notes: sentences on what was done to the inputs.
+        metrics: numbers measured on the merged model.
+        recipe: a mergekit YAML that asked for it.
+        versions: of the programs.
+    """
+
+    title: str
+    method: str
+    hyper_parameters: Mapping[str, Any]
+    base: Mapping[str, Any]
+    experts: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    side: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hub_ids: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    recipe: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """`README.md` and `mergekit_lab.json`."""
+        (folder / "README.md").write_text(self.text())
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        (folder / RECORD).write_text(json.dumps(record, indent=1, default=str) + "\n")
+
+    def text(self) -> str:
+        head = ["---"]
+        if self.hub_ids:
+            head += ["base_model:", *(f"- {name}" for name in self.hub_ids)]
+        head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
+        preset = self.hyper_parameters.get("preset")
+        by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
+        body = [f"# {self.title}", "", f"{len(self.experts)} experts of one base, merged by {by}.", ""]
+        body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
+        if self.recipe:
+            body += ["As this mergekit recipe says:", "", "```yaml", self.recipe.strip(), "```", ""]
+        body += ["## Inputs", ""]
+        rows = [("base", self.base), *((name, print_) for name, print_ in self.experts.items())]
+        rows += [(f"{kind} of {name}", p) for kind, prints in self.side.items() for name, p in prints.items()]
+        body += [*_table(("input", "is", "fingerprint"), [(n, p["label"], _short(p)) for n, p in rows]), ""]
+        body += ["## Settings", "", *_table(("setting", "value"), list(_flat(self.settings))), ""]
+        if self.metrics:
+            body += [
+                "## Metrics",
+                "",
+                *_table(("metric", "value"), [(k, f"{v:g}") for k, v in self.metrics.items()]),
+                "",
+            ]
+        if self.notes:
+            body += ["## Notes", "", *(f"- {note}" for note in self.notes), ""]
+        body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
+        body += [f"All of this, with whole hashes, is in `{RECORD}`."]
+        return "\n".join([*head, *body]) + "\n"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            rows += _flat(value, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", "not set" if value is None else str(value)))
+    return rows
+
+
+def _short(print_: Mapping[str, Any]) -> str:
+    if "files" not in print_:
+        return f"{print_['tensors']} tensors in memory, layout {print_['layout_sha256'][:12]}"
+    parts = []
+    for name, file in print_["files"].items():
+        whole = file.get("sha256")
+        parts.append(f"{name} {(whole or file['sampled_sha256'])[:12]}{'' if whole else ' (sampled)'}")
+    shown = parts if len(parts) <= 4 else [*parts[:3], f"and {len(parts) - 3} more files"]
+    return "<br>".join(shown)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in cells),
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    import safetensors
+
+    from mergekit_lab import __version__
+
+    return {"mergekit_lab": __version__, "torch": torch.__version__, "safetensors": safetensors.__version__}

@@ -1,0 +1,171 @@
+"""What a checkpoint is to everything that reads one: a mapping from name to tensor, lazy and read-only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError, listing
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Named tensors, read one at a time.
+
+    Attributes:
+        label: what messages call this checkpoint (an expert's name, a path).
+        specs: shape and dtype of every tensor, in file order.
+        files: the files whose bytes hold the tensors; empty for tensors in memory.
+        folder: where `config.json` and the tokenizer's files are, if anywhere.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        specs: dict[str, TensorSpec],
+        files: Iterable[Path] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.label = label
+        self.specs = specs
+        self.files = tuple(files)
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.specs
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def tied(self) -> dict[str, str]:
+        """Names that are another name for the same weight, each with the name that is kept."""
+        return {}
+
+
+class InMemory(Checkpoint):
+    """A state dict. Names whose tensors share memory are tied.
+
+    Raises:
+        InputError: an entry is not a tensor.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        tensors: Mapping[str, Tensor],
+        files: Iterable[Path] = (),
+        folder: Path | None = None,
+    ) -> None:
+        strangers = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
+        if strangers:
+            raise InputError(
+                f"{label} holds entries that are not tensors ({listing(map(str, strangers))}): "
+                "pass the state dict itself, as `model.state_dict()` gives it"
+            )
+        specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+        super().__init__(label, specs, files, folder)
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+    def tied(self) -> dict[str, str]:
+        first: dict[tuple[Any, ...], str] = {}
+        again: dict[str, str] = {}
+        for name, tensor in self._tensors.items():
+            if tensor.numel() == 0 or tensor.device.type == "meta":
+                continue
+            memory = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if memory in first:
+                again[name] = first[memory]
+            else:
+                first[memory] = name
+        return again
+
+
+class Computed(Checkpoint):
+    """A checkpoint whose tensors are made when they are asked for.
+
+    The last one stays with the thread that asked: who reads a tensor in blocks asks for it once a block.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        specs: dict[str, TensorSpec],
+        files: Iterable[Path] = (),
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(label, specs, files, folder)
+        self._last = threading.local()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.specs:
+            raise KeyError(name)
+        if getattr(self._last, "name", None) != name:
+            self._last.name = self._last.tensor = None
+            self._last.tensor = self.compute(name)
+            self._last.name = name
+        tensor: Tensor = self._last.tensor
+        return tensor
+
+    def compute(self, name: str) -> Tensor:
+        """The tensor of a name in `specs`."""
+        raise NotImplementedError
+
+
+class View(Computed):
+    """Another checkpoint with some tensors renamed, replaced or left out.
+
+    Args:
+        origin: what is looked at.
+        specs: every tensor of the view, in order.
+        read: how a tensor is read, by name; all others are the origin's own of that name.
+        tied: see `Checkpoint.tied`; None takes the origin's, as far as its names are in the view.
+    """
+
+    def __init__(
+        self,
+        origin: Checkpoint,
+        specs: dict[str, TensorSpec],
+        read: Mapping[str, Callable[[], Tensor]],
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(origin.label, specs, origin.files, origin.folder)
+        self.origin = origin
+        self._read = read
+        self._tied = tied
+
+    def compute(self, name: str) -> Tensor:
+        return self._read[name]() if name in self._read else self.origin[name]
+
+    def tied(self) -> dict[str, str]:
+        pairs = self.origin.tied() if self._tied is None else self._tied
+        return {name: kept for name, kept in pairs.items() if name in self.specs and kept in self.specs}

@@ -1,0 +1,162 @@
+"""What a merge would find, from headers and configurations alone: no tensor's data is read."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mergekit_lab.checkpoints.adapters import Folded
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.ties import candidates, read_config, ties_embeddings, vocabulary_size
+from mergekit_lab.checkpoints.vocabulary import read_tokens
+from mergekit_lab.errors import listing
+
+
+@dataclass
+class Report:
+    """Lines for a person, and what stands in the way.
+
+    Attributes:
+        lines: the report, without the problems.
+        problems: why the merge would fail; empty if it would not.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def works(self) -> bool:
+        return not self.problems
+
+    def text(self) -> str:
+        end = [f"PROBLEM: {problem}" for problem in self.problems]
+        end += ["The merge would not work." if end else "The merge would work."]
+        return "\n".join([*self.lines, *end])
+
+    def section(self, title: str, lines: Iterable[str]) -> None:
+        self.lines += [title, *(f"  {line}" for line in lines)]
+
+
+def size_text(count: float) -> str:
+    """`1.2 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list[str]:
+    """One line a checkpoint: tensors, parameters, dtypes, files, vocabulary; an adapter's targets."""
+    lines = []
+    for name, checkpoint in [("base", base), *experts.items()]:
+        specs = checkpoint.specs.values()
+        dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
+        files = sum(os.path.getsize(file) for file in checkpoint.files)
+        shapes = Counter(len(spec.shape) for spec in specs)
+        lines.append(
+            f"{name}: {len(checkpoint)} tensors "
+            f"({', '.join(f'{n} of {d} dimensions' for d, n in sorted(shapes.items()))}), "
+            f"{sum(s.numel for s in specs) / 1e6:,.2f} M entries, "
+            f"{', '.join(f'{n} {d}' for d, n in dtypes.items())}; "
+            + (f"{len(checkpoint.files)} files, {size_text(files)}" if checkpoint.files else "in memory")
+        )
+        lines += [f"  {line}" for line in _vocabulary(checkpoint)]
+        adapter = _adapter(checkpoint)
+        if adapter is not None:
+            lines += [f"  {line}" for line in _targets(adapter)]
+    return lines
+
+
+def _vocabulary(checkpoint: Checkpoint) -> list[str]:
+    size, tokens = vocabulary_size(read_config(checkpoint.folder)), read_tokens(checkpoint.folder)
+    if size is None and tokens is None:
+        return []
+    known = "no tokenizer that can be read" if tokens is None else f"{len(tokens)} tokens in the tokenizer"
+    return [f"vocabulary: {size if size is not None else 'not configured'}, {known}"]
+
+
+def _adapter(checkpoint: Checkpoint) -> Folded | None:
+    while isinstance(checkpoint, View):
+        checkpoint = checkpoint.origin
+    return checkpoint if isinstance(checkpoint, Folded) else None
+
+
+def _targets(adapter: Folded) -> list[str]:
+    info = adapter.info
+    kinds = Counter(name.removesuffix(".weight").split(".")[-1] for name in info.targets)
+    ranks = sorted(set(info.targets.values()))
+    kind = "DoRA" if info.dora else "rsLoRA" if info.rslora else "LoRA"
+    lines = [
+        f"{kind} of rank {', '.join(map(str, ranks)) or 'none'} on {len(info.targets)} tensors: "
+        + ", ".join(f"{n} × {name}" for name, n in kinds.most_common())
+    ]
+    if info.replaced:
+        lines.append(f"saved whole: {listing(info.replaced)}")
+    if info.base_name:
+        lines.append(f"trained on {os.path.basename(info.base_name.rstrip('/'))}")
+    return lines
+
+
+def describe_model(base: Checkpoint) -> list[str]:
+    """Tied weights and buffers of the base."""
+    config = read_config(base.folder)
+    groups = candidates(base.specs, vocabulary_size(config) or -1)
+    tie = {True: "tied by the configuration", False: "not tied", None: "no configuration says"}[
+        ties_embeddings(config)
+    ]
+    double = "; ".join(listing(group) for group in groups) if ties_embeddings(config) else ""
+    lines = [
+        f"input and output embeddings: {tie}"
+        + (f"; under several names in the files: {double}" if double else "")
+    ]
+    buffers = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    if buffers:
+        lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
+    if "quantization_config" in config:
+        lines.append("the base is quantised: its integers cannot be merged")
+    return lines
+
+
+def disagreements(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
+    """Every way in which names, shapes and kinds differ from the base's, a line each."""
+    lines = []
+    for who, specs in others.items():
+        missing, extra = base.keys() - specs.keys(), specs.keys() - base.keys()
+        shared = [name for name in base if name in specs]
+        shapes = [n for n in shared if specs[n].shape != base[n].shape]
+        kinds = [n for n in shared if specs[n].dtype.is_floating_point != base[n].dtype.is_floating_point]
+        for names, what in (
+            (missing, "lacks"),
+            (extra, "has in excess"),
+            (kinds, "has other kinds of numbers in"),
+        ):
+            if names:
+                lines.append(f"{who} {what} {len(names)} tensors ({listing(names)})")
+        if shapes:
+            shown = [f"{n} {list(specs[n].shape)} for {list(base[n].shape)}" for n in shapes]
+            lines.append(f"{who} has {len(shapes)} tensors of other shapes ({listing(shown, 4)})")
+    return lines
+
+
+def written_specs(
+    base: Checkpoint, dtype: torch.dtype | None = None, left_out: Sequence[str] = ()
+) -> dict[str, TensorSpec]:
+    """What a merge into `dtype` writes, in the base's order; `left_out` are second names of tied weights."""
+
+    def stored(spec: TensorSpec) -> TensorSpec:
+        return TensorSpec(spec.shape, dtype) if dtype and spec.dtype.is_floating_point else spec
+
+    return {name: stored(spec) for name, spec in base.specs.items() if name not in left_out}
+
+
+def assumed_ties(base: Checkpoint) -> list[str]:
+    """Second names of weights that a configuration ties, as far as names and shapes tell."""
+    config = read_config(base.folder)
+    if not ties_embeddings(config):
+        return []
+    return [name for group in candidates(base.specs, vocabulary_size(config) or -1) for name in group[1:]]

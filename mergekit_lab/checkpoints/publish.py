@@ -1,0 +1,188 @@
+"""A model's folder, published at once.
+
+Everything is written into a hidden sibling, flushed, and renamed: whoever looks at `out` sees the folder that
+    was
+there before, or the whole new one. A process that is killed leaves the hidden sibling, which the next merge
+into the same place removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.errors import InputError, listing
+
+RECORD = "mergekit_lab.json"
+"""What made the folder; its presence marks a folder that a merge may overwrite."""
+
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.model", "tekken.json", "chat_template*", "bpe.codes", "target.spm", "source.spm"),
+)
+_MODEL = (
+    *("config.json", "generation_config.json", "open_clip_config.json", "configuration_*.py", "modeling_*.py"),
+    *("preprocessor_config.json", "processor_config.json", "image_processor*.json", "feature_extractor*.json"),
+    *("video_preprocessor_config.json", "LICENSE*", "NOTICE*"),
+)
+
+
+def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a place where a merge must not write.
+
+    Raises:
+        InputError: a file, a folder with something in it (with `overwrite`: that no merge wrote), or one that
+            holds an input.
+    """
+    if out.suffix in {".safetensors", ".bin", ".pt"} or out.is_file():
+        raise InputError(f"out={out} is a file; give a folder")
+    where = out.resolve()
+    if where == Path(where.anchor) or where == Path.home():
+        raise InputError(f"out={out} is no place for a model")
+    for path in inputs:
+        if path.resolve().is_relative_to(where) or path.absolute().is_relative_to(out.absolute()):
+            raise InputError(
+                f"out={out} holds {path.name}, which is an input of this merge: give another folder"
+            )
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise InputError(f"out={out} exists and is not empty: give another folder, or set overwrite=true")
+    if not (out / RECORD).is_file():
+        raise InputError(f"out={out} was not written by a merge (it has no {RECORD}): remove it yourself")
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when the context is left without an error.
+
+    Raises:
+        InputError: see `check_out`; the disk is full.
+    """
+    check_out(out, overwrite)
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
+    partial = out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
+        yield partial
+        _sync_tree(partial)
+        _swap(partial, out, overwrite)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise InputError(f"the disk of {out} is full") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Delete what killed merges of this machine left beside `out`."""
+    head = f".{out.name}.{socket.gethostname()}."
+    for path in out.parent.iterdir():
+        if path.name.startswith(head) and path.name.endswith((".partial", ".old")):
+            owner = path.name.removeprefix(head).split(".")[0]
+            if owner.isdigit() and not _alive(int(owner)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _swap(partial: Path, out: Path, overwrite: bool) -> None:
+    check_out(out, overwrite)
+    old = partial.with_suffix(".old")
+    if out.is_dir() and any(out.iterdir()):
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+    handle = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer's files and chat templates; their names."""
+    return _copy(source, folder, _TOKENIZER)
+
+
+def copy_model_files(
+    source: Path, folder: Path, dtype: torch.dtype | None = None, vocabulary: int | None = None
+) -> list[str]:
+    """Copy configuration, processor and licence files; their names.
+
+    Args:
+        dtype: written into `config.json`, if given.
+        vocabulary: `vocab_size` there, if given.
+    """
+    config = read_config(source)
+    patterns = [p for p in _MODEL if not p.endswith(".py") or "auto_map" in json.dumps(config)]
+    names = _copy(source, folder, patterns)
+    if config and (dtype is not None or vocabulary is not None):
+        _adapt(config, dtype, vocabulary)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return names
+
+
+def _adapt(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | None) -> None:
+    parts = [
+        config,
+        *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)),
+    ]
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and not {"dtype", "torch_dtype"} & config.keys():
+        config["dtype"] = name
+    for part in parts:
+        for key in ("dtype", "torch_dtype"):
+            if dtype is not None and key in part:
+                part[key] = name
+    sized = [
+        part for part in (config, config.get("text_config"), config.get("llm_config")) if isinstance(part, dict)
+    ]
+    for part in sized:
+        if vocabulary is not None and "vocab_size" in part:
+            part["vocab_size"] = vocabulary
+
+
+def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Copy the files of a folder that match, unless a link leads out of it (and not into the hub's cache)."""
+    patterns = list(patterns)
+    chosen = [p for p in sorted(source.iterdir()) if any(fnmatch(p.name, pattern) for pattern in patterns)]
+    chosen = [path for path in chosen if path.is_file()]
+    roots = (source.resolve(), source.resolve().parent.parent / "blobs")
+    outside = [path.name for path in chosen if not any(path.resolve().is_relative_to(root) for root in roots)]
+    if outside:
+        raise InputError(f"{source} has links that lead out of it ({listing(outside)}): refused")
+    for path in chosen:
+        shutil.copyfile(path, folder / path.name)
+    return [path.name for path in chosen]

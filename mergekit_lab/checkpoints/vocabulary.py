@@ -1,0 +1,350 @@
+"""Experts with other vocabularies than the base: rows matched by token, never cut in silence.
+
+An embedding, and the head that reads it back, have one row for each token. Where tokenizer files are there,
+rows are matched by the token's string, else by their number. `intersect` keeps the base's vocabulary, `pad`
+takes the one of the tokenizer that knows every token, `base` leaves these tensors out of the merge. A row that
+an expert lacks has no task vector there; a row that the base lacks is the mean of the experts that have it,
+whatever the method.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.ties import is_vocabulary_name
+from mergekit_lab.errors import InputError, listing, suggestion
+
+CHOICES = ("intersect", "pad", "base")
+
+
+def read_tokens(folder: Path | None) -> dict[str, int] | None:
+    """Row of each token, by the tokenizer's own files; None where none is readable as text."""
+    if folder is None:
+        return None
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return _fast_tokens(json.loads((folder / "tokenizer.json").read_text()))
+        tokens = None
+        if (folder / "vocab.json").is_file():
+            tokens = {str(t): int(i) for t, i in json.loads((folder / "vocab.json").read_text()).items()}
+        elif (folder / "vocab.txt").is_file():
+            tokens = {line: row for row, line in enumerate((folder / "vocab.txt").read_text().splitlines())}
+        if tokens is not None and (folder / "added_tokens.json").is_file():
+            added = json.loads((folder / "added_tokens.json").read_text())
+            tokens |= {str(t): int(i) for t, i in added.items()}
+        return tokens
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
+
+
+def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        tokens = {str(entry[0]): row for row, entry in enumerate(vocabulary)}
+    else:
+        tokens = {str(token): int(row) for token, row in vocabulary.items()}
+    return tokens | {str(t["content"]): int(t["id"]) for t in content.get("added_tokens") or ()}
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """Checkpoints with one vocabulary.
+
+    Attributes:
+        base, experts: what to merge.
+        exclude: names that stay the base's.
+        rows: of the vocabulary that comes out, if it is not the base's.
+        tokenizer: the folder whose tokenizer fits it, if that is not the base's.
+        side: makes a side input of an expert, by position, fit as well.
+        notes: sentences for a report.
+    """
+
+    base: Checkpoint
+    experts: tuple[Checkpoint, ...]
+    exclude: tuple[str, ...] = ()
+    rows: int | None = None
+    tokenizer: Path | None = None
+    side: Callable[[int, Checkpoint], Checkpoint] = lambda position, checkpoint: checkpoint
+    notes: tuple[str, ...] = ()
+
+
+def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[str]:
+    """Names of the base's tensors with one row a token, where some expert has another number of rows."""
+    found = []
+    for name, spec in base.specs.items():
+        others = [e.specs[name].shape for e in experts if name in e.specs]
+        differ = any(shape != spec.shape for shape in others)
+        alike = all(shape[1:] == spec.shape[1:] and len(shape) == len(spec.shape) for shape in others)
+        if differ and alike and spec.shape and is_vocabulary_name(name):
+            found.append(name)
+    return found
+
+
+def reconcile(
+    base: Checkpoint, experts: Sequence[Checkpoint], choice: str | None = None, tokenizer: Path | None = None
+) -> Reconciled:
+    """Give all checkpoints one vocabulary.
+
+    Args:
+        base, experts: under the same names (see `align`).
+        choice: one of `CHOICES`; None refuses a difference.
+        tokenizer: a folder whose tokenizer the result shall have (`pad` only); it must know every row that is
+            kept.
+
+    Raises:
+        InputError: vocabularies differ and no choice was made; `pad` without one tokenizer that fits.
+    """
+    if choice is not None and choice not in CHOICES:
+        raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
+    names = vocabulary_names(base, experts)
+    tokens = [read_tokens(checkpoint.folder) for checkpoint in (base, *experts)]
+    if names:
+        _check_one_size(names, (base, *experts))
+        for position, expert in enumerate(experts, 1):
+            if tokens[position] is None and expert.specs[names[0]].shape == base.specs[names[0]].shape:
+                tokens[position] = tokens[0]
+    if not names:
+        return Reconciled(base, tuple(experts), notes=_other_strings(base, experts, tokens))
+    if choice is None:
+        raise InputError(_choices(base, experts, names, tokens))
+    if choice == "base":
+        own = dict.fromkeys(names)
+        views = tuple(
+            View(e, {n: base.specs[n] if n in own else s for n, s in e.specs.items()}, _same(base, names))
+            for e in experts
+        )
+        note = f"{listing(names)}: left out of the merge, the base's own"
+        return Reconciled(base, views, tuple(names), notes=(note,), side=_blank_sides(base, names))
+    if choice == "intersect":
+        plan = _Rows(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
+        return plan.reconciled(None)
+    return _padded(base, tuple(experts), names, tokens, tokenizer)
+
+
+def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> None:
+    for checkpoint in checkpoints:
+        sizes = {name: checkpoint.specs[name].shape[0] for name in names}
+        if len(set(sizes.values())) > 1:
+            raise InputError(f"{checkpoint.label!r} has vocabularies of several sizes ({sizes}): not supported")
+
+
+def _same(base: Checkpoint, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+    return {name: partial(base.__getitem__, name) for name in names}
+
+
+def _blank_sides(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:
+    def fit(position: int, side: Checkpoint) -> Checkpoint:
+        specs = {
+            n: TensorSpec(base.specs[n].shape, s.dtype) if n in names else s for n, s in side.specs.items()
+        }
+        blank = {n: partial(torch.zeros, specs[n].shape, dtype=specs[n].dtype) for n in names if n in side}
+        return View(side, specs, blank)
+
+    return fit
+
+
+def _describe(checkpoint: Checkpoint, base: Checkpoint, name: str) -> str:
+    rows, wanted = checkpoint.specs[name].shape[0], base.specs[name].shape[0]
+    return f"{checkpoint.label!r} has {rows} rows ({wanted} in the base)"
+
+
+def _choices(
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    names: Sequence[str],
+    tokens: Sequence[dict[str, int] | None],
+) -> str:
+    lines = [f"the vocabularies differ in {listing(names)}:"]
+    for expert, own in zip(experts, tokens[1:], strict=True):
+        changed = [name for name in names if expert.specs[name].shape != base.specs[name].shape]
+        if changed:
+            line = f"  {_describe(expert, base, changed[0])}"
+            if own is not None and tokens[0] is not None:
+                more, less = own.keys() - tokens[0].keys(), tokens[0].keys() - own.keys()
+                line += f"; {len(more)} tokens only there ({listing(more, 4)}), {len(less)} only in the base"
+            lines.append(line)
+    matched = (
+        "their string" if all(t is not None for t in tokens) else "their row, as tokenizer files are missing"
+    )
+    lines += [
+        f"Tokens would be matched by {matched}. Choose one of:",
+        "  embeddings=intersect  the base's vocabulary; a token that an expert lacks gets no change from it, "
+        "and "
+        "tokens that only experts have are dropped",
+        "  embeddings=pad        the vocabulary of the tokenizer that knows all tokens (tokenizer_from=… names "
+        "it); "
+        "tokens that the base lacks are the mean of the experts that have them",
+        "  embeddings=base       these tensors stay the base's, only the others are merged",
+    ]
+    return "\n".join(lines)
+
+
+def _other_strings(
+    base: Checkpoint, experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]
+) -> tuple[str, ...]:
+    notes = []
+    for expert, own in zip(experts, tokens[1:], strict=True):
+        if own is not None and tokens[0] is not None and own != tokens[0]:
+            moved = [token for token, row in tokens[0].items() if own.get(token) != row]
+            more = own.keys() - tokens[0].keys()
+            notes.append(
+                f"warning: as many rows, but {expert.label!r} has {len(moved)} tokens elsewhere or not at all "
+                f"({listing(moved, 4)}) and {len(more)} of its own ({listing(more, 4)}); rows are merged by "
+                "number"
+            )
+    return tuple(notes)
+
+
+def _padded(
+    base: Checkpoint,
+    experts: tuple[Checkpoint, ...],
+    names: list[str],
+    tokens: Sequence[dict[str, int] | None],
+    tokenizer: Path | None,
+) -> Reconciled:
+    every = (base, *experts)
+    if any(own is None for own in tokens):
+        largest = max(every, key=lambda c: c.specs[names[0]].shape[0])
+        rows = largest.specs[names[0]].shape[0]
+        folder = tokenizer or (None if largest is base else largest.folder)
+        return _Rows(base, experts, names, [None] * len(every), rows, None).reconciled(folder)
+    known = [own for own in tokens if own is not None]
+    union = set().union(*known)
+    if tokenizer is not None:
+        wanted = read_tokens(tokenizer)
+        if wanted is None:
+            raise InputError(f"tokenizer_from={tokenizer} has no tokenizer.json, vocab.json or vocab.txt")
+        nowhere = wanted.keys() - union
+        if nowhere:
+            raise InputError(
+                f"no model has a row for {len(nowhere)} tokens of {tokenizer} ({listing(nowhere)})"
+            )
+        rows = max(
+            max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == tokenizer), 0
+        )
+        return _Rows(base, experts, names, tokens, rows, wanted).reconciled(tokenizer)
+    for checkpoint, own in zip(every, known, strict=True):
+        if own.keys() >= union:
+            rows = checkpoint.specs[names[0]].shape[0]
+            return _Rows(base, experts, names, tokens, rows, own).reconciled(
+                None if checkpoint is base else checkpoint.folder
+            )
+    raise InputError(
+        f"embeddings=pad: no tokenizer here knows all {len(union)} tokens: set tokenizer_from=… to a folder "
+        "whose "
+        "tokenizer does (an expert's name, if the other experts' own tokens may go), or embeddings=intersect"
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which row of each checkpoint is which row of the result."""
+
+    base: Checkpoint
+    experts: tuple[Checkpoint, ...]
+    names: Sequence[str]
+    tokens: Sequence[dict[str, int] | None]
+    rows: int
+    wanted: dict[str, int] | None
+    _maps: dict[int, Tensor] = field(default_factory=dict)
+    _new: dict[str, Tensor] = field(default_factory=dict)
+
+    def map(self, position: int) -> Tensor:
+        """Row of checkpoint `position` (0: the base) for each row of the result, −1 where it has none."""
+        if position not in self._maps:
+            checkpoint = (self.base, *self.experts)[position]
+            own, size = self.tokens[position], checkpoint.specs[self.names[0]].shape[0]
+            found = torch.full((self.rows,), -1)
+            if own is None or self.wanted is None:
+                found[: min(size, self.rows)] = torch.arange(min(size, self.rows))
+            else:
+                pairs = [(row, own[token]) for token, row in self.wanted.items() if token in own]
+                pairs = [(row, mine) for row, mine in pairs if row < self.rows and mine < size]
+                if pairs:
+                    found[torch.tensor([row for row, _ in pairs])] = torch.tensor([mine for _, mine in pairs])
+                if position == 0:
+                    named = set(self.wanted.values())
+                    spare = [r for r in range(min(size, self.rows)) if r not in named]
+                    found[spare] = torch.tensor(spare, dtype=torch.int64)
+            self._maps[position] = found
+        return self._maps[position]
+
+    def start(self, name: str) -> Tensor:
+        """The base's tensor with the result's rows."""
+        have = self.map(0) >= 0
+        values = self.base[name]
+        out = values.new_zeros((self.rows, *values.shape[1:]))
+        out[have] = values[self.map(0)[have]]
+        if not bool(have.all()):
+            if name not in self._new:
+                self._new[name] = self._mean(name, ~have)
+            out[~have] = self._new[name].to(out.dtype)
+        return out
+
+    def _mean(self, name: str, at: Tensor) -> Tensor:
+        shape = (int(at.sum()), *self.base.specs[name].shape[1:])
+        total, count = torch.zeros(shape), torch.zeros(shape[0], *[1] * (len(shape) - 1))
+        for position, expert in enumerate(self.experts, 1):
+            source = self.map(position)[at]
+            has = source >= 0
+            if bool(has.any()):
+                total[has] += expert[name][source[has]].float()
+                count[has] += 1
+        return total / count.clamp(min=1)
+
+    def moved(self, position: int, name: str) -> Tensor:
+        """An expert's tensor with the result's rows; the base's where one of the two has none."""
+        out = self.start(name)
+        both = (self.map(position) >= 0) & (self.map(0) >= 0)
+        values = self.experts[position - 1][name]
+        out = out.to(torch.promote_types(out.dtype, values.dtype))
+        out[both] = values[self.map(position)[both]].to(out.dtype)
+        return out
+
+    def side(self, position: int, checkpoint: Checkpoint) -> Checkpoint:
+        """A side input shaped like the expert's tensors: nothing is known of rows that the expert lacks."""
+        names = [n for n in self.names if n in checkpoint]
+
+        def read(name: str) -> Tensor:
+            values = checkpoint[name]
+            out = values.new_zeros((self.rows, *values.shape[1:]))
+            both = (self.map(position + 1) >= 0) & (self.map(0) >= 0)
+            out[both] = values[self.map(position + 1)[both]]
+            return out
+
+        return View(checkpoint, self._specs(checkpoint, names), {n: partial(read, n) for n in names})
+
+    def _specs(self, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorSpec]:
+        changed = {n: checkpoint.specs[n] for n in names}
+        resized = {n: TensorSpec((self.rows, *s.shape[1:]), s.dtype) for n, s in changed.items()}
+        return {name: resized.get(name, spec) for name, spec in checkpoint.specs.items()}
+
+    def _view(self, checkpoint: Checkpoint, read: Mapping[str, Callable[[], Tensor]]) -> Checkpoint:
+        specs = self._specs(checkpoint, read)
+        for name in read:
+            kinds = (self.base.specs[name].dtype, checkpoint.specs[name].dtype)
+            specs[name] = TensorSpec(specs[name].shape, torch.promote_types(*kinds))
+        return View(checkpoint, specs, read)
+
+    def reconciled(self, tokenizer: Path | None) -> Reconciled:
+        base = self._view(self.base, {n: partial(self.start, n) for n in self.names})
+        experts = tuple(
+            self._view(expert, {n: partial(self.moved, position, n) for n in self.names})
+            for position, expert in enumerate(self.experts, 1)
+        )
+        by = "row" if self.wanted is None or None in self.tokens else "token"
+        notes = [f"{listing(self.names)}: {self.rows} rows, matched by {by}"]
+        for position, expert in enumerate(self.experts, 1):
+            size, used = expert.specs[self.names[0]].shape[0], int((self.map(position) >= 0).sum())
+            notes.append(f"{expert.label}: {used} of its {size} rows are in the result")
+        rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
+        return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))

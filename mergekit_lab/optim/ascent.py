@@ -1,0 +1,131 @@
+"""The two-evaluation step of the SAM family: the first gradient says where to go, the second what to do."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import require_flag, require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sharded import is_sharded
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, mix_gradients
+
+
+class AscentOptimizer(WrappedOptimizer):
+    """Two evaluations a step: the gradient at θ says where to go, the base steps with the gradient there.
+
+    The base always steps from θ, which is put back from a copy. With ρ = 0 there is one evaluation and the
+    result is the base optimizer's, bit for bit. Extra memory: a copy of the parameters that have a gradient.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`.
+        rho: radius of the perturbation, ≥ 0.
+        ascent_fraction: in (0, 1], what `batch_fraction` says during the first of two evaluations. A closure
+            that reads it makes the ascent that much cheaper.
+        sync_ascent: whether processes share the gradient of the ascent. False (m-SAM) lets each go up its
+            own; the gradient the weights follow is shared either way. It needs `attach`.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
+    mixes_gradients: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: float,
+        ascent_fraction: float = 1.0,
+        sync_ascent: bool = True,
+    ) -> None:
+        self.rho = rho
+        self.ascent_fraction = ascent_fraction
+        self.sync_ascent = sync_ascent
+        super().__init__(named_parameters, base)
+
+    def validate(self) -> None:
+        require_number("rho", self.rho, minimum=0)
+        require_number("ascent_fraction", self.ascent_fraction, minimum=0, maximum=1)
+        require_flag("sync_ascent", self.sync_ascent)
+        if self.ascent_fraction == 0:
+            raise InputError("ascent_fraction=0 leaves the ascent no samples: give a number in (0, 1]")
+        if not self.sync_ascent and any(is_sharded(p) for p in self.parameters):
+            raise InputError(
+                f"{type(self).__name__}(sync_ascent=False) needs whole gradients on every process, and "
+                "fully_shard leaves each a part: set sync_ascent=True, or use DistributedDataParallel"
+            )
+
+    @property
+    def evaluations_per_step(self) -> int:
+        return 2
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether there is anywhere to go; if not, the step is the base optimizer's."""
+        return self.rho > 0
+
+    @property
+    def ascending(self) -> bool:
+        """True in the first of two evaluations, unless its gradient is part of the one the base gets."""
+        return self.perturbs and not self.mixes_gradients and not self.theta.held
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
+        """What to add to `params` for the second evaluation.
+
+        Args:
+            params, grads: the parameters that have a gradient, and their gradients at θ; left as they are.
+
+        Returns:
+            One tensor per parameter, same order and shapes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
+
+    def mixed(self, first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
+        """The gradient for the base, of a class that sets `mixes_gradients`.
+
+        Args:
+            first, second: gradients at θ and at the perturbed point, pairwise of the same shape.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define mixed(first, second)")
+
+    def update(self, closure: Closure | None) -> Any:
+        """Two evaluations and a step of the base; gradients from before it do not count."""
+        if closure is None:
+            name = type(self).__name__
+            raise InputError(
+                f"{name}.step() needs a closure, because {name} evaluates the loss twice: pass a function "
+                "that runs forward and backward and returns the loss. Gradient scalers "
+                "(torch.amp.GradScaler, Lightning's precision='16-mixed') step without one: use "
+                "precision='bf16-mixed' or float32"
+            )
+        if not self.perturbs:
+            loss = self.evaluate(closure)
+        else:
+            loss = self.evaluate(closure, fraction=self.ascent_fraction, sync=self.sync_ascent)
+            first: dict[Tensor, Tensor] = {}
+            try:
+                if self._ascend(first):
+                    self.evaluate(closure, 1)
+            finally:
+                self.theta.restore()
+            mix_gradients(first, self.mixed)
+        self.base.step()
+        return loss
+
+    def _ascend(self, keep: dict[Tensor, Tensor]) -> bool:
+        """Move to the perturbed point; False if no parameter has a gradient.
+
+        Apart from `update` so that the first gradients, unless `keep` is to have them, and the perturbation
+        are freed before the second evaluation.
+        """
+        params = [p for p in self.parameters if p.grad is not None]
+        if not params:
+            return False
+        grads = [p.grad for p in params if p.grad is not None]
+        if self.mixes_gradients:
+            keep.update(zip(params, grads, strict=True))
+        shift = self.perturbation(params, grads)
+        self.theta.save(params)
+        torch._foreach_add_(params, list(shift))
+        return True

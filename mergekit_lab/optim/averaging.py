@@ -1,0 +1,151 @@
+"""Training whose product is the average of the weights it passes through.
+
+`Averaging` is put before the optimizer whose steps it averages: `class WASAM(Averaging, SAM)`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import require_integer, require_number
+from mergekit_lab.optim.sharded import local
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, at_least_float32
+
+
+def fold_in(average: list[Tensor], weights: list[Tensor], count: int) -> None:
+    """Make `average` of `count` weights that of `count + 1`, in place: a += (w − a) / (count + 1)."""
+    torch._foreach_lerp_(average, weights, 1 / (count + 1))
+
+
+class Averaging(WrappedOptimizer):
+    """Keeps the average of θ over steps; in eval mode the weights are that average.
+
+    In eval mode, where the optimizer starts, `step(closure)` does everything: it puts θ back, steps, takes the
+    new θ into the average and leaves the weights at the average. So whatever evaluates or saves the model
+    between two steps gets the average. In train mode, between `train()` and `eval()`, the weights are θ and
+    gradients are the loop's: if one evaluation is a step, micro-batches accumulate as usual, with a closure for
+    the last or without. Until the average has begun the weights are θ in both modes.
+
+    A checkpoint holds what the model has and this optimizer's state dict, taken in the same mode. In eval mode
+    the state dict holds θ too, and loading it leaves θ ready for the next step; so a resumed run goes on bit
+    for bit from a checkpoint in either mode.
+
+    Normalisations with running statistics have those of θ: renew them with
+    `torch.optim.swa_utils.update_bn` in eval mode, before the average is evaluated.
+
+    Extra memory: the average in float32 at least, and a copy of θ while the weights are the average.
+
+    Attributes:
+        steps_done: base steps so far.
+        averaged_count: how many of them the average is of.
+        training: whether the optimizer is in train mode.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "start",
+        "every",
+        "steps_done",
+        "averaged_count",
+        "training",
+    )
+    saved_tensors: ClassVar[tuple[str, ...]] = ("average", "aside")
+    average: dict[Tensor, Tensor]
+    aside: dict[Tensor, Tensor]
+    takes_sharded = True
+
+    def begin(self, steps: int, start: float, every: int) -> None:
+        """Set what a subclass's constructor was given, before it calls its optimizer's."""
+        self.steps = steps
+        self.start = start
+        self.every = every
+        self.steps_done = 0
+        self.averaged_count = 0
+        self._mode = {"training": False}
+
+    def validate(self) -> None:
+        super().validate()
+        require_integer("steps", self.steps, minimum=1)
+        require_number("start", self.start, minimum=0, maximum=1)
+        require_integer("every", self.every, minimum=1)
+
+    @property
+    def training(self) -> bool:
+        return self._mode["training"]
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._mode["training"] = value
+
+    @property
+    def drops_gradients(self) -> bool:
+        return not self.training
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the weights to θ, unless they are there."""
+        self.training = True
+        self._go_to_theta()
+
+    def _go_to_theta(self) -> None:
+        if self.aside:
+            torch._foreach_copy_(local(self.aside), local(self.aside.values()))
+            self.aside.clear()
+            torch.clear_autocast_cache()
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the weights to the average, unless they are there or there is none yet."""
+        self.training = False
+        if self.average and not self.aside:
+            self.aside.update({p: p.detach().clone() for p in self.average})
+            torch._foreach_copy_(local(self.average), local(self.average.values()))
+            torch.clear_autocast_cache()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the weights are the average; after it, what they were."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                self.train()
+
+    def update(self, closure: Closure | None) -> Any:
+        in_train_mode = self.training
+        if closure is None and not in_train_mode and self.evaluations_per_step == 1:
+            raise InputError(
+                f"{type(self).__name__}.step() without a closure needs train mode, else the gradient may be "
+                "that of the average: call optimizer.train() before the forward pass, or pass a closure "
+                "(Lightning does, except with precision='16-mixed': use 'bf16-mixed')"
+            )
+        self._go_to_theta()
+        try:
+            loss = super().update(closure)
+            self.steps_done += 1
+            self._take_in()
+        finally:
+            if not (in_train_mode and self.stays_in_train_mode):
+                self.eval()
+        return loss
+
+    def _take_in(self) -> None:
+        since = self.steps_done - int(self.start * self.steps)
+        if since < 0 or since % self.every:
+            return
+        params = [p for p in self.parameters if p.requires_grad]
+        new = [p for p in params if p not in self.average]
+        old = [p for p in params if p in self.average]
+        if old:
+            weights = at_least_float32([p.detach() for p in old])
+            fold_in([self.average[p] for p in old], weights, self.averaged_count)
+        self.average.update(
+            {p: w.clone() for p, w in zip(new, at_least_float32([p.detach() for p in new]), strict=True)}
+        )
+        self.averaged_count += 1

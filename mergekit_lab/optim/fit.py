@@ -1,0 +1,152 @@
+"""How large merge offsets are: a distribution fitted to the task vectors of experts that exist.
+
+MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3, figure 3 and table 10 (no public
+code): the entries of task vectors θ_t − θ0 follow a Laplace distribution; the fit is judged by its
+Kolmogorov–Smirnov distance and mean log-likelihood. Estimates are those of maximum likelihood: median and
+mean absolute deviation (Laplace), mean and standard deviation (Gaussian).
+
+Where we differ: all entries count, not a sample, and no copy of them is made: a histogram over the leading
+bits of each float stands for the sorted entries. The median is exact; the distance is exact at the edges of
+the histogram's bins, and within a bin, 2⁻¹³ of the value wide, the fitted probability is under 4e-5 where loc
+is small beside scale, as it is for task vectors.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import require_known
+from mergekit_lab.optim.noise import DISTRIBUTIONS
+
+_LOW_BITS = 10
+_BINS = 2 ** (32 - _LOW_BITS)
+_SIGN = 2**31
+
+
+@dataclass(frozen=True)
+class OffsetFit:
+    """A fitted distribution of task-vector entries, and how well it fits.
+
+    Attributes:
+        loc, scale: μ and b (Laplace) or mean and standard deviation (Gaussian), in units of the weights.
+        distribution: `laplace` or `gaussian`.
+        ks_distance: largest difference, in [0, 1], between the fitted and the empirical distribution
+            function.
+        mean_log_likelihood: of an entry, in nats; infinite if all entries are equal.
+        entries: how many there were.
+    """
+
+    loc: float
+    scale: float
+    distribution: str
+    ks_distance: float
+    mean_log_likelihood: float
+    entries: int
+
+
+@torch.no_grad()
+def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "laplace") -> OffsetFit:
+    """Fit `loc` and `scale` of `MergOPT` to task vectors, by maximum likelihood.
+
+    Args:
+        deltas: task vectors: a mapping of tensors by name, a list of tensors, or a mapping or list of such.
+            Read three times, a tensor at a time and in float32, so a mapping may load what it is asked for.
+            Tensors that are not of floating numbers are left out.
+        distribution: `laplace` or `gaussian`.
+
+    Raises:
+        InputError: an iterator, which can be read once only; no entries; an entry that is not finite; an
+            unknown distribution.
+    """
+    require_known("distribution", distribution, DISTRIBUTIONS)
+    counts = torch.zeros(_BINS, dtype=torch.int64)
+    for values in _flat(deltas, ""):
+        counts += torch.bincount(_ordered(values) >> _LOW_BITS, minlength=_BINS).cpu()
+    entries = int(counts.sum())
+    if entries == 0:
+        raise InputError("there are no entries to fit: are the task vectors empty, or of integers?")
+    if distribution == "laplace":
+        loc = _median(deltas, counts, entries)
+        scale = sum(float((v.double() - loc).abs().sum()) for v in _flat(deltas, "")) / entries
+        likelihood = -math.log(2 * scale) - 1 if scale else math.inf
+    else:
+        loc = sum(float(v.double().sum()) for v in _flat(deltas, "")) / entries
+        variance = sum(float((v.double() - loc).square().sum()) for v in _flat(deltas, "")) / entries
+        scale = math.sqrt(variance)
+        likelihood = -0.5 * math.log(2 * math.pi * variance) - 0.5 if variance else math.inf
+    distance = _distance(counts, entries, distribution, loc, scale)
+    return OffsetFit(loc, scale, distribution, distance, likelihood, entries)
+
+
+def _flat(deltas: Any, name: str) -> Iterator[Tensor]:
+    """Every floating tensor in `deltas`, flat, in float32."""
+    if isinstance(deltas, Tensor):
+        if not deltas.is_floating_point():
+            return
+        values = deltas.detach().flatten().float()
+        if not torch.isfinite(values).all():
+            raise InputError(f"task vector {name or 'without a name'} has entries that are not finite")
+        yield values
+    elif isinstance(deltas, Mapping):
+        for key in deltas:
+            yield from _flat(deltas[key], f"{name}.{key}".lstrip("."))
+    elif isinstance(deltas, Iterable) and not isinstance(deltas, Iterator | str):
+        for place, item in enumerate(deltas):
+            yield from _flat(item, f"{name}.{place}".lstrip("."))
+    else:
+        raise InputError(
+            f"task vectors must be tensors in mappings or lists, not a {type(deltas).__name__}: they are read "
+            "several times"
+        )
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Whole numbers in [0, 2³²) in the order of the float32 `values`: their bits, negative ones mirrored."""
+    bits = values.view(torch.int32).long()
+    return torch.where(bits < 0, -bits - 1, bits + _SIGN)
+
+
+def _values(ordered: Tensor) -> Tensor:
+    """The float32 values that `_ordered` made these numbers of."""
+    bits = torch.where(ordered < _SIGN, -ordered - 1, ordered - _SIGN)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _median(deltas: Any, counts: Tensor, entries: int) -> float:
+    """The lower median: the leading bits from `counts`, the rest from another pass."""
+    place = (entries - 1) // 2
+    below = counts.cumsum(0)
+    leading = int(torch.searchsorted(below, place, right=True))
+    rest = place - (int(below[leading - 1]) if leading else 0)
+    low = torch.zeros(2**_LOW_BITS, dtype=torch.int64)
+    for values in _flat(deltas, ""):
+        ordered = _ordered(values)
+        inside = ordered[ordered >> _LOW_BITS == leading] % 2**_LOW_BITS
+        low += torch.bincount(inside, minlength=2**_LOW_BITS).cpu()
+    trailing = int(torch.searchsorted(low.cumsum(0), rest, right=True))
+    return float(_values(torch.tensor([(leading << _LOW_BITS) + trailing])))
+
+
+def _distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
+    """sup |F_fitted − F_empirical| over the edges of the bins."""
+    if scale == 0:
+        return 0.0  # all entries are at loc, and so is the whole fitted distribution
+    used = counts.nonzero().flatten()
+    after = counts[used].cumsum(0).double() / entries
+    before = torch.cat([after.new_zeros(1), after[:-1]])
+    lower = _cdf(_values(used << _LOW_BITS).double(), distribution, loc, scale)
+    upper = _cdf(_values((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale)
+    return float(torch.maximum((lower - before).abs(), (upper - after).abs()).max())
+
+
+def _cdf(x: Tensor, distribution: str, loc: float, scale: float) -> Tensor:
+    z = (x - loc) / scale
+    if distribution == "gaussian":
+        return torch.special.ndtr(z)
+    tail = 0.5 * (-z.abs()).exp()
+    return torch.where(z < 0, tail, 1 - tail)

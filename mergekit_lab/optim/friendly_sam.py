@@ -1,0 +1,72 @@
+"""Friendly SAM: SAM that goes up the batch's own part of the gradient only, not the part all batches share.
+
+Li, Zhou, He, Cheng, Huang: Friendly Sharpness-Aware Minimization (CVPR 2024), section 4, algorithm 1.
+Reference implementation: nblt/F-SAM, `FriendlySAM(adaptive=False)`: the shared part is a running mean of past
+gradients, taken off before the batch's gradient joins it; the first step has none and is SAM's.
+
+Where we differ: as in sam.py, and the running mean is kept in float32 at least.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sam import sam_perturbation
+from mergekit_lab.optim.wrapper import at_least_float32
+
+
+def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: float) -> list[Tensor]:
+    """d = g − σ m, one tensor per gradient; `mean` holds m, pairwise of the same shape."""
+    return list(torch._foreach_sub(grads, mean, alpha=sigma))
+
+
+class FriendlySAM(AscentOptimizer):
+    """Friendly sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+
+    Extra memory, beside SAM's: a running mean of the gradients.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer.
+        sigma: σ, how much of the running mean is taken off; 0 is SAM.
+        lmbda: λ in [0, 1], the weight of the past in the running mean.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sigma", "lmbda")
+    saved_tensors: ClassVar[tuple[str, ...]] = ("mean",)
+    mean: dict[Tensor, Tensor]
+    takes_sharded = True
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: float = 0.05,
+        sigma: float = 1.0,
+        lmbda: float = 0.9,
+    ) -> None:
+        self.sigma = sigma
+        self.lmbda = lmbda
+        super().__init__(named_parameters, base, rho)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("sigma", self.sigma)
+        require_number("lmbda", self.lmbda, minimum=0, maximum=1)
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        grads = at_least_float32(grads)
+        means = [
+            self.mean[p] if p in self.mean else torch.zeros_like(g) for p, g in zip(params, grads, strict=True)
+        ]
+        direction = friendly_direction(grads, means, self.sigma)
+        torch._foreach_lerp_(means, grads, 1 - self.lmbda)
+        self.mean.update({p: g.clone() for p, g in zip(params, grads, strict=True) if p not in self.mean})
+        return sam_perturbation(direction, self.rho)

@@ -1,0 +1,99 @@
+"""Random numbers that depend on (seed, step) alone, and offsets of the weights made of them."""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.sharded import local, part_like
+
+DISTRIBUTIONS = ("laplace", "gaussian")
+ENTRIES_PER_DRAW = 2**24
+_BELOW_ONE = 1 - 2**-24
+
+
+def hashed(seed: int, step: int, what: str) -> int:
+    """64 well-mixed bits for one purpose (`what`) of one step."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def sample(
+    count: int, generator: torch.Generator, dtype: torch.dtype, *, distribution: str, loc: float, scale: float
+) -> Tensor:
+    """`[count]` independent draws on the generator's device.
+
+    Laplace by inversion: u uniform on [−1, 1) gives loc − scale · sign(u) · log(1 − |u|). |u| is kept below
+    1, which a uniform does reach, so every draw is finite.
+    """
+    draws = torch.empty(count, dtype=dtype, device=generator.device)
+    if distribution == "gaussian":
+        draws.normal_(generator=generator)
+    else:
+        draws.uniform_(-1, 1, generator=generator)
+        log = draws.abs().clamp_(max=_BELOW_ONE).neg_().log1p_()
+        draws = log.copysign_(draws)
+    return draws.mul_(scale).add_(loc)
+
+
+def noise(
+    params: list[Tensor], seed: int, *, distribution: str, loc: float, scale: float
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Draw for each parameter, entry by entry, a few parameters at a time.
+
+    Args:
+        params: any shapes and devices. Draws are float64 for float64 parameters, float32 for all others.
+        seed: 64 bits; the same seed and layout of parameters give the same draws on one type of device.
+        distribution, loc, scale: `laplace` with mean `loc` and mean absolute deviation `scale`, or
+            `gaussian` with mean `loc` and standard deviation `scale`.
+
+    Yields:
+        Parameters and their draws, pairwise of the same shape. Of sharded parameters both are this process's
+        parts; every process draws the whole, so that the parts are those of an unsharded run.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for group in _drawn_together(params):
+        device = group[0].device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        sizes = [p.numel() for p in group]
+        draws = sample(
+            sum(sizes), generators[device], _wide(group[0]), distribution=distribution, loc=loc, scale=scale
+        )
+        pieces = zip(draws.split(sizes), group, strict=True)
+        yield local(group), [part_like(piece.view(p.shape), p) for piece, p in pieces]
+
+
+def add_offset(
+    params: list[Tensor], seed: int, factor: float, *, distribution: str, loc: float, scale: float
+) -> None:
+    """Add `factor` · z to `params` in place, z as `noise` draws it.
+
+    z is added in its own precision; lower ones are rounded once, after the addition.
+    """
+    draws = noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
+    for group, z in draws:
+        torch._foreach_add_(group, z)
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
+
+    One draw serves many small tensors; one draw for all would double the memory of a large model.
+    """
+    group: list[Tensor] = []
+    entries = 0
+    for p in params:
+        kind = (p.device, _wide(p))
+        if group and (kind != (group[0].device, _wide(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW):
+            yield group
+            group, entries = [], 0
+        group.append(p)
+        entries += p.numel()
+    if group:
+        yield group

@@ -1,0 +1,138 @@
+"""The step of methods that take the gradient at a random point near θ, with or without a closure."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import require_integer
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+
+
+class OffsetOptimizer(WrappedOptimizer):
+    """The gradient is taken at θ plus an offset of chance, the base steps from θ. One evaluation a step.
+
+    With a closure, `step(closure)` does everything: it moves the weights to the offset point, drops the
+    gradients, calls the closure once, puts θ back and lets the base step.
+
+    Without one, the weights live at the offset point while training. `train()` moves them there and `eval()`
+    back to θ, any number of times, but not between a forward pass and its backward. In train mode `step()`
+    puts θ back, lets the base step, and moves on to the next offset point (unless `stays_in_train_mode` is
+    False); the loop owns the gradients, so micro-batches accumulate as usual, and `step(closure)` calls the
+    closure where the weights are, without zeroing first. Both ways give the same weights. The optimizer
+    starts in eval mode.
+
+    Call `eval()` before evaluating, saving or loading weights: in train mode the model holds the offset
+    point. `state_dict()` may be taken in either mode, for it does not depend on where the weights are.
+
+    The offset covers the parameters that require a gradient. Extra memory: one copy of them, while they are
+    away from θ.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
+            and the type of device; ranks with the same seed take the same offset.
+
+    Attributes:
+        steps_done: base steps so far.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step()` in eval mode without a closure; a sparse
+            gradient.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("seed", "steps_done")
+
+    def __init__(self, named_parameters: Parameters, base: BaseOptimizer, seed: int = 0) -> None:
+        self.seed = seed
+        self.steps_done = 0
+        self._unmoved: list[tuple[Tensor, int]] = []
+        super().__init__(named_parameters, base)
+
+    def validate(self) -> None:
+        require_integer("seed", self.seed)
+
+    def offset(self, params: list[Tensor], candidate: int) -> bool:
+        """Add the offset of the coming step to `params` in place; False if there is none.
+
+        Args:
+            params: those that require a gradient.
+            candidate: which of several offsets of this step, from 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define offset(params, candidate)")
+
+    @property
+    def unmoved_fraction(self) -> float | None:
+        """Fraction (0…1) of the low-precision entries the last offset left at θ, being under half an ulp.
+
+        None if no parameter is of low precision or the last offset was zero anyway. Reading it waits for the
+        device.
+        """
+        total = sum(entries for _, entries in self._unmoved)
+        return sum(int(same) for same, _ in self._unmoved) / total if total else None
+
+    def train(self) -> None:
+        """Move the weights to the offset point of the coming step, unless they are there.
+
+        Raises:
+            InputError: the method evaluates more than once a step, which needs a closure in eval mode.
+        """
+        if self.evaluations_per_step > 1:
+            raise InputError(
+                f"{type(self).__name__} evaluates {self.evaluations_per_step} times a step and so has no "
+                "train mode: call step(closure) in eval mode, or take the settings with one evaluation"
+            )
+        if not self.theta.held:
+            self._move()
+
+    def eval(self) -> None:
+        """Put the weights back to θ, unless they are there."""
+        with torch.no_grad():
+            self.theta.restore()
+        torch.clear_autocast_cache()
+
+    def update(self, closure: Closure | None) -> Any:
+        """One step of the base; returns the first loss, which is that at an offset point, if there is one."""
+        in_train_mode = self.theta.held
+        if closure is None and not in_train_mode:
+            name = type(self).__name__
+            raise InputError(
+                f"{name}.step() without a closure needs train mode, else the gradient is that of θ and no "
+                "offset plays a part: call optimizer.train() before the forward pass, or pass a closure "
+                "(Lightning does, except with precision='16-mixed': use 'bf16-mixed')"
+            )
+        loss = None
+        if closure is None:
+            self.refuse_sparse_gradients()
+        elif in_train_mode:
+            loss = self.evaluate(closure, zero=False)
+        else:
+            try:
+                loss = self.explore(closure)
+            finally:
+                self.eval()
+        self.eval()
+        self.base.step()
+        self.steps_done += 1
+        if in_train_mode and self.stays_in_train_mode:
+            self.train()
+        return loss
+
+    def explore(self, closure: Closure) -> Any:
+        """From θ, evaluate where the method wants, leave the gradient for the base, return the first loss."""
+        self._move()
+        return self.evaluate(closure)
+
+    @torch.no_grad()
+    def _move(self, candidate: int = 0) -> None:
+        params = [p for p in self.parameters if p.requires_grad]
+        copies = self.theta.save(params)
+        self._unmoved.clear()
+        if not self.offset(params, candidate):
+            return
+        torch.clear_autocast_cache()
+        for p, before in zip(params, copies, strict=True):
+            if torch.finfo(p.dtype).bits < 32:
+                self._unmoved.append(((p == before).sum(), p.numel()))

@@ -1,0 +1,62 @@
+"""PGN: minimise the loss plus λ times the norm of its gradient.
+
+Zhao, Zhang, Hu: Penalizing Gradient Norm for Efficiently Improving Generalization in Deep Learning (ICML
+2022), section 3.2, algorithm 1. The gradient of the norm is a difference of two gradients over a distance r,
+which makes it (1 − α) ∇L(θ) + α ∇L(θ + r g/‖g‖) with α = λ/r. Reference implementation: zhaoyang-0204/gnp.
+
+Where we differ: as in sam.py.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sam import sam_perturbation
+
+
+def penalised_gradient(first: list[Tensor], second: list[Tensor], alpha: float) -> list[Tensor]:
+    """(1 − α) g(θ) + α g(θ + e), pairwise over `first` and `second`."""
+    return list(torch._foreach_lerp(first, second, alpha))
+
+
+class PGN(AscentOptimizer):
+    """Gradient-norm penalty around any base optimizer. Two evaluations a step, both of which count.
+
+    Extra memory, beside SAM's: the first gradients.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        rho: r ≥ 0, the distance; 0 is the base optimizer.
+        alpha: α = λ/r ≥ 0; 0 is the base optimizer, 1 is SAM. The authors use 0.8.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    takes_sharded = True
+    mixes_gradients = True
+
+    def __init__(
+        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 0.8
+    ) -> None:
+        self.alpha = alpha
+        super().__init__(named_parameters, base, rho)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("alpha", self.alpha, minimum=0)
+
+    @property
+    def perturbs(self) -> bool:
+        return self.rho > 0 and self.alpha > 0
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return sam_perturbation(grads, self.rho)
+
+    def mixed(self, first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+        return penalised_gradient(first, second, self.alpha)

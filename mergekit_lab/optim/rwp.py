@@ -1,0 +1,102 @@
+"""RWP: step with the gradient taken at a random point near θ, as far away as each filter is long.
+
+Li, Yan, Tao, Huang, Cheng: Efficient Generalization Improvement Guided by Random Weight Perturbation (arXiv
+2211.11489), section 4: Gaussian noise whose standard deviation is γ times the norm of the filter, and
+(1 − α) ∇L(θ) + α ∇L(θ + e). Reference implementation: nblt/RWP, where tensors of one dimension count as one
+filter.
+
+Where we differ: by default α = 1, the perturbed loss alone, which takes one evaluation and no closure, as
+their single-sample convolution does. α < 1 evaluates the same batch at both points; the authors give each to
+its own processes, with its own batch. The draws are a function of (seed, step). Otherwise as in mergopt.py.
+"""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.noise import hashed, noise
+from mergekit_lab.optim.offset import OffsetOptimizer
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.pgn import penalised_gradient
+from mergekit_lab.optim.wrapper import Closure, mix_gradients
+
+
+def filter_norms(weight: Tensor) -> Tensor:
+    """The L2 norm of each filter, broadcastable over `weight`, in float32 at least.
+
+    A filter is all that belongs to one index of dimension 0; a vector or a number is one filter.
+    """
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if weight.ndim < 2:
+        return torch.linalg.vector_norm(weight, dtype=wide)
+    return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=wide)
+
+
+def add_filter_noise(params: list[Tensor], seed: int, gamma: float) -> None:
+    """Add γ ‖filter‖ z to `params` in place, z standard normal; `seed` has 64 bits."""
+    for group, z in noise(params, seed, distribution="gaussian", loc=0.0, scale=gamma):
+        torch._foreach_mul_(z, [filter_norms(p) for p in group])
+        torch._foreach_add_(group, z)
+
+
+class RWP(OffsetOptimizer):
+    """Random weight perturbation around any base optimizer. One evaluation a step, or two with α < 1.
+
+    With a closure or without, in eval mode or train mode: see `OffsetOptimizer`. Train mode needs α = 1.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        gamma: γ ≥ 0, the noise's standard deviation over the norm of the filter; 0 is the base optimizer.
+        alpha: α in [0, 1], the weight of the perturbed loss; the authors use 0.5. 0 is the base optimizer.
+        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
+            and the type of device; ranks with the same seed take the same offset.
+
+    Attributes:
+        steps_done: base steps so far.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step()` without a closure, in eval mode or with α < 1; a
+            sparse gradient.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha", *OffsetOptimizer.saved_attributes)
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        gamma: float = 0.01,
+        alpha: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.gamma = gamma
+        self.alpha = alpha
+        super().__init__(named_parameters, base, seed)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("gamma", self.gamma, minimum=0)
+        require_number("alpha", self.alpha, minimum=0, maximum=1)
+
+    @property
+    def evaluations_per_step(self) -> int:
+        return 2 if self.gamma > 0 and 0 < self.alpha < 1 else 1
+
+    def offset(self, params: list[Tensor], candidate: int) -> bool:
+        if self.gamma == 0 or self.alpha == 0:
+            return False
+        add_filter_noise(params, hashed(self.seed, self.steps_done, "offset"), self.gamma)
+        return True
+
+    def explore(self, closure: Closure) -> Any:
+        if self.evaluations_per_step == 1:
+            return super().explore(closure)
+        loss = self.evaluate(closure)
+        first = {p: p.grad for p in self.parameters if p.grad is not None}
+        self._move()
+        self.evaluate(closure, 1)
+        mix_gradients(first, partial(penalised_gradient, alpha=self.alpha))
+        return loss

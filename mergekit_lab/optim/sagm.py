@@ -1,0 +1,63 @@
+"""SAGM: minimise the loss, the loss at SAM's point, and the angle between their gradients.
+
+Wang, Zhang, Lei, Zhang: Sharpness-Aware Gradient Matching for Domain Generalization (CVPR 2023), section 3.2,
+algorithm 1: the sum of ∇L(θ) and the gradient at θ + ρ g/‖g‖ − α g. Reference implementation:
+Wang-pengfei/SAGM, `SAGM(adaptive=False)`, which takes the mean of the two gradients where the paper has their
+sum; so do we, and learning rates mean what they mean for the base.
+
+Where we differ: as in sam.py.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sharded import global_norm
+
+
+def sagm_perturbation(grads: list[Tensor], rho: float, alpha: float) -> list[Tensor]:
+    """e = (ρ / (‖g‖ + 1e-12) − α) g, ‖g‖ over all tensors together; zero gradients give e = 0."""
+    return list(torch._foreach_mul(grads, rho / (global_norm(grads) + 1e-12) - alpha))
+
+
+class SAGM(AscentOptimizer):
+    """Sharpness-aware gradient matching around any base optimizer. Two evaluations a step, both of which count.
+
+    Extra memory, beside SAM's: the first gradients.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        rho: radius ρ ≥ 0 of the ball.
+        alpha: α ≥ 0, a step length; with ρ and α 0 this is the base optimizer. The authors use 0.001.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    takes_sharded = True
+    mixes_gradients = True
+
+    def __init__(
+        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 1e-3
+    ) -> None:
+        self.alpha = alpha
+        super().__init__(named_parameters, base, rho)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("alpha", self.alpha, minimum=0)
+
+    @property
+    def perturbs(self) -> bool:
+        return self.rho > 0 or self.alpha > 0
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return sagm_perturbation(grads, self.rho, self.alpha)
+
+    def mixed(self, first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_lerp(first, second, 0.5))

@@ -1,0 +1,67 @@
+"""Parameters that FSDP2 has spread over processes: their local parts, and norms over all of them.
+
+A sharded tensor (`torch.distributed.tensor.DTensor`) is known here by its `to_local`, because importing its
+class takes as long as importing torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds only a part of `tensor`, or one of several copies."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This process's part of each tensor, sharing its memory (under `no_grad`); plain tensors as they are."""
+    return [part_of(t) for t in tensors]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This process's part of `tensor`; a plain tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def part_like(full: Tensor, like: Tensor) -> Tensor:
+    """The part of `full` that this process holds of `like`, which has the same shape. No communication.
+
+    Every process must bring the same `full`.
+    """
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    of: Any = like
+    return distribute_tensor(full, of.device_mesh, of.placements, src_data_rank=None).to_local()
+
+
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
+
+    Low precisions are accumulated in float32: squares of ordinary gradients underflow in float16. Sharded
+    tensors count with all their parts, so every process of their mesh must call this.
+    """
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    norms = list(torch._foreach_norm(local(tensors), 2, wide))
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for place, t in enumerate(tensors):
+        if is_sharded(t):
+            of: Any = t
+            kinds.setdefault((of.device_mesh, of.placements), []).append(place)
+    for (mesh, placements), places in kinds.items():
+        squares = torch.stack([norms[place] for place in places]).square()
+        for place, square in zip(places, _summed(squares, mesh, placements), strict=True):
+            norms[place] = square.sqrt()
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])).item()
+
+
+def _summed(parts: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """`parts` added up over the dimensions of `mesh` that shard, not over those that only copy."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    adding = [Partial() if placement.is_shard() else placement for placement in placements]
+    return DTensor.from_local(parts, mesh, adding, run_check=False).full_tensor()

@@ -1,0 +1,231 @@
+"""Sparse SAM: SAM that moves only the weights a mask chooses, those that matter or a changing random set.
+
+Mi, Shen, Ren, Zhou, Sun, Ji, Tao: Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation
+Approach (NeurIPS 2022), section 3.3, algorithms 1 to 3. Reference implementation:
+Mi-Peng/Sparse-Sharpness-Aware-Minimization, `SSAMF` and `SSAMD` with drop_strategy="gradient",
+growth_strategy="random".
+
+- `SSAMF` chooses the entries with the largest empirical Fisher information.
+- `SSAMD` starts from a random choice. From time to time it drops the entries with the smallest gradient and
+  takes as many others at random; it does so less and less, after half a cosine.
+
+The norm in ρ g / ‖g‖ is that of the whole gradient, as in their code: masked perturbations are shorter than ρ.
+
+Where we differ: masks are renewed by steps, not epochs. `SSAMF` estimates the Fisher information from the
+gradients that it computes anyway, squared and summed over the steps between two masks, where the authors run
+the model on single samples: a sum of squared batch gradients orders the entries alike where batch gradients
+are mostly noise. Give it single-sample estimates by `use_fisher`. The random choices of `SSAMD` are a
+function of (seed, step). The number of chosen entries is exact and ties go to the first. Otherwise as in
+sam.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.checks import require_integer, require_number
+from mergekit_lab.optim.noise import hashed, sample
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sam import sam_perturbation
+from mergekit_lab.optim.wrapper import at_least_float32
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Bool `[N]`: the `count` largest of `scores` `[N]`; of equal ones the first."""
+    if count == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    threshold = scores.kthvalue(scores.numel() - count + 1).values
+    chosen = scores > threshold
+    missing = count - int(chosen.sum())
+    chosen[(scores == threshold).nonzero().flatten()[:missing]] = True
+    return chosen
+
+
+def dropped_and_grown(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
+    """`mask` with part of its entries exchanged for as many others.
+
+    Args:
+        mask: bool `[N]`.
+        drop: `[N]`; the chosen entries with the smallest values go.
+        grow: `[N]`; of the others those with the largest values come.
+        rate: which part of the chosen entries goes, in [0, 1]; no more than there are others.
+    """
+    chosen = int(mask.sum())
+    going = int(min(chosen * rate, mask.numel() - chosen))
+    stays = largest(drop.masked_fill(~mask, -math.inf), chosen - going)
+    comes = largest(grow.masked_fill(mask, -math.inf), going)
+    return stays | comes
+
+
+class SparseAscent(AscentOptimizer):
+    """What `SSAMF` and `SSAMD` share: a mask over all parameters together, renewed every few steps."""
+
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sparsity", "update_every", "steps_done")
+    saved_tensors: ClassVar[tuple[str, ...]] = ("mask",)
+    mask: dict[Tensor, Tensor]
+
+    def __init__(
+        self, named_parameters: Parameters, base: BaseOptimizer, rho: float, sparsity: float, update_every: int
+    ) -> None:
+        self.sparsity = sparsity
+        self.update_every = update_every
+        self.steps_done = 0
+        super().__init__(named_parameters, base, rho)
+
+    def validate(self) -> None:
+        super().validate()
+        require_number("sparsity", self.sparsity, minimum=0, maximum=1)
+        require_integer("update_every", self.update_every, minimum=1)
+
+    def masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """SAM's perturbation where the mask is set, 0 elsewhere."""
+        shift = sam_perturbation(at_least_float32(grads), self.rho)
+        torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
+        return shift
+
+    def set_mask(self, params: list[Tensor], chosen: Tensor) -> None:
+        """Take bool `chosen` `[N]`, all entries of `params` in order, as the mask of `params`."""
+        pieces = chosen.split([p.numel() for p in params])
+        self.mask.update({p: piece.view(p.shape).to(p.device) for p, piece in zip(params, pieces, strict=True)})
+
+
+class SSAMF(SparseAscent):
+    """Sparse SAM with a Fisher mask around any base optimizer. Two evaluations a step.
+
+    Extra memory, beside SAM's: a mask, and the sum of squared gradients.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are needed by `use_fisher` only.
+        rho: radius ρ ≥ 0 of the ball that the mask cuts; 0 is the base optimizer.
+        sparsity: part of all entries, in [0, 1], that is never moved; 0 is SAM, 1 the base optimizer at twice
+            its cost.
+        update_every: steps ≥ 1 between two masks. The first mask is made of the first gradient.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = (*SparseAscent.saved_attributes, "given")
+    saved_tensors: ClassVar[tuple[str, ...]] = ("mask", "squares")
+    squares: dict[Tensor, Tensor]
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: float = 0.05,
+        sparsity: float = 0.5,
+        update_every: int = 100,
+    ) -> None:
+        self.given = False
+        super().__init__(named_parameters, base, rho, sparsity, update_every)
+
+    def use_fisher(self, fisher: Mapping[str, Tensor]) -> None:
+        """Mask by this empirical Fisher diagonal, until it is given another; none is estimated any more.
+
+        Args:
+            fisher: entries ≥ 0 by parameter name, of the parameters' shapes; further names are left alone.
+
+        Raises:
+            InputError: parameters without names, or names or shapes that `fisher` has not.
+        """
+        names = self.names
+        if not names:
+            raise InputError("use_fisher finds entries by name: build SSAMF from model.named_parameters()")
+        odd = [n for p, n in names.items() if n not in fisher or fisher[n].shape != p.shape]
+        if odd:
+            raise InputError(f"the Fisher information lacks, or has in another shape, {listing(odd)}")
+        self.given = True
+        self.squares.clear()
+        self._renew(list(names), [fisher[n].to(p.device).float() for p, n in names.items()])
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        if not self.given:
+            self._estimate(params, at_least_float32(grads))
+        self.steps_done += 1
+        return self.masked(params, grads)
+
+    def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            self.squares[p] = self.squares[p].addcmul_(g, g) if p in self.squares else g.square()
+        if self.steps_done % self.update_every == 0 or any(p not in self.mask for p in params):
+            known = [p for p in self.parameters if p in self.squares]
+            self._renew(known, [self.squares[p] for p in known])
+            self.squares.clear()
+
+    def _renew(self, params: list[Tensor], fisher: list[Tensor]) -> None:
+        scores = torch.cat([f.flatten().to(fisher[0].device) for f in fisher])
+        self.set_mask(params, largest(scores, int(scores.numel() * (1 - self.sparsity))))
+
+
+class SSAMD(SparseAscent):
+    """Sparse SAM with a dynamic mask around any base optimizer. Two evaluations a step.
+
+    Extra memory, beside SAM's: a mask.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        steps: how many steps are planned, ≥ 1; at their end the mask stops changing.
+        rho: radius ρ ≥ 0 of the ball that the mask cuts; 0 is the base optimizer.
+        sparsity: part of all entries, in [0, 1], that is not moved; 0 is SAM, 1 the base optimizer at twice
+            its cost.
+        drop_rate: part of the mask, in [0, 1], that the first renewal exchanges.
+        update_every: steps ≥ 1 between two renewals, the first of which follows the first perturbation.
+        seed: of the random choices.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = (
+        *SparseAscent.saved_attributes,
+        "steps",
+        "drop_rate",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        steps: int,
+        rho: float = 0.05,
+        sparsity: float = 0.5,
+        drop_rate: float = 0.5,
+        update_every: int = 100,
+        seed: int = 0,
+    ) -> None:
+        self.steps = steps
+        self.drop_rate = drop_rate
+        self.seed = seed
+        super().__init__(named_parameters, base, rho, sparsity, update_every)
+
+    def validate(self) -> None:
+        super().validate()
+        require_integer("steps", self.steps, minimum=1)
+        require_number("drop_rate", self.drop_rate, minimum=0, maximum=1)
+        require_integer("seed", self.seed)
+
+    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        if any(p not in self.mask for p in params):
+            scores = self._random(params, "mask")
+            self.set_mask(params, largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity)))
+        shift = self.masked(params, grads)
+        if self.steps_done % self.update_every == 0:
+            mask = torch.cat([self.mask[p].flatten().to(params[0].device) for p in params])
+            sizes = torch.cat([g.abs().flatten().to(mask.device) for g in at_least_float32(grads)])
+            part = min(1.0, self.steps_done / self.steps)
+            rate = self.drop_rate * (1 + math.cos(math.pi * part)) / 2
+            self.set_mask(params, dropped_and_grown(mask, sizes, self._random(params, "growth"), rate))
+        self.steps_done += 1
+        return shift
+
+    def _random(self, params: list[Tensor], what: str) -> Tensor:
+        generator = torch.Generator(params[0].device).manual_seed(hashed(self.seed, self.steps_done, what))
+        count = sum(p.numel() for p in params)
+        return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)

@@ -1,0 +1,47 @@
+"""WASAM: step as SAM does, keep the average of the weights passed through.
+
+Kaddour, Liu, Silva, Kusner: When Do Flat Minima Optimizers Work? (NeurIPS 2022), section 3.3. Reference
+implementation: JeanKaddour/WASAM, `WASAM`.
+
+Where we differ: as in sam.py and swa.py.
+"""
+
+from typing import ClassVar
+
+from mergekit_lab.optim.averaging import Averaging
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.sam import SAM
+
+
+class WASAM(Averaging, SAM):
+    """SAM with averaged weights around any base optimizer. Two evaluations a step.
+
+    In eval mode, where it starts, the weights between steps are the average; see `Averaging`.
+
+    Args:
+        named_parameters, base: see `WrappedOptimizer`; names are not needed.
+        steps: how many steps are planned, ≥ 1.
+        rho: radius ρ ≥ 0 of SAM's ball; 0 is SWA.
+        start: part of `steps`, in [0, 1], before the first average.
+        every: steps ≥ 1 between two weights that are averaged.
+        ascent_fraction, sync_ascent: see `AscentOptimizer`.
+
+    Raises:
+        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
+    """
+
+    saved_attributes: ClassVar[tuple[str, ...]] = (*SAM.saved_attributes, *Averaging.saved_attributes)
+
+    def __init__(
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        steps: int,
+        rho: float = 0.05,
+        start: float = 0.75,
+        every: int = 1,
+        ascent_fraction: float = 1.0,
+        sync_ascent: bool = True,
+    ) -> None:
+        self.begin(steps, start, every)
+        super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)

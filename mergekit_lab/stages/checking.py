@@ -1,0 +1,170 @@
+"""How a composed configuration is compared with what reads it, before any work.
+
+Hydra refuses a misspelt key on the command line only; keys that come from a file or with `+key=` would be
+ignored or fail late. So the composed configuration is compared, key by key, with what takes it: the fields of
+a schema's dataclasses, and the signature behind every `_target_`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mergekit_lab.errors import InputError, listing, suggestion
+
+_HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
+Target = dict
+"""Marks a field whose content is built by its `_target_`."""
+
+
+def build(node: Any) -> Any:
+    """What a node's `_target_` makes; the object's own complaints come through as they are.
+
+    Raises:
+        InputError: the target refuses its arguments.
+    """
+    try:
+        return instantiate(node, _convert_="all")
+    except HydraException as error:
+        cause = error.__cause__
+        if isinstance(cause, InputError):
+            raise cause from None
+        raise InputError(f"{node.get('_target_')} cannot be built: {cause or error}") from None
+
+
+def check_against(cfg: DictConfig, schema: type) -> None:
+    """Refuse every key that no field of the schema reads.
+
+    Raises:
+        InputError: an unknown key (with its file and the nearest known one), an interpolation that does not
+            resolve, or a value of the wrong kind or range.
+    """
+    try:
+        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise InputError(f"the configuration does not resolve: {str(error).splitlines()[0]}") from None
+    _check_fields(plain, schema, ())
+
+
+def _check_fields(node: Mapping[str, Any], kind: type, path: tuple[str, ...]) -> None:
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    _refuse_unknown(node, known, path)
+    missing = [name for name in known if name not in node and not _has_default(kind, name)]
+    if missing:
+        raise InputError(f"the configuration lacks {'.'.join((*path, missing[0]))}")
+    for name, value in node.items():
+        _check_value(value, hints[name], (*path, name))
+    if path:
+        _construct(kind, node, path)
+
+
+def _construct(kind: type, node: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    """Let the dataclass check its ranges; a wrong type there is a user's mistake too."""
+    try:
+        kind(**node)
+    except TypeError as error:
+        raise InputError(f"{'.'.join(path)}: {error}") from None
+
+
+def _has_default(kind: type, name: str) -> bool:
+    return inspect.signature(kind).parameters[name].default is not inspect.Parameter.empty
+
+
+def _check_value(value: Any, hint: Any, path: tuple[str, ...]) -> None:
+    where = ".".join(path)
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where} is {value!r}; it must be a group of keys")
+        _check_fields(value, hint, path)  # type: ignore[arg-type]
+    elif hint in (int, float, bool, str):
+        fits = isinstance(value, (int, float) if hint is float else hint)
+        if not fits or (isinstance(value, bool) and hint is not bool):
+            raise InputError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+    elif isinstance(value, Mapping):
+        if "_target_" in value:
+            _check_target(value, path)
+        elif hint == dict[str, Target]:
+            for name, inner in value.items():
+                _check_value(inner, Target, (*path, name))
+        elif path == ("trainer",):
+            import lightning
+
+            _refuse_unknown(value, inspect.signature(lightning.Trainer).parameters, path)
+
+
+def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    try:
+        target = get_object(node["_target_"])
+    except Exception as error:
+        raise InputError(f"{'.'.join(path)}._target_: {error}") from None
+    parameters = inspect.signature(target).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    _refuse_unknown({k: v for k, v in node.items() if k not in _HYDRA_KEYS}, parameters, path)
+    for name, value in node.items():
+        if isinstance(value, Mapping) and "_target_" in value:
+            _check_target(value, (*path, name))
+
+
+def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[str, ...]) -> None:
+    known = list(known)
+    for name in node:
+        if name not in known:
+            key = ".".join((*path, str(name)))
+            raise InputError(f"unknown key {key!r} ({_origin(key, str(name))}){suggestion(str(name), known)}")
+
+
+def _origin(key: str, name: str) -> str:
+    """The configuration file that sets a key, as far as its text tells; else the command line."""
+    if not HydraConfig.initialized():
+        return "in the composed configuration"
+    hydra = HydraConfig.get()
+    if any(override.lstrip("+").split("=")[0] == key for override in hydra.overrides.task):
+        return "from the command line"
+    choices = [
+        f"{group.split('@')[0]}/{choice}.yaml" for group, choice in hydra.runtime.choices.items() if choice
+    ]
+    for source in hydra.runtime.config_sources:
+        for file in (f"{hydra.job.config_name}.yaml", *choices):
+            path = Path(source.path) / file
+            if source.schema == "file" and path.is_file():
+                lines = path.read_text().splitlines()
+                if any(line.strip().startswith(f"{name}:") for line in lines):
+                    return f"in {path}"
+    return "in the composed configuration"
+
+
+def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
+    kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
+    found = len(kept) < len(node)
+    if isinstance(kept.get("inner"), dict):
+        kept["inner"], inner_found = without_null_coefficient(kept["inner"])
+        found = found or inner_found
+    return kept, found
+
+
+def stage_list(cfg: DictConfig, known: Iterable[str]) -> list[str]:
+    """The stages asked for, `stage=X` before `stages=[…]`.
+
+    Raises:
+        InputError: an unknown stage.
+    """
+    known = list(known)
+    wanted = [cfg.stage] if cfg.stage else list(cfg.stages)
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"there is no stage {name!r}{suggestion(name, known)}")
+    if not wanted:
+        raise InputError(f"stages is empty; known: {listing(known)}")
+    return wanted

@@ -1,0 +1,218 @@
+"""Merge checkpoints into a folder: what was prepared streams through the merge into its place.
+
+Nothing is loaded whole: the files to be written are planned from headers, and tensors go to their place as they
+    come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from mergekit_lab.checkpoints import (
+    MAX_SHARD_BYTES,
+    Card,
+    ShardedWriter,
+    check_out,
+    copy_model_files,
+    copy_tokenizer_files,
+    fingerprint,
+    hub_id,
+    new_folder,
+    versions,
+)
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import Method, merged_tensors
+from mergekit_lab.merging.inputs import Source, Sources
+from mergekit_lab.stages.checkpoint_inputs import Devices, Prepared, prepare
+
+
+def merge(
+    base: Source,
+    experts: Sources,
+    out: str | Path,
+    method: Method,
+    *,
+    fishers: Sources | None = None,
+    grams: Sources | None = None,
+    statistics: Mapping[str, Sources] | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    dtype: str | torch.dtype | None = None,
+    device: Devices = "auto",
+    embeddings: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    metrics: Mapping[str, float] | None = None,
+    progress: bool = False,
+) -> Path:
+    """Merge models into a folder that `transformers` or open_clip loads.
+
+    Args:
+        base: `θ0`: a folder, a file, a hub id (`org/name@revision`) or a state dict.
+        experts: a mapping from name to the same or to a PEFT adapter's folder; or a list, named by folder.
+        out: the folder to be made; whole or not at all.
+        method: what to do, e.g. `TIES(preset="mergekit", density=0.2)`.
+        fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
+        statistics: side inputs by kind, each a mapping by expert name or a list in the experts' order.
+        include, exclude: name patterns; tensors that are not included, or are excluded, stay the base's.
+        dtype: of the result's floating-point tensors; each tensor's own by default.
+        device: where the arithmetic happens: "auto", one device, or a list of them.
+        embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
+        tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
+            default.
+        overwrite: replace `out` if a merge wrote it.
+        max_shard_bytes: of one file; 5 GB by default.
+        metrics: numbers for the model card.
+        progress: show a bar.
+
+    Returns:
+        `out`.
+
+    Raises:
+        InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
+    """
+    for kind, given in (("fisher", fishers), ("gram", grams)):
+        if given is not None:
+            statistics = {**(statistics or {}), kind: given}
+    prepared = prepare(
+        base, experts, method, statistics=statistics, include=include, exclude=exclude, dtype=dtype,
+        device=device, embeddings=embeddings, tokenizer_from=tokenizer_from, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    return write(prepared, Path(out), overwrite=overwrite, metrics=metrics or {}, progress=progress)
+
+
+def write(
+    prepared: Prepared,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    metrics: Mapping[str, float] | None = None,
+    progress: bool = False,
+    recipe: str | None = None,
+) -> Path:
+    """Merge what was prepared into `out`; see `merge`."""
+    out = out.expanduser()
+    check_out(out, overwrite, input_files(prepared))
+    tied = prepared.base.tied()
+    specs, limit, stem = prepared.plan(list(tied))
+    _check_room(out, sum(spec.nbytes for spec in specs.values()))
+    with new_folder(out, overwrite) as folder:
+        with (
+            ShardedWriter(folder, specs, limit, stem) as writer,
+            _in_background(writer.write) as put,
+            Progress(disable=not progress, transient=True) as bar,
+        ):
+            task = bar.add_task(f"merging into {out.name}", total=sum(s.numel for s in specs.values()))
+            for name, tensor in _merged(prepared):
+                if name in specs:
+                    put(name, tensor)
+                    bar.advance(task, tensor.numel())
+        _copy_files(prepared, folder)
+        _card(prepared, out.name, metrics or {}, recipe).write(folder)
+    return out
+
+
+def _merged(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
+    return merged_tensors(
+        prepared.base,
+        prepared.experts,
+        prepared.method,
+        statistics=prepared.side,
+        dtype=prepared.dtype,
+        device=prepared.device,
+        include=prepared.include,
+        exclude=prepared.exclude,
+    )
+
+
+@contextmanager
+def _in_background(
+    work: Callable[[str, Tensor], None], ahead: int = 2
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """`work` in a thread of its own, at most `ahead` tensors behind; its errors come out at the next call."""
+    flying: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, "write") as pool:
+
+        def put(name: str, tensor: Tensor) -> None:
+            flying.append(pool.submit(work, name, tensor))
+            while len(flying) > ahead:
+                flying.popleft().result()
+
+        yield put
+        while flying:
+            flying.popleft().result()
+
+
+def input_files(prepared: Prepared) -> list[Path]:
+    side = [checkpoint for by_name in prepared.side.values() for checkpoint in by_name.values()]
+    return [file for c in (prepared.origin, *prepared.opened.values(), *side) for file in c.files]
+
+
+def _check_room(out: Path, needed: int) -> None:
+    there = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise InputError(f"out={out} needs {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free")
+
+
+def _copy_files(prepared: Prepared, folder: Path) -> None:
+    if prepared.base.folder is not None:
+        copy_model_files(prepared.base.folder, folder, prepared.dtype, prepared.vocabulary)
+    if prepared.tokenizer is not None:
+        copy_tokenizer_files(prepared.tokenizer, folder)
+
+
+def _card(prepared: Prepared, title: str, metrics: Mapping[str, float], recipe: str | None) -> Card:
+    side = {
+        kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
+        for kind, by_name in prepared.side.items()
+    }
+    every = [prepared.base_source, *prepared.sources.values()]
+    ids = list(dict.fromkeys(source.split("@")[0] for source in every if hub_id(source)))
+    return Card(
+        title=title,
+        method=type(prepared.method).__name__,
+        hyper_parameters=_fields(prepared.method),
+        base=fingerprint(prepared.origin, prepared.base_source),
+        experts={name: fingerprint(c, prepared.sources[name]) for name, c in prepared.opened.items()},
+        side=side,
+        settings={
+            "dtype": "each tensor's own"
+            if prepared.dtype is None
+            else str(prepared.dtype).removeprefix("torch."),
+            "include": prepared.include,
+            "exclude": list(prepared.exclude) or None,
+            "embeddings": prepared.embeddings,
+        },
+        versions=versions(),
+        hub_ids=ids,
+        notes=prepared.notes,
+        metrics=metrics,
+        recipe=recipe,
+    )
+
+
+def _fields(method: Any) -> dict[str, Any]:
+    """A method's hyper-parameters as plain values; nested methods as mappings, a coefficient as it is used."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(method):
+        value = getattr(method, item.name)
+        if dataclasses.is_dataclass(value):
+            value = {"method": type(value).__name__, **_fields(value)}
+        if item.name == "coefficient" and value is None:
+            value = method.scale
+        if item.repr:
+            found[item.name] = value
+    return found

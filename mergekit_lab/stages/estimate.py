@@ -1,0 +1,187 @@
+"""What a merge of checkpoints would take, from headers: the report of `dry_run=true`.
+
+Time is the method's own on a few small made-up tensors, scaled to the model's sizes, beside reading and writing
+at a rate that is assumed; take it for the order of magnitude. Memory is what the driver holds at most.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import (
+    Checkpoint,
+    Report,
+    TensorSpec,
+    assumed_ties,
+    describe_inputs,
+    describe_model,
+    disagreements,
+    plan_shards,
+    size_text,
+)
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.stages.checkpoint_inputs import Prepared
+
+_BYTES_A_SECOND = 1e9
+_BLOCK = 1 << 20
+_SIDES = (96, 192)
+_LAYER = re.compile(r"\.\d+\.")
+
+
+def report(prepared: Prepared, out: Path | None) -> Report:
+    """What the merge would read, do and need, and what stands in its way."""
+    result = Report()
+    result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
+    result.section("Base", describe_model(prepared.base))
+    if prepared.notes:
+        result.section("Adjusted", prepared.notes)
+    result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
+    result.problems += _side_problems(prepared)
+    merged = _merged_names(prepared, result)
+    specs, limit, stem = prepared.plan(assumed_ties(prepared.base))
+    shards = plan_shards(specs, limit, stem)
+    written = sum(shard.nbytes for shard in shards)
+    result.section(
+        "Result",
+        [
+            f"{len(specs)} tensors in {len(shards)} files, {size_text(written)} of disk",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {len(specs) - len(merged)} "
+            "are the base's",
+            _room(out, written, result),
+        ],
+    )
+    result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written)])
+    return result
+
+
+def _side_problems(prepared: Prepared) -> list[str]:
+    problems = []
+    method, base = prepared.method, prepared.base.specs
+    try:
+        method.expert_weights(tuple(prepared.experts))
+    except InputError as error:
+        problems.append(str(error))
+    for kind in method.side_inputs:
+        if kind not in prepared.side:
+            problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
+            continue
+        own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n}
+        sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
+        problems += disagreements(own, sides) if own else []
+    return problems
+
+
+def _merged_names(prepared: Prepared, result: Report) -> list[str]:
+    from fnmatch import fnmatchcase
+
+    tied = set(assumed_ties(prepared.base))
+    names = [n for n, s in prepared.base.specs.items() if s.dtype.is_floating_point and n not in tied]
+    for pattern in [*(prepared.include or ()), *prepared.exclude]:
+        if not any(fnmatchcase(name, pattern) for name in prepared.base.specs):
+            result.problems.append(f"the pattern {pattern!r} matches no tensor of the base")
+    if prepared.include is not None:
+        names = [n for n in names if any(fnmatchcase(n, pattern) for pattern in prepared.include)]
+    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in prepared.exclude)]
+
+
+def _room(out: Path | None, written: int, result: Report) -> str:
+    if out is None:
+        return "no out=… is set"
+    there = next(parent for parent in out.expanduser().absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < written:
+        result.problems.append(f"out={out} needs {size_text(written)} of disk and {size_text(free)} are free")
+    return f"{size_text(free)} of disk are free at {out}"
+
+
+def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
+    experts = len(prepared.experts)
+    largest = max((specs[name].numel for name in merged if name in specs), default=0)
+    item = 8 if any(s.dtype == torch.float64 for s in prepared.base.specs.values()) else 4
+    stored = max((spec.nbytes for spec in specs.values()), default=0)
+    workers = torch.get_num_threads() if prepared.method.elementwise else 1
+    blocks = min(largest, 1 << 17) * item * (3 * experts + 4) * workers
+    whole = 3 * (experts + 2) * largest * item
+    results = (2 * workers + 4) * stored
+    held = results + (blocks if prepared.method.elementwise else whole)
+    adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
+    folded = 3 * largest * item * adapters
+    on_device = min(largest, 1 << 24) * item * (3 * experts + 4) if prepared.method.elementwise else whole
+    lines = [
+        f"host memory: at most {size_text(held + folded)} above start-up (files that are mapped not counted)"
+    ]
+    cpu = prepared.device == "cpu"
+    lines.append(
+        "no device memory: the arithmetic is on the CPU" if cpu else f"device memory: {size_text(on_device)}"
+    )
+    return lines
+
+
+def _seconds(prepared: Prepared, merged: Sequence[str], written: int) -> str:
+    read = sum(os.path.getsize(file) for c in (prepared.origin, *prepared.opened.values()) for file in c.files)
+    moved = (read + written) / _BYTES_A_SECOND
+    sizes = [prepared.base.specs[name].numel for name in merged]
+    if not sizes:
+        return f"time: about {moved:.0f} s"
+    try:
+        arithmetic = _arithmetic(prepared, merged, sizes)
+    except Exception as error:  # a method may refuse made-up tensors; an estimate is no reason to fail
+        return f"time: about {moved:.0f} s of reading and writing, arithmetic unknown ({type(error).__name__})"
+    rate = f"{arithmetic:.0f} s of arithmetic, {moved:.0f} s of disk at 1 GB/s"
+    return f"time: about {max(moved, arithmetic):.0f} s ({rate})"
+
+
+def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether tensors are made on the way, in more bits than the base's: an adapter that is folded."""
+    shared = [name for name in names if name in checkpoint]
+    return any(checkpoint.specs[n].dtype.itemsize > base.specs[n].dtype.itemsize for n in shared)
+
+
+def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
+    """Seconds for all tensors: per entry for elementwise methods, else by the power that two sizes show."""
+    specs = prepared.base.specs
+    name = max(merged, key=lambda n: (bool(_LAYER.search(n)), len(specs[n].shape) == 2, specs[n].numel))
+    device = prepared.device if isinstance(prepared.device, str) else prepared.device[0]
+    if prepared.method.elementwise:
+        return _clock(prepared.method, name, (_BLOCK,), len(prepared.experts), device) / _BLOCK * sum(sizes)
+    small, large = (_clock(prepared.method, name, (n, n), len(prepared.experts), device) for n in _SIDES)
+    growth = math.log(max(large / small, 1.0)) / math.log((_SIDES[1] / _SIDES[0]) ** 2)
+    power = min(max(growth, 1.0), 1.5)
+    return sum(large * (size / _SIDES[1] ** 2) ** power for size in sizes)
+
+
+def _clock(method: Method, name: str, shape: tuple[int, ...], experts: int, device: str) -> float:
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(shape, generator=generator)}
+    others = [{name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for _ in range(experts)]
+    statistics = {}
+    for kind in method.side_inputs:
+        key = method.side_name(kind, name)
+        if key is not None:
+            statistics[kind] = [{key: _side_input(shape, key == name, generator)} for _ in range(experts)]
+    named = dict(zip([str(n) for n in range(experts)], others, strict=True))
+    plain = method if method.weights is None else replace(method, weights=None)
+    seconds = []
+    for _ in range(2):
+        begun = time.monotonic()
+        merge_state_dicts(base, named, plain, statistics=statistics, device=device)
+        seconds.append(time.monotonic() - begun)
+    return min(seconds)
+
+
+def _side_input(shape: tuple[int, ...], alike: bool, generator: torch.Generator) -> Tensor:
+    """A Fisher shaped like the tensor, or a Gram of its inputs."""
+    if alike:
+        return torch.rand(shape, generator=generator)
+    return torch.eye(shape[-1]) + torch.rand((), generator=generator)

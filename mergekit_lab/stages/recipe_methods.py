@@ -1,0 +1,239 @@
+"""The methods of mergekit recipes: one of ours for each tensor, and what mergekit alone does.
+
+Learnt from what mergekit 0.1.5 computes. With `x_t` the weighted, thinned task vector of an expert:
+
+| merge_method             | thinned by                       | merged as, times lambda                     |
+|--------------------------|----------------------------------|---------------------------------------------|
+| task_arithmetic          | –                                | Σ x_t, by Σ w_t if `normalize`              |
+| ties                     | magnitude, at least one entry    | Σ of the entries that agree, by their Σ w_t |
+| dare_linear, dare_ties   | chance, `rescale` to the L1 norm | as task_arithmetic, as ties                 |
+| breadcrumbs, …_ties      | magnitude, both tails            | as task_arithmetic, as ties                 |
+| della, della_linear      | chance by rank of magnitude      | as ties, as task_arithmetic                 |
+| linear                   | –                                | Σ w_t θ_t, by Σ w_t if `normalize`          |
+| slerp, model_stock       | –                                | `SLERP`, `ModelStock`                       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import DARE, SLERP, TIES, Method, ModelStock, Site, TaskArithmetic, WeightAverage
+from mergekit_lab.merging.breadcrumbs import SparsifiedMethod, keep_middle
+from mergekit_lab.merging.contract import Blocks
+from mergekit_lab.merging.della import keep_probabilities
+from mergekit_lab.merging.pieces import counter_uniform, drop_and_rescale, hash_key, keep_largest
+
+REQUIRED = object()
+"""The default of a parameter that a recipe must give."""
+
+PER_MODEL = {"weight", "density", "gamma", "epsilon"}
+_TASK_VECTORS: dict[str, Any] = {"weight": REQUIRED, "density": 1.0, "lambda": 1.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "linear": {"weight": REQUIRED, "normalize": True},
+    "task_arithmetic": {**_TASK_VECTORS, "normalize": False, "rescale": False},
+    "ties": {**_TASK_VECTORS, "normalize": True, "rescale": False},
+    "dare_linear": {**_TASK_VECTORS, "normalize": False, "rescale": True},
+    "dare_ties": {**_TASK_VECTORS, "normalize": False, "rescale": True},
+    "breadcrumbs": {**_TASK_VECTORS, "normalize": False, "rescale": False, "gamma": 0.01},
+    "breadcrumbs_ties": {**_TASK_VECTORS, "normalize": False, "rescale": False, "gamma": 0.01},
+    "della": {**_TASK_VECTORS, "normalize": True, "rescale": True, "epsilon": 0.15},
+    "della_linear": {**_TASK_VECTORS, "normalize": False, "rescale": True, "epsilon": 0.15},
+    "slerp": {"t": REQUIRED},
+    "model_stock": {"filter_wise": False},
+}
+"""Parameters of each merge_method, and what mergekit takes where a recipe does not say."""
+
+_THINNED = {"ties": "magnitude", "dare": "chance", "breadcrumbs": "middle", "della": "rank"}
+_SMALL = 1e-8
+_SHORT = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerTensor(Method):
+    """Another method for each tensor, at its own coefficient.
+
+    Args:
+        merge_method: mergekit's name.
+        seed: of random masks.
+        by_tensor: the method of every floating-point tensor.
+        weights: None; they are the inner methods'.
+    """
+
+    merge_method: str
+    seed: int
+    by_tensor: Mapping[str, Method] = field(repr=False)
+
+    @property
+    def elementwise(self) -> bool:
+        return all(method.elementwise for method in self.by_tensor.values())
+
+    @property
+    def weights_by_tensor(self) -> bool:
+        return True
+
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        method = self.by_tensor[name] if name else next(iter(self.by_tensor.values()))
+        return method.expert_weights(experts, name)
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
+        return self.by_tensor[name].survey_tensor(name, entries, blocks)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        method = self.by_tensor[name]
+        if method.elementwise and not self.elementwise:
+            flat = deltas.reshape(len(deltas), -1)
+            found = method.survey_tensor(name, base.numel(), lambda: iter([(flat, site)]))
+            merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=found)).view(base.shape)
+        else:
+            merged = method.merge(name, base, deltas, site)
+        return merged if method.scale == 1 else merged * method.scale
+
+
+def method_for(
+    merge_method: str, shared: Mapping[str, Any], by_model: Mapping[str, list[Any]], entries: int, seed: int
+) -> Method:
+    """The method of one tensor.
+
+    Args:
+        merge_method: a key of `DEFAULTS`.
+        shared: parameters of the tensor.
+        by_model: parameters of the tensor, one an expert.
+        entries: how many the tensor has.
+        seed: of random masks.
+    """
+    if merge_method == "linear":
+        return Linear(weights=tuple(by_model["weight"]), normalize=bool(shared["normalize"]))
+    if merge_method == "slerp":
+        return SLERP(t=float(shared["t"]))
+    if merge_method == "model_stock":
+        return _MergekitStock(filter_wise=bool(shared["filter_wise"]))
+    weights, densities = tuple(float(w) for w in by_model["weight"]), by_model["density"]
+    family, _, ending = merge_method.partition("_")
+    elects = family == "ties" or ending == "ties" or merge_method == "della"
+    even = len(set(densities)) == 1
+    thinned = _THINNED.get(family)
+    if thinned == "magnitude" and even and densities[0] > 0 and not shared["rescale"]:
+        density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
+        return TIES(
+            preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
+            normalize=bool(shared["normalize"]),
+        )  # fmt: skip
+    inner = _inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
+    if thinned is None or (even and densities[0] >= 1):
+        return inner
+    if thinned == "chance" and even and densities[0] > 0 and shared["rescale"]:
+        return DARE(drop=1 - float(densities[0]), seed=seed, rescale="l1", inner=inner)
+    return Thinned(
+        inner=inner,
+        by=thinned,
+        densities=tuple(float(d) for d in densities),
+        gammas=tuple(by_model.get("gamma", ())),
+        epsilons=tuple(by_model.get("epsilon", ())),
+        rescale=bool(shared["rescale"]),
+        seed=seed,
+    )
+
+
+def _inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
+    if elects:
+        return TIES(preset="mergekit", density=1.0, coefficient=scale, weights=weights, normalize=normalize)
+    total = sum(weights)
+    if normalize and abs(total) >= _SMALL:
+        scale /= total
+    return TaskArithmetic(coefficient=scale, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Method):
+    """`Σ w_t θ_t`, by `Σ w_t` if `normalize`; the base has a part only if it is one of the experts."""
+
+    normalize: bool = True
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        if self.normalize:
+            return WeightAverage().merge(name, base, deltas, site)
+        total = (deltas * site.weights.view(-1, *[1] * base.dim())).sum(dim=0)
+        return total + base * (site.weights.sum() - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thinned(SparsifiedMethod):
+    """mergekit's sparsification, with a density of its own for each expert, then `inner`.
+
+    Args:
+        by: "magnitude", "chance", "middle" (Breadcrumbs) or "rank" (DELLA).
+        densities: one an expert; 1 and more keeps all, 0 and less nothing.
+        gammas: "middle": the share dropped at the top.
+        epsilons: "rank": half the window of probabilities.
+        rescale: give every thinned tensor its old L1 norm; else nothing is rescaled.
+        seed: of "chance" and "rank".
+    """
+
+    by: str
+    densities: tuple[float, ...]
+    gammas: tuple[float, ...] = ()
+    epsilons: tuple[float, ...] = ()
+    rescale: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for density, epsilon in zip(self.densities, self.epsilons, strict=False):
+            if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+                raise InputError(f"density {density} ± epsilon {epsilon} of the recipe leaves (0, 1)")
+
+    def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+        rows = []
+        for place, (expert, delta) in enumerate(zip(site.experts, deltas, strict=True)):
+            density = self.densities[place]
+            if density >= 1:
+                rows.append(delta)
+            elif density <= 0:
+                rows.append(torch.zeros_like(delta))
+            else:
+                kept = self._kept(place, delta, expert, name)
+                rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
+        return torch.stack(rows)
+
+    def _kept(self, place: int, delta: Tensor, expert: str, name: str) -> Tensor:
+        """1 where an entry stays."""
+        density = self.densities[place]
+        if self.by == "magnitude":
+            return keep_largest(delta[None], max(1, int(density * delta.numel())))[0] != 0
+        if self.by == "middle":
+            return keep_middle(delta[None], density, self.gammas[place])[0] != 0
+        chance = counter_uniform(hash_key(self.seed, expert, name), 0, delta.numel(), delta.device).view_as(
+            delta
+        )
+        stay = keep_probabilities(delta, density, self.epsilons[place]) if self.by == "rank" else density
+        return chance >= 1 - stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MergekitStock(ModelStock):
+    """`ModelStock` with mergekit's cosine, which is smaller for task vectors shorter than 1e-3."""
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        experts = len(deltas)
+        filters = deltas if self.filter_wise and base.dim() > 0 else deltas.reshape(experts, -1)
+        norms = filters.norm(dim=-1)
+        cosines = [
+            ((filters[i] * filters[j]).sum(dim=-1) / (norms[i] * norms[j]).clamp(min=_SHORT)).clamp(-1, 1)
+            for i in range(experts)
+            for j in range(i + 1, experts)
+        ]
+        cosine = torch.stack(cosines).mean(dim=0)
+        below = 1 + (experts - 1) * cosine
+        singular = below.abs() < _SHORT
+        ratio = torch.where(singular, 0, experts * cosine / torch.where(singular, 1, below))
+        return (ratio.unsqueeze(-1) * filters.mean(dim=0)).view(base.shape)

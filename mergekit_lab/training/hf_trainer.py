@@ -1,0 +1,63 @@
+"""Our optimizers in the `Trainer` of transformers: weights that are saved and evaluated are those to keep.
+
+`Trainer` calls `optimizer.train()` before every forward pass and `optimizer.eval()` before an evaluation, but
+saves right after a step, when an optimizer in train mode has moved on to its next offset point.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.optim.wrapper import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+
+def trainer_callback() -> TrainerCallback:
+    """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[trainer_callback()])`.
+
+    After every step, and when training ends, it calls the optimizer's `eval()`: the model then holds θ
+    (`MergOPT`, `RWP`) or the average (`SWA`), and that is what is saved. Optimizers that are not ours are left
+    alone.
+
+    Raises:
+        InputError: when training begins, if the optimizer evaluates more than once a step: `Trainer` steps
+            without a closure.
+    """
+    from transformers import TrainerCallback
+
+    class KeptWeights(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = _ours(kwargs.get("optimizer"))
+            if optimizer is None:
+                return
+            if optimizer.evaluations_per_step > 1:
+                raise InputError(
+                    f"{type(optimizer).__name__} evaluates {optimizer.evaluations_per_step} times a step, and "
+                    "transformers' Trainer evaluates once: use Lightning or a loop of your own, or take "
+                    "MergOPT, RWP or SWA with one evaluation a step"
+                )
+            optimizer.stays_in_train_mode = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _keep(kwargs.get("optimizer"))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _keep(kwargs.get("optimizer"))
+
+    return KeptWeights()
+
+
+def _keep(optimizer: Any) -> None:
+    ours = _ours(optimizer)
+    if ours is not None:
+        ours.eval()
+
+
+def _ours(optimizer: Any) -> WrappedOptimizer | None:
+    """The optimizer inside accelerate's wrapper, if it is one of ours."""
+    while not isinstance(optimizer, WrappedOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, WrappedOptimizer) else None

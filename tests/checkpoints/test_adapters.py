@@ -1,0 +1,162 @@
+"""A folded adapter is what peft's own `merge_and_unload` makes of it."""
+
+import copy
+import json
+
+import pytest
+import torch
+from checkpoints.models import bert, clip, gpt2, llama, open_clip_model, t5
+from safetensors.torch import load_file, save_file
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import write_tensors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft's call
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+LLAMA = ["q_proj", "v_proj", "up_proj"]
+CASES = {
+    "plain": (llama, {"target_modules": LLAMA}),
+    "rank and alpha patterns": (
+        llama,
+        {
+            "target_modules": LLAMA,
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 5},
+            "alpha_pattern": {"v_proj": 3, "layers.0.mlp.up_proj": 9},
+        },
+    ),
+    "rank-stabilised": (llama, {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"up_proj": 3}}),
+    "DoRA": (llama, {"target_modules": LLAMA, "use_dora": True}),
+    "DoRA on embeddings": (llama, {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "embeddings and a head that is saved": (
+        llama,
+        {"target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head", "norm"]},
+    ),
+    "tied embeddings": (lambda: llama(tied=True), {"target_modules": ["embed_tokens", "k_proj"]}),
+    "all biases": (bert, {"target_modules": ["query", "dense"], "bias": "all"}),
+    "LoRA's biases": (bert, {"target_modules": ["query", "value"], "bias": "lora_only"}),
+    "a bias in the adapter": (bert, {"target_modules": ["query"], "lora_bias": True}),
+    "stored transposed": (gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "DoRA stored transposed": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "a convolution": (clip, {"target_modules": ["patch_embedding", "fc1"]}),
+    "DoRA on a convolution": (clip, {"target_modules": ["patch_embedding"], "use_dora": True}),
+    "open_clip's attention": (open_clip_model, {"target_modules": ["attn", "conv1", "c_fc"]}),
+    "encoder and decoder": (t5, {"target_modules": ["q", "wi", "shared"]}),
+}
+
+
+def adapted(make, options, folder):
+    """A base's tensors, an adapter's folder, and the tensors that peft merges."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make()
+    before = copy.deepcopy(base).state_dict()
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, lora_alpha=6, **options))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += (0.01 if "magnitude" in name else 0.1) * noise
+    model.save_pretrained(folder)
+    return before, model.merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_is_what_peft_merges(case: str, tmp_path) -> None:
+    before, wanted = adapted(*CASES[case], tmp_path)
+    folded = open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
+    assert set(folded) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(folded[name], value, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    changed = [name for name in wanted if not torch.equal(before[name], wanted[name])]
+    assert changed
+    for name in changed:
+        assert folded.specs[name].dtype == torch.float32
+    assert set(folded.info.targets) <= set(changed)
+
+
+def test_a_16_bit_base_is_folded_in_float32_and_agrees_when_rounded(tmp_path) -> None:
+    before, wanted = adapted(lambda: llama().bfloat16(), {"target_modules": LLAMA}, tmp_path)
+    folded = open_checkpoint(tmp_path, base=open_checkpoint(before))
+    for name, value in wanted.items():
+        torch.testing.assert_close(folded[name].to(value.dtype), value, rtol=2**-7, atol=1e-6)
+
+
+def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) -> None:
+    before, wanted = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    shorter = {f"base_model.model.{n.removeprefix('base_model.model.model.')}": t
+               for n, t in load_file(tmp_path / "adapter_model.safetensors").items()}  # fmt: skip
+    save_file(shorter, tmp_path / "adapter_model.safetensors")
+    folded = open_checkpoint(tmp_path, base=open_checkpoint(before))
+    for name, value in wanted.items():
+        torch.testing.assert_close(folded[name], value, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "LOHA"}, "adapters of type LOHA are not folded"),
+        ({"use_qalora": True}, "uses use_qalora"),
+        ({"trainable_token_indices": [1]}, "uses trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "uses layer_replication"),
+        ({"target_parameters": ["experts"]}, "uses target_parameters"),
+        ({"some_new_trick": 3}, "uses some_new_trick"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights before training"),
+        ({"r": 8}, "has rank 4 in its file, 8 in adapter_config.json"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"use_dora": True}, "lacks its lora_magnitude_vector"),
+    ],
+)
+def test_what_is_not_folded_is_refused_by_name(change, message, tmp_path) -> None:
+    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(InputError, match=rf"expert: .*{message}"):
+        open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda n: n.replace("base_model.model.", ""), "does not start with 'base_model.model.'"),
+        (lambda n: n.replace("q_proj", "z_proj"), r"changes 2 tensors the base lacks \(.*z_proj.weight"),
+        (lambda n: n.replace("q_proj.lora_A", "q_proj.lora_C"), "of a kind that is not folded"),
+        (lambda n: n.replace("0.self_attn.q_proj.lora_A", "9.lora_A"), "lacks one of its two factors"),
+    ],
+)
+def test_tensors_that_belong_nowhere_are_named(rename, message, tmp_path) -> None:
+    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    write_tensors(file, {rename(name): value for name, value in load_file(file).items()})
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
+
+
+def test_attention_of_a_peft_that_was_not_seen_is_refused(tmp_path) -> None:
+    """peft 0.21 adds the change of `out_proj` twice; whether its successors do, nobody knows here."""
+    before, _ = adapted(open_clip_model, {"target_modules": ["attn"]}, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": "0.30.0"}))
+    with pytest.raises(InputError, match=r"was written by peft 0\.30\.0"):
+        open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
+
+
+def test_an_adapter_of_another_size_is_refused(tmp_path) -> None:
+    before, _ = adapted(llama, {"target_modules": ["q_proj"]}, tmp_path)
+    wide = {n: t.repeat(2, 1) if "q_proj" in n else t for n, t in before.items()}
+    with pytest.raises(InputError, match=r"do not make a change of model.layers.0.*q_proj.weight \[32, 16\]"):
+        open_checkpoint(tmp_path, "expert", base=open_checkpoint(wide))
+
+
+def test_an_adapter_alone_asks_for_its_base(tmp_path) -> None:
+    adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    with pytest.raises(InputError, match="needs the base it was trained on"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(InputError, match="not an adapter's configuration"):
+        open_checkpoint(tmp_path)

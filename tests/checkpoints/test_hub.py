@@ -1,0 +1,119 @@
+"""Hub ids: the cache is enough; without it and without a network the message comes at once."""
+
+import json
+import time
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints.models import llama
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import hub, write_tensors
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def unreachable(*arguments, **keywords):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    return tmp_path / "hub"
+
+
+def cached(cache, commit: str = "a" * 40):
+    folder = cache / "models--org--name" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (cache / "models--org--name/refs").mkdir(exist_ok=True)
+    (cache / "models--org--name/refs/main").write_text(commit)
+    return folder
+
+
+def test_a_cached_snapshot_is_used_without_a_network(cache) -> None:
+    state = llama().state_dict()
+    write_tensors(cached(cache) / "model.safetensors", state)
+    for name in ("org/name", "org/name@main", f"org/name@{'a' * 40}"):
+        opened = open_checkpoint(name)
+        assert all(torch.equal(opened[n], t) for n, t in state.items())
+
+
+def test_offline_and_not_cached_says_so_at_once(monkeypatch) -> None:
+    begun = time.monotonic()
+    with pytest.raises(InputError, match=r"org/name@v2 is neither.*hf download org/name --revision v2"):
+        open_checkpoint("org/name@v2")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="offline mode is set"):
+        open_checkpoint("org/name")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_snapshot_without_all_its_weights_is_not_taken(cache) -> None:
+    folder = cached(cache)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="neither a local path"):
+        open_checkpoint("org/name")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model-1.safetensors"}})
+    )
+    with pytest.raises(InputError, match="neither a local path"):
+        open_checkpoint("org/name")
+    write_tensors(folder / "model-1.safetensors", {"w": torch.ones(2)})
+    assert list(open_checkpoint("org/name")) == ["w"]
+
+
+def test_a_name_that_the_hub_does_not_show_is_told_from_a_missing_network(monkeypatch) -> None:
+    class Response:
+        status_code = 404
+
+    def missing(*arguments, **keywords):
+        error = RuntimeError("404")
+        error.response = Response()  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", missing)
+    with pytest.raises(InputError, match=r"status 404.*hf auth login"):
+        open_checkpoint("org/nmae")
+
+
+def test_what_is_downloaded_is_pinned_to_a_commit_and_leaves_pickles_where_safetensors_are(
+    cache, monkeypatch
+) -> None:
+    asked = {}
+
+    class Info:
+        sha = "b" * 40
+        siblings = (type("S", (), {"rfilename": "model.safetensors"})(),)
+
+    def download(repo, revision=None, local_files_only=False, allow_patterns=None):
+        if local_files_only:
+            raise FileNotFoundError
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        folder = cached(cache, revision)
+        write_tensors(folder / "model.safetensors", {"w": torch.ones(2)})
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert list(open_checkpoint("org/name@main")) == ["w"]
+    assert asked["revision"] == "b" * 40
+    assert "*.bin" not in asked["patterns"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("org/name", ("org/name", None)),
+        ("org/name-1.5@v1", ("org/name-1.5", "v1")),
+        ("org/name@refs/pr/3", ("org/name", "refs/pr/3")),
+        ("a/b/c", None),
+        ("./a/b", None),
+        ("../name", None),
+        ("/abs/path", None),
+        ("name", None),
+    ],
+)
+def test_which_strings_could_be_hub_ids(text, found) -> None:
+    assert hub.hub_id(text) == found

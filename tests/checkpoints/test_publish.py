@@ -1,0 +1,139 @@
+"""A folder appears whole or not at all, and holds what a loader needs and nothing that a link smuggled in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints.models import llama, save
+
+from mergekit_lab import InputError
+from mergekit_lab.checkpoints import check_out, copy_model_files, copy_tokenizer_files, new_folder
+from mergekit_lab.checkpoints.publish import RECORD
+
+
+def test_an_error_leaves_nothing(tmp_path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        assert not (tmp_path / "out").exists()
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "out") as folder:
+        fail(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_replaces_a_merge_and_nothing_else(tmp_path) -> None:
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / RECORD).write_text("1")
+        (folder / "old").write_text("")
+    with pytest.raises(InputError, match="set overwrite=true"), new_folder(out):
+        pass
+    with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
+        raise RuntimeError
+    assert (out / "old").exists()
+    with new_folder(out, overwrite=True) as folder:
+        (folder / "new").write_text("")
+    assert [p.name for p in out.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(InputError, match="was not written by a merge"), new_folder(out, overwrite=True):
+        pass
+
+
+def test_places_that_must_not_be_written_are_refused(tmp_path) -> None:
+    (tmp_path / "in").mkdir()
+    weights = tmp_path / "in/model.safetensors"
+    weights.write_text("")
+    for out in (tmp_path / "in", tmp_path):
+        with pytest.raises(InputError, match=r"model\.safetensors, which is an input"):
+            check_out(out, True, [weights])
+    for out in (tmp_path / "x.safetensors", weights):
+        with pytest.raises(InputError, match="is a file"):
+            check_out(out, True)
+    with pytest.raises(InputError, match="no place for a model"):
+        check_out(type(tmp_path)("/"), True)
+    (tmp_path / "empty").mkdir()
+    check_out(tmp_path / "empty", False, [weights])
+
+
+KILLED = """
+import sys, time, torch
+from pathlib import Path
+from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, new_folder
+specs = {str(n): TensorSpec((1000,), torch.float32) for n in range(100)}
+with new_folder(Path(sys.argv[1])) as folder, ShardedWriter(folder, specs, 40_000) as writer:
+    for name in specs:
+        writer.write(name, torch.ones(1000))
+        print(name, flush=True)
+        time.sleep(0.02)
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_clears_it(tmp_path) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "30":
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1
+    assert left[0].name.startswith(".out.")
+    assert left[0].name.endswith(".partial")
+    assert not list(left[0].glob("*.json"))
+    for _ in range(50):
+        if not os.path.exists(f"/proc/{process.pid}"):
+            break
+        time.sleep(0.1)
+    with new_folder(out) as folder:
+        (folder / "done").write_text("")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
+    source = save(llama(), tmp_path / "source")
+    (source / "training_args.bin").write_bytes(b"secret")
+    (source / "modeling_mine.py").write_text("")
+    (source / "LICENSE").write_text("mine")
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    (tmp_path / "out").mkdir()
+    copy_model_files(source, tmp_path / "out", torch.float16, 40)
+    copy_tokenizer_files(source, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [
+            "LICENSE",
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert config["vocab_size"] == 40
+
+
+def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(tmp_path) -> None:
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    source = tmp_path / "models/snapshots/abc"
+    source.mkdir(parents=True)
+    (tmp_path / "models/blobs").mkdir()
+    (tmp_path / "models/blobs/123").write_text("{}")
+    (source / "tokenizer.json").symlink_to("../../blobs/123")
+    (tmp_path / "out").mkdir()
+    assert copy_tokenizer_files(source, tmp_path / "out") == ["tokenizer.json"]
+    assert not (tmp_path / "out/tokenizer.json").is_symlink()
+    (source / "tokenizer_config.json").symlink_to(secret)
+    with pytest.raises(InputError, match=r"links that lead out of it \(tokenizer_config.json\)"):
+        copy_tokenizer_files(source, tmp_path / "out")

@@ -1,0 +1,134 @@
+"""Vocabularies that differ are never cut in silence, and rows find their tokens."""
+
+import pytest
+import torch
+from checkpoints.models import llama, save, tuned, write_tensors_of
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import reconcile
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A base of 36 tokens, an expert with two more at the end, one with another order and one of its own."""
+    base = save(llama(), tmp_path / "base")
+    tokens = [f"t{n}" for n in range(38)]
+    longer = write_tensors_of(tuned(llama(vocabulary=38), 1), tmp_path / "longer", tokens)
+    order = [f"t{n}" for n in reversed(range(36))] + ["own"]
+    mixed = write_tensors_of(tuned(llama(vocabulary=37), 2), tmp_path / "mixed", order)
+    return base, longer, mixed
+
+
+def opened(*folders):
+    return [open_checkpoint(folder, folder.name) for folder in folders]
+
+
+def test_a_difference_is_an_error_with_the_choices_spelled_out(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    with pytest.raises(InputError) as caught:
+        reconcile(base, [longer, mixed])
+    said = str(caught.value)
+    sizes = ("'longer' has 38 rows (36 in the base)", "t36, t37", "'mixed' has 37", "matched by their string")
+    for text in (*sizes, "embeddings=intersect", "embeddings=pad", "embeddings=base"):
+        assert text in said
+    with pytest.raises(InputError, match="did you mean 'intersect'"):
+        reconcile(base, [longer], "intersec")
+
+
+def test_intersect_keeps_the_bases_tokens_and_matches_by_string(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    same = reconcile(base, [longer, mixed], "intersect")
+    assert same.rows is None
+    for name in (EMBED, HEAD):
+        assert torch.equal(same.base[name], base[name])
+        assert torch.equal(same.experts[0][name], longer[name][:36])
+        assert torch.equal(same.experts[1][name], mixed[name][:36].flip(0))
+        assert same.experts[0].specs[name].shape == (36, 16)
+    other = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(same.experts[0][other], longer[other])
+
+
+def test_a_token_that_an_expert_lacks_has_no_task_vector_there(folders) -> None:
+    base, longer, _ = opened(*folders)
+    same = reconcile(longer, [base], "intersect")
+    assert torch.equal(same.experts[0][EMBED][:36], base[EMBED])
+    assert torch.equal(same.experts[0][EMBED][36:], longer[EMBED][36:])
+
+
+def test_pad_takes_the_tokenizer_that_knows_every_token(folders) -> None:
+    base, longer, _ = opened(*folders)
+    same = reconcile(base, [longer], "pad")
+    assert same.rows == 38
+    assert same.tokenizer == longer.folder
+    assert torch.equal(same.base[EMBED][:36], base[EMBED])
+    assert torch.equal(same.base[EMBED][36:], longer[EMBED][36:])
+    assert torch.equal(same.experts[0][EMBED], longer[EMBED])
+
+
+def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    with pytest.raises(InputError, match="no tokenizer here knows all 39 tokens"):
+        reconcile(base, [longer, mixed], "pad")
+    same = reconcile(base, [longer, mixed], "pad", mixed.folder)
+    assert same.rows == 37
+    for position, token in ((0, 35), (35, 0)):
+        assert torch.equal(same.base[EMBED][position], base[EMBED][token])
+        assert torch.equal(same.experts[0][EMBED][position], longer[EMBED][token])
+    assert torch.equal(same.experts[1][EMBED], mixed[EMBED])
+    for checkpoint in (same.base, *same.experts):
+        assert torch.equal(checkpoint[EMBED][36], mixed[EMBED][36])
+
+
+def test_pad_refuses_a_tokenizer_with_tokens_that_no_model_has(folders, tmp_path) -> None:
+    base, longer, _ = opened(*folders)
+    write_tensors_of(llama(vocabulary=37), tmp_path / "alien", [f"t{n}" for n in range(36)] + ["alien"])
+    with pytest.raises(InputError, match=r"no model has a row for 1 tokens of .*alien \(alien\)"):
+        reconcile(base, [longer], "pad", tmp_path / "alien")
+
+
+def test_base_leaves_the_vocabulary_out_of_the_merge(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    same = reconcile(base, [longer, mixed], "base")
+    assert set(same.exclude) == {EMBED, HEAD}
+    for expert in same.experts:
+        assert torch.equal(expert[EMBED], base[EMBED])
+
+
+def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so() -> None:
+    states = [open_checkpoint(llama(vocabulary=v, seed=v).state_dict(), str(v)) for v in (36, 40)]
+    with pytest.raises(InputError, match="their row, as tokenizer files are missing"):
+        reconcile(states[0], [states[1]])
+    same = reconcile(states[0], [states[1]], "pad")
+    assert same.rows == 40
+    assert torch.equal(same.base[EMBED][36:], states[1][EMBED][36:])
+
+
+def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    fisher = open_checkpoint({EMBED: torch.rand(37, 16), "other": torch.rand(3)})
+    same = reconcile(base, [longer, mixed], "intersect")
+    assert torch.equal(same.side(1, fisher)[EMBED], fisher[EMBED][:36].flip(0))
+    assert torch.equal(same.side(1, fisher)["other"], fisher["other"])
+    padded = reconcile(base, [longer], "pad")
+    assert torch.equal(
+        padded.side(0, open_checkpoint({EMBED: torch.ones(38, 16)}))[EMBED][36:], torch.zeros(2, 16)
+    )
+    left = reconcile(base, [longer, mixed], "base")
+    assert not left.side(1, fisher)[EMBED].any()
+
+
+def test_as_many_rows_with_other_tokens_are_noted(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    tokens = [f"t{n}" for n in range(35)] + ["<chat>"]
+    other = open_checkpoint(write_tensors_of(llama(), tmp_path / "chat", tokens), "chat")
+    (note,) = reconcile(base, [other]).notes
+    assert "'chat' has 1 tokens elsewhere or not at all (t35) and 1 of its own (<chat>)" in note
+    assert reconcile(base, [base]).notes == ()
+
+
+def test_other_shapes_than_the_vocabularys_are_left_for_the_merge_to_refuse() -> None:
+    base = open_checkpoint({"classifier.weight": torch.zeros(3, 4), "layers.0.w": torch.zeros(3, 3)})
+    other = open_checkpoint({"classifier.weight": torch.zeros(5, 4), "layers.0.w": torch.zeros(4, 3)})
+    assert reconcile(base, [other], "intersect").experts == (other,)

@@ -1,0 +1,47 @@
+"""The shipped configurations: every field of every optimizer, at the defaults of its class."""
+
+import inspect
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from mergekit_lab import optim
+from mergekit_lab.paths import conf_dir
+from optim.problems import Net
+
+FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
+# What a file sets on purpose to something else than the class: SAFT's code, and the run's own numbers.
+OWN = {"asam": {"scaling"}, "ssamd": {"steps"}, "swa": {"steps"}, "wasam": {"steps"}}
+PLAIN = {"adamw", "sgd"}
+
+
+def composed(option: str, *overrides: str):
+    with initialize_config_dir(str(conf_dir()), version_base=None):
+        cfg = compose("main", overrides=[f"optimizer={option}", *overrides])
+    return cfg, OmegaConf.to_container(cfg.optimizer, resolve=True)
+
+
+def test_every_optimizer_has_a_configuration() -> None:
+    classes = {
+        composed(file.stem)[1]["_target_"].rpartition(".")[2] for file in FILES if file.stem not in PLAIN
+    }
+    public = (getattr(optim, name) for name in optim.__all__)
+    assert classes == {c.__name__ for c in public if isinstance(c, type) and hasattr(c, "evaluate")}
+
+
+@pytest.mark.parametrize("option", [f.stem for f in FILES if f.stem not in PLAIN])
+def test_a_configuration_names_every_field_at_the_default_of_the_class(option: str) -> None:
+    cfg, plain = composed(option, "training.steps=7", "seed=0")
+    make = instantiate(cfg.optimizer)
+    fields = list(inspect.signature(make.func).parameters.values())[1:]
+    assert plain.keys() - {"_target_", "_partial_"} == {field.name for field in fields}
+    for field in fields[1:]:
+        if field.name not in OWN.get(option, ()):
+            wanted = list(field.default) if isinstance(field.default, tuple) else field.default
+            assert plain[field.name] == wanted, field.name
+    optimizer = make(list(Net().named_parameters()))
+    assert optimizer.base.defaults["lr"] == cfg.training.lr
+    assert optimizer.base.defaults["weight_decay"] == cfg.training.weight_decay
+    assert getattr(optimizer, "steps", 7) == 7

@@ -1,0 +1,55 @@
+"""mergekit recipes over the models `base`, `a`, `b` and `c`, by what they show."""
+
+MODELS = "models: [{model: a, parameters: %s}, {model: b, parameters: %s}]\nbase_model: base\ndtype: float32\n"
+W = ("{weight: 0.5}", "{weight: 0.8}")
+D = ("{weight: 0.5, density: 0.3}", "{weight: 0.8, density: 0.3}")
+
+EXACT = {
+    "linear": "merge_method: linear\ndtype: float32\n"
+    "models: [{model: base, parameters: {weight: 1}}, {model: a, parameters: {weight: 0.5}},"
+    " {model: b, parameters: {weight: [0, 1]}}]\n",
+    "linear that is not normalised": "merge_method: linear\ndtype: float32\nparameters: {normalize: false}\n"
+    "models: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.6}}]\n",
+    "task arithmetic": "merge_method: task_arithmetic\nparameters: {lambda: 0.7}\n" + MODELS % W,
+    "task arithmetic, normalised": "merge_method: task_arithmetic\nparameters: {normalize: true}\n"
+    + MODELS % W,
+    "ties": "merge_method: ties\nparameters: {int8_mask: true}\n" + MODELS % D,
+    "ties, not normalised": "merge_method: ties\nparameters: {normalize: false, lambda: 0.5}\n" + MODELS % D,
+    "ties with densities of their own": "merge_method: ties\n"
+    + MODELS % ("{weight: 1, density: 0.2}", "{weight: 0.5, density: 0.6}"),
+    "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}\n" + MODELS % D,
+    "ties with gradients and filters": "merge_method: ties\n"
+    + MODELS
+    % (
+        "{weight: [0.1, 1.0, 0.3], density: [{filter: mlp, value: [0.2, 0.9]}, {value: 0.5}]}",
+        "{weight: [{filter: self_attn, value: 0.25}, {filter: '*', value: [1, 0.5]}], density: 0.4}",
+    ),
+    "ties by parameters of the whole": "merge_method: ties\nbase_model: base\ndtype: float32\n"
+    "parameters: {weight: 0.9, density: [0.2, 0.8]}\nmodels: [{model: base}, {model: a}, {model: b}, {model: "
+    "c}]\n",
+    "breadcrumbs": "merge_method: breadcrumbs\nparameters: {gamma: 0.05}\n" + MODELS % D,
+    "breadcrumbs with ties": "merge_method: breadcrumbs_ties\nparameters: {gamma: [0.01, 0.1]}\n" + MODELS % D,
+    "slerp": "merge_method: slerp\nbase_model: base\ndtype: float32\nmodels: [{model: base}, {model: a}]\n"
+    "parameters: {t: [{filter: self_attn, value: [0, 0.5, 0.3, 0.7, 1]}, {filter: mlp, value: [1, 0]}, {value: "
+    "0.5}]}\n",
+    "slices": "merge_method: slerp\nbase_model: base\ndtype: float32\nslices:\n"
+    "- sources: [{model: base, layer_range: [0, 2]}, {model: a, layer_range: [0, 2]}]\n  parameters: {t: [0.1, "
+    "0.6]}\n"
+    "- sources: [{model: base, layer_range: [2, 4]}, {model: a, layer_range: [2, 4]}]\nparameters: {t: 0.5}\n",
+    "model stock": "merge_method: model_stock\nbase_model: base\ndtype: float32\n"
+    "models: [{model: a}, {model: b}, {model: c}]\n",
+    "model stock by filters": "merge_method: model_stock\nbase_model: base\ndtype: float32\n"
+    "models: [{model: a}, {model: b}]\nparameters: {filter_wise: true}\n",
+    "dare of density 1": "merge_method: dare_ties\n" + MODELS % W,
+    "della of density 1": "merge_method: della\n" + MODELS % W,
+}
+"""Nothing random: equal numbers."""
+
+RANDOM = {
+    "dare_linear": "merge_method: dare_linear\n" + MODELS % D,
+    "dare_linear without rescaling": "merge_method: dare_linear\nparameters: {rescale: false}\n" + MODELS % D,
+    "dare_ties": "merge_method: dare_ties\n" + MODELS % D,
+    "della": "merge_method: della\nparameters: {epsilon: 0.1}\n" + MODELS % D,
+    "della_linear": "merge_method: della_linear\nparameters: {epsilon: 0.1}\n" + MODELS % D,
+}
+"""Equal in distribution."""
