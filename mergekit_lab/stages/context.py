@@ -87,6 +87,12 @@ class Context:
         method = build(content)
         if not isinstance(method, Method):
             raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
+        for kind in method.side_inputs:
+            if kind != "fisher":
+                raise InputError(
+                    f"{label} needs a {kind} checkpoint of every expert, and a run computes Fishers only: "
+                    f"merge checkpoints that you have with +experiment=merge_checkpoints {kind}s=[…]"
+                )
         return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
 
     @property

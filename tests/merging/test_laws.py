@@ -226,11 +226,9 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
     assert math.copysign(1, float(merged["a.bias"][0])) == -1
 
 
-@every_method
+@pytest.mark.parametrize("label", [label for label in METHODS if not label.startswith(NO_COEFFICIENT)])
 def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     """One merge serves a whole coefficient search."""
-    if label.startswith(NO_COEFFICIENT):
-        pytest.skip("no coefficient")
     base, experts, fishers = world_of(label, dtype=torch.float64)
     once = run(METHODS[label].at(1.0), base, experts, fishers)
     twice = run(METHODS[label].at(-2.0), base, experts, fishers)
