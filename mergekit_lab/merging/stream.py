@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -47,19 +48,30 @@ class _Segment:
 
 
 class _Flat:
-    """Base and experts as flat tensors; those of the tensor read last are kept open."""
+    """Base and experts as flat tensors.
 
-    def __init__(self, inputs: Inputs) -> None:
+    Args:
+        inputs: where they are read.
+        keep: keep them all open, which costs nothing where they lie in the device's memory anyway; else only
+            those of the tensor that was read last.
+    """
+
+    def __init__(self, inputs: Inputs, keep: bool) -> None:
         self._checkpoints = (inputs.base, *inputs.experts.values())
-        self._name: str | None = None
-        self._rows: list[Tensor] = []
+        self._keep = keep
+        self._rows: dict[str, list[Tensor]] = {}
 
     def parts(self, segment: _Segment) -> list[Tensor]:
         """The segment of the base and of every expert."""
-        if segment.name != self._name:
-            self._name = segment.name
-            self._rows = [checkpoint[segment.name].reshape(-1) for checkpoint in self._checkpoints]
-        return [row[segment.start : segment.stop] for row in self._rows]
+        rows = self._rows.get(segment.name)
+        if rows is None:
+            if not self._keep:
+                self._rows.clear()
+            rows = [checkpoint[segment.name].reshape(-1) for checkpoint in self._checkpoints]
+            self._rows[segment.name] = rows
+        if segment.stop - segment.start == rows[0].numel():
+            return rows
+        return [row[segment.start : segment.stop] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class _Reader:
         return replace(self, changes=(*self.changes, change))
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        flat = _Flat(self.inputs)
+        flat = self.flat()
         for piece in self.pieces(self.inputs.merged):
             _, deltas = self.read(piece, flat)
             site = self.site(piece)
@@ -103,6 +115,16 @@ class _Reader:
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
         for piece in self.pieces(self.inputs.merged):
             yield self._side(piece)[kind]
+
+    def flat(self) -> _Flat:
+        """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
+        return self._resident or _Flat(self.inputs, keep=False)
+
+    @cached_property
+    def _resident(self) -> _Flat | None:
+        first = next(iter(self.inputs.merged), None)
+        here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
+        return _Flat(self.inputs, keep=True) if here else None
 
     def pieces(self, names: Sequence[str]) -> Iterator[list[_Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
@@ -273,7 +295,7 @@ def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | No
 
 
 def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
-    method, flat = reader.method, _Flat(reader.inputs)
+    method, flat = reader.method, reader.flat()
     tensor = None
     if not reader.pools:
 
@@ -287,18 +309,24 @@ def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str
         reader.check_finite([segment.name for segment in piece], deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(piece[0].name, base, deltas, site)
-        place = 0
-        for s in piece:
-            part = slice(place, place + s.stop - s.start)
-            _add(out[s.name].view(-1)[s.start : s.stop], base[part], merged[part], method.scale)
-            place = part.stop
+        if len(piece) == 1:
+            _add(out[piece[0].name].view(-1)[piece[0].start : piece[0].stop], base, merged, method.scale)
+            continue
+        targets = [out[s.name].view(-1)[s.start : s.stop] for s in piece]
+        finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
+        result = _sum(base, merged, method.scale, finest)
+        torch._foreach_copy_(targets, list(result.split([s.stop - s.start for s in piece])))
 
 
 def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:
-    """`out = base + scale·merged`, at the finer of the two precisions."""
-    if out.dtype == torch.float64:
+    out.copy_(_sum(base, merged, scale, out.dtype))
+
+
+def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """`base + scale·merged`, in float64 where the result is kept so."""
+    if dtype == torch.float64:
         base, merged = base.double(), merged.double()
-    out.copy_(torch.add(base, merged, alpha=scale))
+    return torch.add(base, merged, alpha=scale)
 
 
 # --- workers ------------------------------------------------------------------------------------------
@@ -328,6 +356,7 @@ def merged_tensors(
 
 def _devices(device: Devices) -> list[torch.device]:
     wanted = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
+    wanted = [torch.device("cuda", d.index or 0) if d.type == "cuda" else d for d in wanted]
     if not wanted:
         raise InputError("device is an empty list")
     for each in wanted:

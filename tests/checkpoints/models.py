@@ -103,3 +103,9 @@ def write_tensors_of(model: nn.Module, folder: Path, tokens: list[str]) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder, tokens)
     return folder
+
+
+def three(make: Any, folder: Path) -> tuple[Path, dict[str, Path]]:
+    """A base and the experts `cars` and `svhn`, as folders."""
+    base = save(make(), folder / "base")
+    return base, {name: save(tuned(make(), seed), folder / name) for name, seed in (("cars", 1), ("svhn", 2))}

@@ -455,3 +455,13 @@ def test_weights_may_differ_by_tensor(label: str) -> None:
     scaled = run(replace(method, weights=[1.0, 2.0, 3.0]), base, experts, fishers)
     for name in mixed:
         assert torch.equal(mixed[name], (scaled if name.startswith("a.") else plain)[name]), name
+
+
+@pytest.mark.parametrize("label", [label for label in METHODS if METHODS[label].pools])
+def test_pooling_small_tensors_changes_nothing(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device several tensors share a block; here the CPU is treated as one."""
+    base, experts, fishers = world_of(label)
+    plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
+    monkeypatch.setattr(stream._Reader, "pools", property(lambda self: self.method.pools))
+    monkeypatch.setattr(stream, "_jobs", lambda reader: [list(reader.inputs.merged)])
+    assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

@@ -20,7 +20,7 @@ GROUPS = [
 ]
 OPTIONS = [(group, f.stem) for group in GROUPS for f in sorted((conf_dir() / group).glob("*.yaml"))]
 OF_THEIR_OWN = {"merge_checkpoints"}
-"""Experiments without backbone and tasks: test_merge_checkpoints.py runs them."""
+"""Experiments without backbone and tasks: test_merge_checkpoints*.py run them."""
 EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem not in OF_THEIR_OWN]
 
 

@@ -1,0 +1,305 @@
+"""The command that merges checkpoints: mistakes by name, dry runs without reading, kills without traces."""
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints.models import llama, save, t5, three, tuned
+from stages.conftest import composed
+
+import mergekit_lab
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import Checkpoint, write_tensors
+from mergekit_lab.merging import DARE, TIES, TaskArithmetic, merge_state_dicts
+from mergekit_lab.stages import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
+METHOD = TIES(preset="mergekit", density=0.4)
+
+
+def damage(folder: Path, how: str) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    if how == "truncated":
+        file.write_bytes(content[:-100])
+    elif how == "header":
+        file.write_bytes(content[:8] + b"[" + content[9:])
+    elif how == "length":
+        file.write_bytes(struct.pack("<Q", 1 << 40) + content[8:])
+    elif how == "gone":
+        file.unlink()
+    elif how == "offsets":
+        header = json.loads(content[8 : 8 + size])
+        name = next(n for n in header if n != "__metadata__")
+        header[name]["data_offsets"][1] += 4
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    elif how == "nan":
+        state = dict(open_checkpoint(file))
+        state[next(iter(state))].view(-1)[0] = float("nan")
+        write_tensors(file, state)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"cars: .*not a readable safetensors.*copy cut short"),
+        ("header", r"cars: .*not a readable safetensors"),
+        ("length", r"cars: .*not a readable safetensors"),
+        ("offsets", r"cars: .*not a readable safetensors"),
+        ("gone", r"cars: .*does not exist"),
+        ("nan", r"holds 1 NaN or infinite entries"),
+    ],
+)
+def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_path) -> None:
+    base, experts = three(llama, tmp_path / "in")
+    damage(experts["cars"], how)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(InputError, match=message):
+        mergekit_lab.merge(base, experts, tmp_path / "here/out", METHOD, device="cpu")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("experts", "keywords", "message"),
+    [
+        (["other"], {}, r"'other' lacks .*model.layers.1"),
+        (["t5"], {}, r"'t5' lacks .*has .* tensors the base lacks"),
+        ([], {}, "nothing to merge"),
+        (["cars"], {"dtype": "float23"}, "did you mean 'float32'"),
+        (["cars"], {"device": "cuda:7"}, "cuda:7 is not there"),
+        (["cars"], {"include": ["*.nope"]}, r"'\*.nope' matches no"),
+        (["cars"], {"tokenizer_from": "nowhere"}, "is no folder and no expert"),
+        (["cars"], {"max_shard_bytes": 0}, "max_shard_bytes is 0"),
+        (["cars"], {"fishers": ["cars", "cars"]}, "2 fisher inputs were given for 1 experts"),
+        (["cars"], {"fishers": {"svhn": "cars"}}, r"for \(svhn\), the experts are \(cars\)"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing(experts, keywords, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    three(llama, tmp_path)
+    save(llama(layers=1), tmp_path / "other")
+    save(t5(), tmp_path / "t5")
+    with pytest.raises(InputError, match=message):
+        mergekit_lab.merge("base", experts, "out", TaskArithmetic(), **{"device": "cpu", **keywords})
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    for out in (base, experts["cars"], tmp_path):
+        with pytest.raises(InputError, match="is an input of this merge"):
+            mergekit_lab.merge(base, experts, out, METHOD, overwrite=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("years")
+    with pytest.raises(InputError, match="was not written by a merge"):
+        mergekit_lab.merge(base, experts, tmp_path / "mine", METHOD, overwrite=True)
+    assert (tmp_path / "mine/thesis.tex").read_text() == "years"
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def command(tmp_path: Path, *arguments: str) -> None:
+    cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
+    run(cfg, tmp_path / "run", choices, list(arguments))
+
+
+def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, experts = three(llama, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", "base=base",
+         "experts=[cars,svhn]", "out=out", "merger=ties", "merger.preset=mergekit", "device=auto",
+         "dtype=bfloat16", "run_dir=run"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = merge_state_dicts(base, experts, TIES(preset="mergekit"), dtype=torch.bfloat16)
+    assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["experts=[cars,svhn]", "experts={cars: cars, svhn: svhn}", "experts=@list.txt", "experts=@named.txt"],
+)
+def test_experts_may_be_given_in_several_ways(given: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, experts = three(llama, tmp_path)
+    (tmp_path / "list.txt").write_text("# two\ncars\n\nsvhn  # the second\n")
+    (tmp_path / "named.txt").write_text("cars=cars\nsvhn = svhn\n")
+    command(tmp_path, "base=base", given, "out=out", "merger=dare", "seed=3", "overwrite=true")
+    wanted = merge_state_dicts(base, experts, DARE(seed=3))
+    assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
+
+
+def test_other_runs_do_not_know_these_keys() -> None:
+    cfg, _ = composed(["+experiment=quickstart"])
+    assert not {"base", "experts", "out", "recipe", "dry_run"} & set(cfg)
+    cfg, _ = composed(["+experiment=merge_checkpoints"])
+    assert not {"backbone", "suite", "optimizer", "training", "store"} & set(cfg)
+
+
+def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    script = (
+        "import sys, mergekit_lab\nfrom mergekit_lab.merging import TIES\n"
+        f"mergekit_lab.merge({str(base)!r}, [{str(experts['cars'])!r}], {str(tmp_path / 'out')!r}, TIES())\n"
+        "print([m for m in ('lightning', 'transformers', 'open_clip', 'peft', 'huggingface_hub') if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["experts=[a]", "out=o", "merger=ties"], "base is not set"),
+        (["base=base", "out=o", "merger=ties"], "experts is not set"),
+        (["base=base", "experts=[]", "out=o", "merger=ties"], "experts is not set"),
+        (["base=base", "experts=cars", "out=o", "merger=ties"], r"give a list, experts=\[cars\]"),
+        (["base=base", "experts=@nowhere.txt", "out=o", "merger=ties"], r"there is no file nowhere\.txt"),
+        (["base=base", "experts=[cars]", "out=o"], "no merger is set"),
+        (["base=base", "experts=[cars]", "merger=ties"], "out is not set"),
+        (["base=base", "experts=[cars]", "out=o", "merger=fisher"], "needs a fisher checkpoint"),
+        (["base=base", "experts=[cars]", "out=o", "merger=ties", "merger.density=3"], r"must be in \(0, 1\]"),
+        (["recipe=r.yml", "base=base"], "says what base are"),
+        (["recipe=r.yml"], "cannot be read"),
+        (["+expert=[cars]"], "unknown key 'expert'.*did you mean 'experts'"),
+        (["stages=[merge_checkpoints,report]"], "runs alone"),
+        (
+            ["overwrite=perhaps", "base=base", "experts=[cars]"],
+            "overwrite is 'perhaps'; it must be of type bool",
+        ),
+        (["backbone=clip_vit_b32"], "unknown key 'backbone'"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(llama(), tmp_path / "base")
+    save(tuned(llama(), 1), tmp_path / "cars")
+    with pytest.raises(InputError, match=message):
+        command(tmp_path, *arguments)
+    assert not (tmp_path / "o").exists()
+
+
+def test_without_its_experiment_the_stage_says_what_to_run(tmp_path) -> None:
+    cfg, choices = composed(["stage=merge_checkpoints"])
+    with pytest.raises(InputError, match=r"run \+experiment=merge_checkpoints"):
+        run(cfg, tmp_path, choices, [])
+
+
+# --- dry runs and kills -----------------------------------------------------------------------------------
+
+
+def huge(folder: Path, rows: int = 1 << 22) -> Path:
+    """A model of 100 GB as files know it: headers and holes."""
+    folder.mkdir()
+    shape, name, weight_map = [rows, 2048], "model.layers.{}.mlp.up_proj.weight", {}
+    for n in range(6):
+        header = {name.format(n): {"dtype": "BF16", "shape": shape, "data_offsets": [0, rows * 4096]}}
+        text = json.dumps(header).encode()
+        with (folder / f"model-{n}.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + rows * 4096)
+        weight_map[name.format(n)] = f"model-{n}.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys) -> None:
+    base, expert = huge(tmp_path / "base"), huge(tmp_path / "expert")
+    begun = time.monotonic()
+    arguments = (f"base={base}", f"experts=[{expert}]", "merger=task_arithmetic", "dry_run=true")
+    command(tmp_path, *arguments)
+    assert time.monotonic() - begun < 20
+    said = capsys.readouterr().out
+    assert "6 tensors in 6 files, 103.1 GB of disk" in said
+    assert "The merge would work." in said
+    with pytest.raises(InputError, match="would not work"):
+        command(tmp_path, *arguments, "out=/proc/x")
+    assert "PROBLEM" in capsys.readouterr().out
+
+
+def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monkeypatch) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base, experts = three(lambda: llama(tied=True), tmp_path)
+    adapted = get_peft_model(
+        llama(tied=True), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], use_rslora=True)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+
+    def refuse(self, name):
+        raise AssertionError(f"{name} was read")
+
+    for kind in [Checkpoint, *all_subclasses(Checkpoint)]:
+        if "__getitem__" in vars(kind):
+            monkeypatch.setattr(kind, "__getitem__", refuse)
+    two = f"experts=[{experts['cars']},{tmp_path / 'adapter'}]"
+    command(tmp_path, f"base={base}", two, f"out={tmp_path / 'out'}", "merger=tsvm", "dry_run=true")
+    said = capsys.readouterr().out
+    facts = ["rsLoRA of rank 3 on 4 tensors: 2 × q_proj, 2 × v_proj", "tied by the configuration"]
+    needs = ["host memory: at most", "time: about", "The merge would work."]
+    for text in [*facts, "vocabulary: 36, 36 tokens", *needs]:
+        assert text in said
+    assert not (tmp_path / "out").exists()
+
+
+def all_subclasses(kind: type) -> list[type]:
+    return [s for direct in kind.__subclasses__() for s in (direct, *all_subclasses(direct))]
+
+
+@pytest.mark.parametrize(
+    ("expert", "extra", "problem"),
+    [
+        ("short", [], r"short lacks 9 tensors \(model.layers.1"),
+        ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: fishers=\[…\]"),
+        ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no tensor"),
+        ("cars", ["merger=slerp"], "SLERP goes from one expert to another; it was given 1"),
+    ],
+)
+def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path, capsys) -> None:
+    base, _ = three(llama, tmp_path)
+    save(llama(layers=1), tmp_path / "short")
+    with pytest.raises(InputError, match="would not work"):
+        command(
+            tmp_path, f"base={base}", f"experts=[{tmp_path / expert}]", "merger=ties", "dry_run=true", *extra
+        )
+    assert re.search("PROBLEM: .*" + problem, capsys.readouterr().out)
+
+
+def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:
+    base, experts = three(llama, tmp_path / "in")
+    script = (
+        "import os, sys, mergekit_lab\nfrom mergekit_lab.checkpoints import shards\n"
+        "from mergekit_lab.merging import TIES\nwrite, done = shards.ShardedWriter.write, []\n"
+        "def slow(self, name, tensor):\n    write(self, name, tensor)\n    done.append(name)\n"
+        "    if len(done) == 12: print('half', flush=True); __import__('time').sleep(60)\n"
+        "shards.ShardedWriter.write = slow\n"
+        f"mergekit_lab.merge({str(base)!r}, [{str(experts['cars'])!r}], {str(tmp_path / 'here/out')!r}, TIES(),"
+        " max_shard_bytes=4000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    (left,) = (tmp_path / "here").iterdir()
+    assert left.name.startswith(".out.")
+    assert not (left / "config.json").exists()
+    with pytest.raises(InputError):
+        open_checkpoint(left)
+    mergekit_lab.merge(base, experts, tmp_path / "here/out", TIES())
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["out"]
