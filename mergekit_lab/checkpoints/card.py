@@ -33,8 +33,8 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     by it), else by the SHA-256 of its size and 64 evenly spaced samples.
 
     Returns:
-        `{"label", "tensors", "files": {name: {"bytes", "sha256" or "sampled_sha256"}}}`, without `files` for
-        tensors in memory.
+        `{"label", "tensors", "revision" (of a hub's snapshot), "files": {name: {"bytes", "sha256" or
+        "sampled_sha256"}}}`, without `files` for tensors in memory.
     """
     files = {}
     for path in checkpoint.files:
@@ -46,11 +46,13 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _sampled(path, size)}
     layout = [(n, list(s.shape), str(s.dtype)) for n, s in sorted(checkpoint.specs.items())]
-    described = {
+    described: dict[str, Any] = {
         "label": label or checkpoint.label,
         "tensors": len(checkpoint),
         "layout_sha256": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
     }
+    if checkpoint.folder is not None and checkpoint.folder.parent.name == "snapshots":
+        described["revision"] = checkpoint.folder.name
     return described | ({"files": files} if files else {})
 
 
@@ -114,7 +116,7 @@ class Card:
         body += ["## Inputs", ""]
         rows = [("base", self.base), *((name, print_) for name, print_ in self.experts.items())]
         rows += [(f"{kind} of {name}", p) for kind, prints in self.side.items() for name, p in prints.items()]
-        body += [*_table(("input", "is", "fingerprint"), [(n, p["label"], _short(p)) for n, p in rows]), ""]
+        body += [*_table(("input", "is", "fingerprint"), [(n, _named(p), _short(p)) for n, p in rows]), ""]
         body += ["## Settings", "", *_table(("setting", "value"), list(_flat(self.settings))), ""]
         if self.metrics:
             body += [
@@ -138,6 +140,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((f"{prefix}{name}", "not set" if value is None else str(value)))
     return rows
+
+
+def _named(print_: Mapping[str, Any]) -> str:
+    revision = print_.get("revision")
+    return f"{print_['label'].split('@')[0]}@{revision[:12]}" if revision else str(print_["label"])
 
 
 def _short(print_: Mapping[str, Any]) -> str:

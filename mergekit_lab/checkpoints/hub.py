@@ -9,14 +9,20 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mergekit_lab.errors import InputError
+from torch import Tensor
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
+from mergekit_lab.checkpoints.files import DTYPES
+from mergekit_lab.errors import InputError, listing
 
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
-_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
 
@@ -29,34 +35,76 @@ def hub_id(source: str) -> tuple[str, str | None] | None:
     return found["repo"], found["revision"]
 
 
-def snapshot(repo: str, revision: str | None) -> Path:
+def snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
     """The local folder of a repository, downloaded unless it is cached.
+
+    Args:
+        weights: False is content with configuration and tokenizer.
 
     Raises:
         InputError: not cached, and the hub cannot be reached or does not have it.
     """
     import huggingface_hub
 
-    try:
-        cached = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
-        if _complete(cached):
-            log.info("%s: the cached snapshot %s", repo, cached.name[:12])
-            return cached
-    except OSError:
-        pass
-    name = repo + (f"@{revision}" if revision else "")
-    try:
+    cached = cached_snapshot(repo, revision, weights)
+    if cached is not None:
+        return cached
+    with _explained(repo, revision):
         known = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
         files = [str(sibling.rfilename) for sibling in known.siblings or ()]
-        safe = any(file.endswith(".safetensors") for file in files)
-        log.info("%s: downloading %s", name, known.sha)
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo, revision=known.sha, allow_patterns=_PATTERNS if safe else [*_PATTERNS, "*.bin"]
-            )
-        )
+        patterns = _PATTERNS
+        if weights:
+            safe = any(file.endswith(".safetensors") for file in files)
+            patterns = [*_PATTERNS, "*.safetensors" if safe else "*.bin"]
+        log.info("%s: downloading %s", repo, known.sha)
+        return Path(huggingface_hub.snapshot_download(repo, revision=known.sha, allow_patterns=patterns))
+
+
+def cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path | None:
+    """The folder of a repository in the cache, if all that is wanted is there."""
+    import huggingface_hub
+
+    try:
+        cached = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+    except OSError:
+        return None
+    if not (_complete(cached) if weights else any(cached.glob("*.json"))):
+        return None
+    log.info("%s: the cached snapshot %s", repo, cached.name[:12])
+    return cached
+
+
+class RemoteHeaders(Checkpoint):
+    """The headers of a repository's safetensors, read over the network; the tensors are not there.
+
+    Raises:
+        InputError: the hub cannot be reached, or the repository has no `model.safetensors` or its index.
+    """
+
+    def __init__(self, label: str, repo: str, revision: str | None) -> None:
+        import huggingface_hub
+
+        with _explained(repo, revision):
+            found = huggingface_hub.HfApi().get_safetensors_metadata(repo, revision=revision, timeout=_SECONDS)
+        listed = {n: file.tensors[n] for file in found.files_metadata.values() for n in file.tensors}
+        unknown = {info.dtype for info in listed.values()} - DTYPES.keys()
+        if unknown:
+            raise InputError(f"{label}: unsupported dtypes ({listing(unknown)})")
+        specs = {n: TensorSpec(tuple(info.shape), DTYPES[info.dtype]) for n, info in listed.items()}
+        super().__init__(label, specs, folder=snapshot(repo, revision, weights=False))
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise InputError(f"{self.label}: only headers were read, {name!r} is still on the hub")
+
+
+@contextmanager
+def _explained(repo: str, revision: str | None) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
     except Exception as error:  # the hub's client raises what its HTTP library does
-        raise InputError(_why(name, error)) from None
+        raise InputError(_why(repo + (f"@{revision}" if revision else ""), error)) from None
 
 
 def _complete(folder: Path) -> bool:

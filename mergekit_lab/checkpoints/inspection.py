@@ -11,6 +11,7 @@ import torch
 
 from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.ties import candidates, read_config, ties_embeddings, vocabulary_size
 from mergekit_lab.checkpoints.vocabulary import read_tokens
 from mergekit_lab.errors import listing
@@ -54,22 +55,30 @@ def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list
     """One line a checkpoint: tensors, parameters, dtypes, files, vocabulary; an adapter's targets."""
     lines = []
     for name, checkpoint in [("base", base), *experts.items()]:
-        specs = checkpoint.specs.values()
-        dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
-        files = sum(os.path.getsize(file) for file in checkpoint.files)
-        shapes = Counter(len(spec.shape) for spec in specs)
-        lines.append(
-            f"{name}: {len(checkpoint)} tensors "
-            f"({', '.join(f'{n} of {d} dimensions' for d, n in sorted(shapes.items()))}), "
-            f"{sum(s.numel for s in specs) / 1e6:,.2f} M entries, "
-            f"{', '.join(f'{n} {d}' for d, n in dtypes.items())}; "
-            + (f"{len(checkpoint.files)} files, {size_text(files)}" if checkpoint.files else "in memory")
-        )
+        lines.append(f"{name}: {_sizes(checkpoint)}; {_stored(checkpoint)}")
         lines += [f"  {line}" for line in _vocabulary(checkpoint)]
         adapter = _adapter(checkpoint)
         if adapter is not None:
             lines += [f"  {line}" for line in _targets(adapter)]
     return lines
+
+
+def _sizes(checkpoint: Checkpoint) -> str:
+    specs = checkpoint.specs.values()
+    dimensions = Counter(len(spec.shape) for spec in specs)
+    dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
+    shapes = ", ".join(f"{n} of {d} dimensions" for d, n in sorted(dimensions.items()))
+    kinds = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
+    return f"{len(specs)} tensors ({shapes}), {sum(s.numel for s in specs) / 1e6:,.2f} M entries, {kinds}"
+
+
+def _stored(checkpoint: Checkpoint) -> str:
+    if checkpoint.files:
+        size = sum(os.path.getsize(file) for file in checkpoint.files)
+        return f"{len(checkpoint.files)} files, {size_text(size)}"
+    size = sum(spec.nbytes for spec in checkpoint.specs.values())
+    where = "on the hub, not downloaded" if isinstance(checkpoint, RemoteHeaders) else "in memory"
+    return f"{size_text(size)} {where}"
 
 
 def _vocabulary(checkpoint: Checkpoint) -> list[str]:
@@ -154,9 +163,10 @@ def written_specs(
     return {name: stored(spec) for name, spec in base.specs.items() if name not in left_out}
 
 
-def assumed_ties(base: Checkpoint) -> list[str]:
-    """Second names of weights that a configuration ties, as far as names and shapes tell."""
+def assumed_ties(base: Checkpoint) -> dict[str, str]:
+    """Second names of weights that a configuration ties, each with the first, as names and shapes tell."""
     config = read_config(base.folder)
     if not ties_embeddings(config):
-        return []
-    return [name for group in candidates(base.specs, vocabulary_size(config) or -1) for name in group[1:]]
+        return {}
+    groups = candidates(base.specs, vocabulary_size(config) or -1)
+    return {name: group[0] for group in groups for name in group[1:]}

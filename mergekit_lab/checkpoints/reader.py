@@ -14,7 +14,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, open_index
-from mergekit_lab.checkpoints.hub import hub_id, snapshot
+from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
 from mergekit_lab.errors import InputError
 
 _INDEX = "model.safetensors.index.json"
@@ -24,7 +24,11 @@ _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 
 
 def open_checkpoint(
-    source: Checkpoint | Mapping[str, Tensor] | str | Path, label: str = "", *, base: Checkpoint | None = None
+    source: Checkpoint | Mapping[str, Tensor] | str | Path,
+    label: str = "",
+    *,
+    base: Checkpoint | None = None,
+    headers_only: bool = False,
 ) -> Checkpoint:
     """Open named tensors for reading.
 
@@ -35,6 +39,7 @@ def open_checkpoint(
             a hub id `org/name` or `org/name@revision`. A `Checkpoint` is returned as it is.
         label: what messages call it; the path by default.
         base: what an adapter is folded into; other sources do not need it.
+        headers_only: do not download the tensors of a hub id that is not cached.
 
     Raises:
         InputError: nothing there, a truncated or unreadable file, a pickle of more than tensors, an adapter
@@ -44,8 +49,13 @@ def open_checkpoint(
         return source
     if isinstance(source, Mapping):
         return InMemory(label or "the state dict", source)
-    path = find_source(source)
     label = label or str(source)
+    wanted = _hub_id(source)
+    if wanted and headers_only and cached_snapshot(*wanted) is None:
+        small = snapshot(*wanted, weights=False)
+        if not (small / ADAPTER_CONFIG).is_file():
+            return RemoteHeaders(label, *wanted)
+    path = find_source(source)
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)
@@ -62,11 +72,18 @@ def open_checkpoint(
     )
 
 
-def find_source(source: str | Path) -> Path:
-    """The local path of a source; a hub id that is no path becomes its snapshot's folder."""
-    path = Path(source).expanduser()
-    wanted = hub_id(source) if isinstance(source, str) and not path.exists() else None
-    return snapshot(*wanted) if wanted else path
+def find_source(source: str | Path, weights: bool = True) -> Path:
+    """The local path of a source; a hub id that is no path becomes its snapshot's folder.
+
+    Args:
+        weights: False is content with a snapshot's configuration and tokenizer.
+    """
+    wanted = _hub_id(source)
+    return snapshot(*wanted, weights) if wanted else Path(source).expanduser()
+
+
+def _hub_id(source: str | Path) -> tuple[str, str | None] | None:
+    return hub_id(source) if isinstance(source, str) and not Path(source).expanduser().exists() else None
 
 
 def _open_folder(label: str, path: Path) -> Checkpoint:

@@ -17,7 +17,7 @@ from mergekit_lab.merging.iso import IsoC, IsoCTS
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.slerp import SLERP
-from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors
+from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors, resolve_device
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.merging.tsvm import TSVM
@@ -48,4 +48,5 @@ __all__ = [
     "learn_coefficients",
     "merge_state_dicts",
     "merged_tensors",
+    "resolve_device",
 ]

@@ -9,6 +9,7 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -146,9 +147,16 @@ class Method:
             given = list(self.weights)
         if len(given) != len(experts):
             raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
-        return [
+        found = [
             _matching(value, name, default) if isinstance(value, Mapping) else float(value) for value in given
         ]
+        require(all(map(math.isfinite, found)), "weights", self.weights, "finite")
+        return found
+
+    def check(self, experts: Sequence[str]) -> None:
+        """Refuse, before any work, weights that do not fit these experts, and an infinite coefficient."""
+        self.expert_weights(experts)
+        require(math.isfinite(self.scale), "coefficient", self.scale, "finite")
 
     @property
     def weights_by_tensor(self) -> bool:

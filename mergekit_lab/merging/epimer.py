@@ -60,6 +60,11 @@ class EpiMer(SpectralMethod):
         require_choice("coordinates", self.coordinates, _COORDINATES)
         require_choice("normalise", self.normalise, ("none", "trace", "norm"))
 
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        weights = super().expert_weights(experts, name)
+        require(min(weights) >= 0 and sum(weights) > 0, "weights", self.weights, "at least 0, and not all 0")
+        return weights
+
     def survey(self, stream: Stream) -> Any:
         if self.normalise == "none":
             return None
@@ -67,6 +72,9 @@ class EpiMer(SpectralMethod):
         for fisher in stream.side_blocks("fisher"):
             values = fisher.double()
             totals += (values if self.normalise == "trace" else values.square()).sum(dim=1).cpu()
+        require(
+            bool((totals > 0).all()), "a Fisher's sum", totals.tolist(), "positive to be brought to one scale"
+        )
         means = totals / stream.entries
         return means if self.normalise == "trace" else means.sqrt()
 

@@ -86,7 +86,10 @@ def open_inputs(
     _check_buffers(origin, opened.values())
     tied = origin.tied()
     _check_tied(tied, opened.values())
-    method.expert_weights(tuple(opened))
+    method.check(tuple(opened))
+    merged = selected(origin.specs, tied, include, exclude)
+    if not merged:
+        raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
         base=origin,
@@ -94,28 +97,52 @@ def open_inputs(
         side=_open_side(origin, method, tuple(opened), statistics),
         side_name=method.side_name,
         tied=tied,
-        merged=tuple(n for n in _selected(origin, include, exclude) if n not in tied),
+        merged=merged,
         compute=torch.float64 if double else torch.float32,
     )
 
 
-def _selected(base: Checkpoint, include: Sequence[str] | None, exclude: Sequence[str]) -> list[str]:
-    floating = [name for name, spec in base.specs.items() if spec.dtype.is_floating_point]
+def selected(
+    specs: Mapping[str, TensorSpec],
+    tied: Mapping[str, str],
+    include: Sequence[str] | None,
+    exclude: Sequence[str],
+) -> tuple[str, ...]:
+    """The floating-point tensors that are merged, tied ones once.
+
+    Weights with several names are one: they are excluded if a name of theirs is, else included if one is.
+
+    Raises:
+        InputError: a pattern that matches no floating-point tensor.
+    """
+    names_of: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        if spec.dtype.is_floating_point:
+            names_of.setdefault(tied.get(name, name), []).append(name)
+    floating = [name for names in names_of.values() for name in names]
     for pattern in [*(include or ()), *exclude]:
         if not any(fnmatchcase(name, pattern) for name in floating):
             raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
 
-    def taken(name: str) -> bool:
-        wanted = include is None or any(fnmatchcase(name, p) for p in include)
-        return wanted and not any(fnmatchcase(name, p) for p in exclude)
+    def matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    return [name for name in floating if taken(name)]
+    return tuple(
+        first
+        for first, names in names_of.items()
+        if (include is None or matched(names, include)) and not matched(names, exclude)
+    )
 
 
-def _check_alike(wanted: Mapping[str, TensorSpec], others: Iterable[Checkpoint], what: str) -> None:
+def _check_alike(
+    wanted: Mapping[str, TensorSpec],
+    others: Iterable[Checkpoint],
+    what: str,
+    optional: Iterable[str] = (),
+) -> None:
     """Names, kinds and shapes must agree; the error names every offender of a checkpoint."""
     for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - wanted.keys()
+        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - {*wanted, *optional}
         shared = [name for name in wanted if name in other.specs]
         shapes = [
             f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
@@ -202,7 +229,7 @@ def _open_side(
             n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n
         }
         if own:
-            _check_alike(own, opened[kind], f"the {kind}")
+            _check_alike(own, opened[kind], f"the {kind}", optional=base.specs)
         else:
             _check_same_names(base, method, kind, opened[kind])
     return opened

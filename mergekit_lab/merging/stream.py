@@ -8,6 +8,7 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
@@ -167,6 +168,8 @@ class _Reader:
 
     def whole_site(self, name: str, survey: Any) -> Site:
         sides = {kind: self._tensors(rows) for kind, rows in self.inputs.sides(name).items()}
+        for kind, values in sides.items():
+            self._check_side(kind, [name], values)
         return self._site(name, sides, 0, survey, None)
 
     def _site(self, name: str, side: Mapping[str, Tensor], offset: int, survey: Any, tensor: Any) -> Site:
@@ -181,7 +184,7 @@ class _Reader:
     def _side(self, piece: list[_Segment]) -> dict[str, Tensor]:
         by_segment = [self.inputs.sides(s.name) for s in piece]
         experts = range(len(self.experts))
-        return {
+        sides = {
             kind: self._stack(
                 [
                     [
@@ -193,6 +196,23 @@ class _Reader:
             )
             for kind in by_segment[0]
         }
+        for kind, values in sides.items():
+            self._check_side(kind, [s.name for s in piece], values)
+        return sides
+
+    def _check_side(self, kind: str, names: list[str], values: Tensor) -> None:
+        """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
+
+        def fault(part: Tensor) -> str | None:
+            low, high = torch.stack(torch.aminmax(part)).tolist() if part.numel() else (0.0, 0.0)
+            if not (math.isfinite(low) and math.isfinite(high)):
+                return "NaN or infinite"
+            return "negative" if kind == "fisher" and low < 0 else None
+
+        if fault(values):
+            for expert, row in zip(self.experts, values, strict=True):
+                if found := fault(row):
+                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing(names)})")
 
     def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
@@ -291,6 +311,8 @@ def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | No
             base, deltas = reader.whole(name)
             merged = method.merge(name, base, deltas, reader.whole_site(name, survey))
             _add(out[name], base, merged, method.scale)
+    for name in names:
+        _check_range(name, out[name])
     return list(out.items())
 
 
@@ -320,6 +342,16 @@ def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str
 
 def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:
     out.copy_(_sum(base, merged, scale, out.dtype))
+
+
+_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_range(name: str, merged: Tensor) -> None:
+    if merged.dtype in _NARROW and not bool(torch.isfinite(merged.float()).all()):
+        raise InputError(
+            f"the merged tensor {name!r} overflows {merged.dtype}: set dtype to bfloat16 or float32"
+        )
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -354,14 +386,29 @@ def merged_tensors(
     return _generate(readers, method.survey(readers[0]), dtype)
 
 
+def resolve_device(device: str | torch.device) -> torch.device:
+    """A device of this machine.
+
+    Raises:
+        InputError: no such device.
+    """
+    try:
+        found = torch.device(device)
+        found = torch.device("cuda", found.index or 0) if found.type == "cuda" else found
+        torch.empty(0, device=found)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        count = torch.cuda.device_count()
+        raise InputError(
+            f"device {device!r} is not there: this machine has a CPU and {count} CUDA devices "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    return found
+
+
 def _devices(device: Devices) -> list[torch.device]:
-    wanted = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
-    wanted = [torch.device("cuda", d.index or 0) if d.type == "cuda" else d for d in wanted]
+    wanted = [resolve_device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
     if not wanted:
         raise InputError("device is an empty list")
-    for each in wanted:
-        if each.type == "cuda" and (each.index or 0) >= torch.cuda.device_count():
-            raise InputError(f"device {each} is not there: this machine has {torch.cuda.device_count()} GPUs")
     return wanted
 
 

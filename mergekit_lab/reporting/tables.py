@@ -306,7 +306,7 @@ def _rich_table(table: Table, columns: Sequence[str]) -> Any:
         drawn.add_column(Text(name), no_wrap=True)
     for name in (*columns, "coefficient"):
         drawn.add_column(Text(name), justify="right", no_wrap=True)
-    for row, following in zip(table.rows, (*table.rows[1:], None), strict=True):
+    for row, following in zip(table.rows, (*table.rows[1:], None), strict=False):
         cells = row.cells[-len(columns) :]
         drawn.add_row(
             *map(Text, (*row.group, row.label)),

@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -86,20 +87,39 @@ def _check_value(value: Any, hint: Any, path: tuple[str, ...]) -> None:
         if not isinstance(value, Mapping):
             raise InputError(f"{where} is {value!r}; it must be a group of keys")
         _check_fields(value, hint, path)  # type: ignore[arg-type]
-    elif hint in (int, float, bool, str):
-        fits = isinstance(value, (int, float) if hint is float else hint)
-        if not fits or (isinstance(value, bool) and hint is not bool):
-            raise InputError(f"{where} is {value!r}; it must be of type {hint.__name__}")
-    elif isinstance(value, Mapping):
-        if "_target_" in value:
-            _check_target(value, path)
-        elif hint == dict[str, Target]:
-            for name, inner in value.items():
-                _check_value(inner, Target, (*path, name))
-        elif path == ("trainer",):
-            import lightning
+    elif not _fits(value, hint):
+        raise InputError(f"{where} is {value!r}; it must be of type {_called(hint)}")
+    elif hint == dict[str, Target]:
+        for name, inner in value.items():
+            _check_value(inner, Target, (*path, str(name)))
+    elif isinstance(value, Mapping) and "_target_" in value:
+        _check_target(value, path)
 
-            _refuse_unknown(value, inspect.signature(lightning.Trainer).parameters, path)
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value of a configuration is of the type that a field declares."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (UnionType, Union):
+        return any(_fits(value, option) for option in arguments)
+    if hint in (Any, None, NoneType):
+        return hint is Any or value is None
+    if hint is Target:
+        return isinstance(value, Mapping) and "_target_" in value
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _called(hint: Any) -> str:
+    if hint is Target:
+        return "group with a _target_"
+    return (
+        getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint).replace("dict", "group")
+    )
 
 
 def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
@@ -161,7 +181,7 @@ def stage_list(cfg: DictConfig, known: Iterable[str]) -> list[str]:
         InputError: an unknown stage.
     """
     known = list(known)
-    wanted = [cfg.stage] if cfg.stage else list(cfg.stages)
+    wanted = [cfg.stage] if cfg.stage else list(cfg.stages or ())
     for name in wanted:
         if name not in known:
             raise InputError(f"there is no stage {name!r}{suggestion(name, known)}")

@@ -109,21 +109,23 @@ def prepare(
     Args:
         read: compare the values of names that look tied; False reads headers only.
     """
-    if isinstance(base, str | Path) and (find_source(base) / "adapter_config.json").is_file():
-        raise InputError(f"base={base} is an adapter: the base is the model it was trained on")
-    origin = _open("the base", base, None)
+    origin = _open("the base", base, None, read)
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
     notes: list[str] = []
-    opened = {n: align(origin, _open(n, s, origin), read=read, say=notes.append) for n, s in named.items()}
+    opened = {
+        n: align(origin, _open(n, s, origin, read), read=read, say=notes.append) for n, s in named.items()
+    }
     tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
     same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
         side[kind] = {
-            name: same.side(position, open_checkpoint(by_name[name], f"{kind} of {name}"))
+            name: same.side(
+                position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
+            )
             for position, name in enumerate(named)
         }
     return Prepared(
@@ -170,11 +172,11 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
     return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
 
 
-def _open(name: str, source: Source | Adapter, base: Checkpoint | None) -> Checkpoint:
+def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bool) -> Checkpoint:
     if not isinstance(source, Adapter):
-        return open_checkpoint(source, name, base=base)
-    model = open_checkpoint(source.model, f"the base of {name}")
-    folded = open_checkpoint(source.adapter, name, base=model)
+        return open_checkpoint(source, name, base=base, headers_only=not read)
+    model = open_checkpoint(source.model, f"the base of {name}", headers_only=not read)
+    folded = open_checkpoint(source.adapter, name, base=model, headers_only=not read)
     if base is None:
         folded.folder = model.folder
     return folded
@@ -186,7 +188,7 @@ def _tokenizer_folder(
     if wanted is None:
         return None
     known = {**experts, "base": base}
-    folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted)
+    folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
         raise InputError(f"tokenizer_from={wanted} is no folder and no expert{suggestion(str(wanted), known)}")
     return folder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError, suggestion
@@ -71,6 +73,32 @@ class Search:
 
     coefficients: list[float]
 
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) for value in self.coefficients):
+            raise InputError(f"search.coefficients are {self.coefficients}; they must be finite")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where training runs: what of `lightning.Trainer` decides nothing of the result.
+
+    Args:
+        accelerator: Lightning's name: auto, cpu, gpu.
+        devices: 1, or a list with one index.
+        deterministic: refuse operations whose result varies from run to run.
+    """
+
+    accelerator: str
+    devices: int | list[int]
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.devices != 1 and not (isinstance(self.devices, list) and len(self.devices) == 1):
+            raise InputError(
+                f"trainer.devices is {self.devices!r}; it must be 1, or a list with one index: an expert is "
+                "trained by one process"
+            )
+
 
 @dataclass(frozen=True)
 class StorePlace:
@@ -110,7 +138,7 @@ class Main:
     curvature: Curvature
     search: Search
     joint: bool
-    trainer: dict[str, Any]
+    trainer: Place
     logger: Target
     store: StorePlace
     stages: list[str]
@@ -130,6 +158,18 @@ def check(cfg: DictConfig) -> None:
             resolve, or a value of the wrong kind or range.
     """
     check_against(cfg, Main)
+    if cfg.evaluation_batch_size < 1:
+        raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
+    _try_optimizer(cfg)
+
+
+def _try_optimizer(cfg: DictConfig) -> None:
+    """Build the optimizer once, on a parameter of its own, so that its complaints come before any training."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    try:
+        optimizer_factory(cfg, cfg.training.steps)([("weight", parameter)])
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the optimizer cannot be built: {error}") from None
 
 
 def optimizer_factory(cfg: DictConfig, steps: int) -> Any:

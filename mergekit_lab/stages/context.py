@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import Method
+from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
@@ -65,6 +65,8 @@ class Context:
         self.settings = Settings(**plain["training"])
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = resolve_device(wanted if cfg.device == "auto" else cfg.device)
         self.backbone = build(cfg.backbone)
         self.tasks: dict[str, Task] = {name: build(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
@@ -93,14 +95,8 @@ class Context:
                     f"{label} needs a {kind} checkpoint of every expert, and a run computes Fishers only: "
                     f"merge checkpoints that you have with +experiment=merge_checkpoints {kind}s=[…]"
                 )
+        method.check(tuple(self.tasks))
         return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
-
-    @property
-    def device(self) -> torch.device:
-        """Where evaluation, curvature and merging happen."""
-        if self.cfg.device != "auto":
-            return torch.device(self.cfg.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # --- parts of the backbone ------------------------------------------------------------------------
 

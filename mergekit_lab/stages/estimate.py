@@ -31,6 +31,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.merging.inputs import selected
 from mergekit_lab.stages.checkpoint_inputs import Prepared
 
 _BYTES_A_SECOND = 1e9
@@ -49,7 +50,7 @@ def report(prepared: Prepared, out: Path | None) -> Report:
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)
-    specs, limit, stem = prepared.plan(assumed_ties(prepared.base))
+    specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
     shards = plan_shards(specs, limit, stem)
     written = sum(shard.nbytes for shard in shards)
     result.section(
@@ -83,16 +84,13 @@ def _side_problems(prepared: Prepared) -> list[str]:
 
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
-    from fnmatch import fnmatchcase
-
-    tied = set(assumed_ties(prepared.base))
-    names = [n for n, s in prepared.base.specs.items() if s.dtype.is_floating_point and n not in tied]
-    for pattern in [*(prepared.include or ()), *prepared.exclude]:
-        if not any(fnmatchcase(name, pattern) for name in prepared.base.specs):
-            result.problems.append(f"the pattern {pattern!r} matches no tensor of the base")
-    if prepared.include is not None:
-        names = [n for n in names if any(fnmatchcase(n, pattern) for pattern in prepared.include)]
-    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in prepared.exclude)]
+    try:
+        return list(
+            selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.exclude)
+        )
+    except InputError as error:
+        result.problems.append(str(error))
+        return []
 
 
 def _room(out: Path | None, written: int, result: Report) -> str:

@@ -1,13 +1,11 @@
 """Stage evaluate: every model of the run on the test split of every task, into the store.
 
-The test split is read here and nowhere else.
+No choice is made on the test split: it is evaluated on here and nowhere else.
 """
 
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +87,8 @@ def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
     def make(_: Any) -> Mapping[str, Any]:
         split = run.tasks[task].split(part)
         run.encoder.load_state_dict(subject.state())
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
         value = accuracy(
             run.encoder, run.head(task), split.images, split.labels, batch_size=run.cfg.evaluation_batch_size
         )
@@ -103,9 +103,6 @@ def stage_evaluate(run: Context) -> None:
         evaluate(run, subject, task, "test")
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the device's own peak on CUDA, else the process's largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes of this evaluation on a CUDA device; None on a CPU, where only the process's own peak is known."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

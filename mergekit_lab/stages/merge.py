@@ -57,7 +57,8 @@ def _own_coefficient(method: Method) -> float | None:
     inner = getattr(method, "inner", None)
     if inner is not None:
         return _own_coefficient(inner)
-    return method.scale if hasattr(method, "coefficient") else None
+    value = getattr(method, "coefficient", ())
+    return method.scale if value is None or isinstance(value, int | float) else None
 
 
 def merged_content(run: Context, merger: Merger) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import Method
 from mergekit_lab.stages.checking import Target, build, without_null_coefficient
 from mergekit_lab.stages.checkpoint_inputs import Prepared, prepare
@@ -162,11 +162,14 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
         file = Path(value[1:]).expanduser()
         if not file.is_file():
             raise InputError(f"{what}={value}: there is no file {file}")
-        lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
-        pairs = [line.split("=", 1) for line in lines if line]
-        if pairs and all(len(pair) == 2 for pair in pairs):
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        value = [line for line in lines if line and not line.startswith("#")]
+        pairs = [line.split("=", 1) for line in value]
+        if pairs and all(len(pair) == 2 and "/" not in pair[0] for pair in pairs):
+            names = [name.strip() for name, _ in pairs]
+            if len(set(names)) < len(names):
+                raise InputError(f"{what}={value}: {file} gives a name twice ({listing(names)})")
             return {name.strip(): path.strip() for name, path in pairs}
-        value = [line for line in lines if line]
     if isinstance(value, Mapping):
         return {str(name): str(path) for name, path in value.items()}
     if not isinstance(value, list) or not value:

@@ -48,6 +48,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
     Raises:
         InputError: a user's mistake; `failure.json` in the run's folder says so too.
     """
+    (folder / "failure.json").unlink(missing_ok=True)
     try:
         if _ALONE in (cfg.get("stage"), *(cfg.get("stages") or ())):
             _run_alone(cfg)
@@ -59,7 +60,6 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         wanted = stage_list(cfg, [*STAGES, _ALONE])
         context = Context(cfg, folder, choices)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "failure.json").unlink(missing_ok=True)
         context.tracker.start(
             context.plain,
             run_dir=folder,

@@ -138,6 +138,7 @@ class Store:
             found = self.find(kind, content)
             if found:
                 return found
+            shutil.rmtree(self.root / kind / key, ignore_errors=True)  # without a manifest it is no artefact
             work = self.root / "work" / kind / key
             shutil.rmtree(work / "out", ignore_errors=True)
             place = Workplace(work / "out", work / "resume")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from torch import Tensor, nn
 
@@ -53,8 +55,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low in {"steps": 1, "batch_size": 1, "lr": 0, "weight_decay": 0, "validations": 1}.items():
-            if getattr(self, name) < low:
-                raise InputError(f"training.{name} is {getattr(self, name)}; it must be at least {low}")
+            if not low <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"training.{name} is {getattr(self, name)}; it must be at least {low}, and finite"
+                )
         if not 0 <= self.warmup_steps <= self.steps:
             raise InputError(
                 f"training.warmup_steps is {self.warmup_steps}; "
@@ -147,19 +151,22 @@ def finetune(
     callbacks: list[Any] = [best, latest]
     if options["enable_progress_bar"]:
         callbacks.append(RichProgressBar(leave=False))
-    lit = lightning.Trainer(
-        **options,
-        max_steps=settings.steps,
-        precision=settings.precision,  # type: ignore[arg-type]
-        val_check_interval=settings.validate_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=False,
-        callbacks=callbacks,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=resume,
-    )
+    try:
+        lit = lightning.Trainer(
+            **options,
+            max_steps=settings.steps,
+            precision=settings.precision,  # type: ignore[arg-type]
+            val_check_interval=settings.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            logger=False,
+            callbacks=callbacks,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=resume,
+        )
+    except MisconfigurationException as error:
+        raise InputError(f"training cannot start: {error}") from None
     last = resume / "last.ckpt"
     if last.exists():
         log.info("resuming from %s", last)

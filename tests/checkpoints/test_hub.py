@@ -9,7 +9,7 @@ import torch
 from checkpoints.models import llama
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import hub, write_tensors
+from mergekit_lab.checkpoints import TensorSpec, hub, write_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_what_is_downloaded_is_pinned_to_a_commit_and_leaves_pickles_where_safet
         if local_files_only:
             raise FileNotFoundError
         asked.update(repo=repo, revision=revision, patterns=allow_patterns)
-        folder = cached(cache, revision)
+        folder = cached(cache, revision or "")
         write_tensors(folder / "model.safetensors", {"w": torch.ones(2)})
         return str(folder)
 
@@ -100,6 +100,37 @@ def test_what_is_downloaded_is_pinned_to_a_commit_and_leaves_pickles_where_safet
     assert list(open_checkpoint("org/name@main")) == ["w"]
     assert asked["revision"] == "b" * 40
     assert "*.bin" not in asked["patterns"]
+
+
+def test_headers_are_read_from_afar_where_only_they_are_wanted(cache, monkeypatch) -> None:
+    from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+    tensors = {"w": TensorInfo("BF16", [4, 2], (0, 16)), "ids": TensorInfo("I64", [3], (16, 40))}
+    file = SafetensorsFileMetadata({}, tensors)
+    repo = SafetensorsRepoMetadata(
+        None, False, dict.fromkeys(tensors, "model.safetensors"), {"model.safetensors": file}
+    )
+    info = type("Info", (), {"sha": "b" * 40, "siblings": ()})
+
+    def download(repo, revision=None, local_files_only=False, allow_patterns=()):
+        assert "*.safetensors" not in allow_patterns
+        if local_files_only and not list((cache / "models--org--name/snapshots").glob("*")):
+            raise FileNotFoundError
+        folder = cache / "models--org--name/snapshots" / ("b" * 40)
+        if not local_files_only:
+            (cached(cache, revision) / "config.json").write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: info)
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", lambda *a, **k: repo)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (cache / "models--org--name/snapshots").mkdir(parents=True)
+    opened = open_checkpoint("org/name", "cars", headers_only=True)
+    assert opened.specs["w"] == TensorSpec((4, 2), torch.bfloat16)
+    assert opened.folder is not None
+    assert (opened.folder / "config.json").is_file()
+    with pytest.raises(InputError, match="'w' is still on the hub"):
+        opened["w"]
 
 
 @pytest.mark.parametrize(

@@ -168,3 +168,46 @@ def test_methods_of_so_many_experts_say_how_many_they_take() -> None:
 
 def test_regmean_asks_for_its_grams() -> None:
     refuse("RegMean needs a gram checkpoint for every expert", method=RegMean())
+
+
+@pytest.mark.parametrize("method", [Fisher(), EpiMer()], ids=repr)
+@pytest.mark.parametrize(("value", "fault"), [(float("nan"), "NaN or infinite"), (-1.0, "negative")])
+def test_a_fisher_that_is_none_is_named_with_its_expert(method, value: float, fault: str) -> None:
+    broken = state(w=torch.full((3, 2), value))
+    refuse(rf"the fisher of svhn holds {fault} entries in \(w\)", method=method, fishers=[broken])
+
+
+def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
+    refuse("coefficient is nan; it must be finite", method=TSVM(coefficient=float("nan")))
+    refuse("coefficient is inf; it must be finite", method=TIES(coefficient=float("inf")))
+    refuse(r"weights is \[nan\]; it must be finite", method=WeightAverage(weights=[float("nan")]))
+    refuse("at least 0, and not all 0", method=EpiMer(weights=[-1.0]), fishers=[state()])
+    refuse("positive to be brought to one scale", method=EpiMer(normalise="trace"), fishers=[state()])
+
+
+def test_a_result_that_its_dtype_cannot_hold_is_refused() -> None:
+    large = state(w=torch.full((3, 2), 9e4))
+    refuse("'w' overflows torch.float16: set dtype", base=large, experts=[large], dtype=torch.float16)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    refuse("device 'cud' is not there", device="cud")
+    refuse("device 'cuda:99' is not there", device="cuda:99")
+    refuse("empty list", device=[])
+
+
+def test_a_model_without_anything_to_merge_is_refused() -> None:
+    refuse("nothing to merge", exclude=["*"])
+    refuse("matches no floating-point tensor", exclude=["ids"])
+
+
+def test_patterns_reach_tied_weights_under_any_of_their_names() -> None:
+    base = state()
+    base["head"] = base["w"]
+    expert = state(w=torch.ones(3, 2), b=torch.ones(3), head=torch.ones(3, 2))
+    kept = merge_state_dicts(base, [expert], WeightAverage(), exclude=["head"])
+    assert float(kept["w"].sum()) == float(kept["head"].sum()) == 0
+    assert float(kept["b"].sum()) == 3
+    only = merge_state_dicts(base, [expert], WeightAverage(), include=["head"])
+    assert float(only["w"].sum()) == float(only["head"].sum()) == 6
+    assert float(only["b"].sum()) == 0

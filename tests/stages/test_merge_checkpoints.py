@@ -142,7 +142,7 @@ def test_an_adapter_and_a_folder_merge_like_the_dense_models_they_stand_for(tmp_
     wanted = merge_state_dicts(base, [experts["cars"], dense], method)
     for name, value in wanted.items():
         torch.testing.assert_close(open_checkpoint(out)[name], value, rtol=1e-5, atol=1e-7)
-    with pytest.raises(InputError, match="is an adapter: the base is the model"):
+    with pytest.raises(InputError, match="is a PEFT adapter, which needs the base"):
         mergekit_lab.merge(tmp_path / "adapter", experts, tmp_path / "out2", method)
 
 

@@ -76,7 +76,7 @@ def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_
         (["t5"], {}, r"'t5' lacks .*has .* tensors the base lacks"),
         ([], {}, "nothing to merge"),
         (["cars"], {"dtype": "float23"}, "did you mean 'float32'"),
-        (["cars"], {"device": "cuda:7"}, "cuda:7 is not there"),
+        (["cars"], {"device": "cuda:7"}, "cuda:7.* is not there"),
         (["cars"], {"include": ["*.nope"]}, r"'\*.nope' matches no"),
         (["cars"], {"tokenizer_from": "nowhere"}, "is no folder and no expert"),
         (["cars"], {"max_shard_bytes": 0}, "max_shard_bytes is 0"),
@@ -135,7 +135,7 @@ def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
 def test_experts_may_be_given_in_several_ways(given: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     base, experts = three(llama, tmp_path)
-    (tmp_path / "list.txt").write_text("# two\ncars\n\nsvhn  # the second\n")
+    (tmp_path / "list.txt").write_text("# two\ncars\n\n  svhn\n")
     (tmp_path / "named.txt").write_text("cars=cars\nsvhn = svhn\n")
     command(tmp_path, "base=base", given, "out=out", "merger=dare", "seed=3", "overwrite=true")
     wanted = merge_state_dicts(base, experts, DARE(seed=3))
@@ -265,7 +265,7 @@ def all_subclasses(kind: type) -> list[type]:
     [
         ("short", [], r"short lacks 9 tensors \(model.layers.1"),
         ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: fishers=\[…\]"),
-        ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no tensor"),
+        ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no floating-point tensor"),
         ("cars", ["merger=slerp"], "SLERP goes from one expert to another; it was given 1"),
     ],
 )

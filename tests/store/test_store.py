@@ -109,3 +109,12 @@ def test_of_several_processes_that_ask_one_makes_it(tmp_path) -> None:
         process.join()
         assert process.exitcode == 0
     assert (tmp_path / "log").read_text() == "made\n"
+
+
+def test_a_folder_without_a_manifest_is_replaced(tmp_path) -> None:
+    store, calls = Store(tmp_path), []
+    made = store.obtain("experts", CONTENT, maker(calls))
+    made.file("manifest.json").unlink()
+    again = store.obtain("experts", CONTENT, maker(calls))
+    assert len(calls) == 2
+    assert again.file("model.txt").read_text() == "weights"
