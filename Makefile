@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types wheel-test sweep clean
+.PHONY: help demo test lint types docs wheel-test sweep clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
@@ -21,6 +21,9 @@ lint: .venv/dev  ## ruff
 
 types: .venv/dev  ## mypy
 	$(BIN)/mypy
+
+docs: .venv/dev  ## run the documentation's examples and check its links
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/optim/test_docs.py tests/tasks/test_docs.py
 
 wheel-test: .venv/dev  ## build the wheel, install it elsewhere, run it from another folder
 	$(BIN)/python -m pytest -q tests/test_wheel.py

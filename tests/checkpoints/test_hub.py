@@ -4,6 +4,7 @@ import json
 import time
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 from checkpoints.models import llama
