@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from rich.progress import track
 
 from mergekit_lab.backbones import Classifier
 from mergekit_lab.checkpoints import write_tensors
@@ -39,7 +40,9 @@ def _maker(run: Context, task: str) -> Any:
         chunk = run.cfg.curvature.chunk
         batches = (
             (split.images[part].to(run.device) / 255, split.labels[part].to(run.device))
-            for part in chosen.split(chunk)
+            for part in track(
+                chosen.split(chunk), f"Fisher of {task}", disable=not run.cfg.progress, transient=True
+            )
         )
         fisher = diagonal_fisher(
             Classifier(encoder, run.head(task)).to(run.device),
