@@ -1,5 +1,6 @@
 """`python -m mergekit_lab +experiment=quickstart`"""
 
+import os
 from pathlib import Path
 
 import hydra
@@ -9,6 +10,10 @@ from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import conf_dir
+
+# Read when torch loads. By default its threads spin so long at barriers that two runs on the same cores
+# take twenty times as long as one; so they share them, and a run alone is as fast.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 class UserError(CompactHydraException):
