@@ -8,13 +8,10 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -23,231 +20,22 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader
 from mergekit_lab.merging.contract import Method, Site
-from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
 
-CPU_BLOCK = 1 << 17
-"""Entries of a tensor handed over at a time on a CPU: T of them in float32 stay in its cache."""
-DEVICE_BLOCK = 1 << 24
-"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
 STACK_BYTES = 1 << 30
 """Task vectors that are factorized in one call on an accelerator."""
 
-Notes = dict[str, dict[str, object]]
 Devices = str | torch.device | Sequence[str | torch.device]
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """A flat range of a tensor."""
-
-    name: str
-    start: int
-    stop: int
-
-
-class _Flat:
-    """Base and experts as flat tensors.
-
-    Args:
-        inputs: where they are read.
-        keep: keep them all open, which costs nothing where they lie in the device's memory anyway; else only
-            those of the tensor that was read last.
-    """
-
-    def __init__(self, inputs: Inputs, keep: bool) -> None:
-        self._checkpoints = (inputs.base, *inputs.experts.values())
-        self._keep = keep
-        self._rows: dict[str, list[Tensor]] = {}
-
-    def parts(self, segment: _Segment) -> list[Tensor]:
-        """The segment of the base and of every expert."""
-        rows = self._rows.get(segment.name)
-        if rows is None:
-            if not self._keep:
-                self._rows.clear()
-            rows = [checkpoint[segment.name].reshape(-1) for checkpoint in self._checkpoints]
-            self._rows[segment.name] = rows
-        if segment.stop - segment.start == rows[0].numel():
-            return rows
-        return [row[segment.start : segment.stop] for row in rows]
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """The inputs in pieces, on one device. A `Stream` for surveys."""
-
-    inputs: Inputs
-    method: Method
-    device: torch.device
-    changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
-    notes: Notes = field(default_factory=dict)
-
-    @property
-    def experts(self) -> tuple[str, ...]:
-        return tuple(self.inputs.experts)
-
-    @property
-    def entries(self) -> int:
-        return sum(self.inputs.base.specs[name].numel for name in self.inputs.merged)
-
-    @property
-    def buffer_entries(self) -> int:
-        return sum(s.numel for s in self.inputs.base.specs.values() if not s.dtype.is_floating_point)
-
-    @property
-    def block(self) -> int:
-        return CPU_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
-
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> _Reader:
-        return replace(self, changes=(*self.changes, change))
-
-    def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        flat = self.flat()
-        for piece in self.pieces(self.inputs.merged):
-            _, deltas = self.read(piece, flat)
-            site = self.site(piece)
-            for change in self.changes:
-                deltas = change(piece[0].name, deltas, site)
-            yield piece[0].name, deltas, site
-
-    def side_blocks(self, kind: str) -> Iterator[Tensor]:
-        for piece in self.pieces(self.inputs.merged):
-            yield self._side(piece)[kind]
-
-    def flat(self) -> _Flat:
-        """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
-        return self._resident or _Flat(self.inputs, keep=False)
-
-    @cached_property
-    def _resident(self) -> _Flat | None:
-        first = next(iter(self.inputs.merged), None)
-        here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
-        return _Flat(self.inputs, keep=True) if here else None
-
-    def pieces(self, names: Sequence[str]) -> Iterator[list[_Segment]]:
-        """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
-        pool: list[_Segment] = []
-        for name in names:
-            size = self.inputs.base.specs[name].numel
-            for start in range(0, size, self.block):
-                segment = _Segment(name, start, min(start + self.block, size))
-                if pool and (not self.pools or _length(pool) + segment.stop - segment.start > self.block):
-                    yield pool
-                    pool = []
-                pool.append(segment)
-        if pool:
-            yield pool
-
-    @property
-    def pools(self) -> bool:
-        return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
-
-    def read(self, piece: list[_Segment], flat: _Flat) -> tuple[Tensor, Tensor]:
-        """`θ0 [n]` and `δ [T, n]` of a block."""
-        first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
-        base = torch.empty(_length(piece), dtype=self.inputs.compute, device=self.device)
-        _fill(base, first)
-        return base, self._stack(rows).sub_(base)
-
-    def whole(self, name: str) -> tuple[Tensor, Tensor]:
-        """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
-        shape = self.inputs.base.specs[name].shape
-        base = self.inputs.base[name].to(self.device, self.inputs.compute)
-        deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
-        deltas.sub_(base.reshape(-1))
-        self.check_finite([name], deltas)
-        return base, deltas.view(-1, *shape)
-
-    def site(self, piece: list[_Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
-        """What belongs to a block; `side` reads the side inputs too."""
-        sides = self._side(piece) if side else {}
-        return self._site(piece[0].name, sides, piece[0].start, survey, tensor)
-
-    def whole_site(self, name: str, survey: Any) -> Site:
-        sides = {kind: self._tensors(rows) for kind, rows in self.inputs.sides(name).items()}
-        for kind, values in sides.items():
-            self._check_side(kind, [name], values)
-        return self._site(name, sides, 0, survey, None)
-
-    def _site(self, name: str, side: Mapping[str, Tensor], offset: int, survey: Any, tensor: Any) -> Site:
-        def note(key: str, value: object) -> None:
-            self.notes.setdefault(name, {})[key] = value
-
-        weights = torch.tensor(
-            self.method.expert_weights(self.experts, name), dtype=self.inputs.compute, device=self.device
-        )
-        return Site(self.experts, weights, offset, side, survey, tensor, note)
-
-    def _side(self, piece: list[_Segment]) -> dict[str, Tensor]:
-        by_segment = [self.inputs.sides(s.name) for s in piece]
-        experts = range(len(self.experts))
-        sides = {
-            kind: self._stack(
-                [
-                    [
-                        found[kind][t].reshape(-1)[s.start : s.stop]
-                        for s, found in zip(piece, by_segment, strict=True)
-                    ]
-                    for t in experts
-                ]
-            )
-            for kind in by_segment[0]
-        }
-        for kind, values in sides.items():
-            self._check_side(kind, [s.name for s in piece], values)
-        return sides
-
-    def _check_side(self, kind: str, names: list[str], values: Tensor) -> None:
-        """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
-
-        def fault(part: Tensor) -> str | None:
-            low, high = torch.stack(torch.aminmax(part)).tolist() if part.numel() else (0.0, 0.0)
-            if not (math.isfinite(low) and math.isfinite(high)):
-                return "NaN or infinite"
-            return "negative" if kind == "fisher" and low < 0 else None
-
-        if fault(values):
-            for expert, row in zip(self.experts, values, strict=True):
-                if found := fault(row):
-                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing(names)})")
-
-    def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        size = sum(part.numel() for part in rows[0])
-        out = torch.empty((len(rows), size), dtype=self.inputs.compute, device=self.device)
-        for slot, parts in zip(out, rows, strict=True):
-            _fill(slot, parts)
-        return out
-
-    def _tensors(self, rows: list[Tensor]) -> Tensor:
-        return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
-
-    def check_finite(self, names: list[str], deltas: Tensor) -> None:
-        # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
-        if bool((deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()):
-            self.inputs.refuse_non_finite(names)
-
-
-def _length(piece: list[_Segment]) -> int:
-    return sum(segment.stop - segment.start for segment in piece)
-
-
-def _fill(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy the parts, end to end, into the flat `out`."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-    elif all(p.dtype == out.dtype and p.device == out.device for p in parts):
-        torch.cat(list(parts), out=out)
-    else:
-        out.copy_(torch.cat(list(parts)))
 
 
 # --- jobs ---------------------------------------------------------------------------------------------
 
 
-def _jobs(reader: _Reader) -> list[list[str]]:
+def _jobs(reader: Reader) -> list[list[str]]:
     """The merged tensors in groups that are worked on together, in the base's order of their first member."""
     names, specs = reader.inputs.merged, reader.inputs.base.specs
     method = reader.method
@@ -284,7 +72,7 @@ def _chunks(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
         yield part
 
 
-def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
     """One job: the merged tensors, each in the dtype asked for, on its base's device."""
     method, inputs = reader.method, reader.inputs
     out = {
@@ -316,7 +104,7 @@ def _run(reader: _Reader, names: list[str], survey: Any, dtype: torch.dtype | No
     return list(out.items())
 
 
-def _run_blocks(reader: _Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
+def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
     method, flat = reader.method, reader.flat()
     tensor = None
     if not reader.pools:
@@ -382,7 +170,7 @@ def merged_tensors(
     of it. What is copied from the base comes first, then what is merged; tied names follow each other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
-    readers = [_Reader(inputs, method, each, notes={} if notes is None else notes) for each in _devices(device)]
+    readers = [Reader(inputs, method, each, notes={} if notes is None else notes) for each in _devices(device)]
     return _generate(readers, method.survey(readers[0]), dtype)
 
 
@@ -412,7 +200,7 @@ def _devices(device: Devices) -> list[torch.device]:
     return wanted
 
 
-def _generate(readers: list[_Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     inputs = readers[0].inputs
     others: dict[str, list[str]] = {}
     for name, first in inputs.tied.items():
@@ -433,7 +221,7 @@ def _generate(readers: list[_Reader], survey: Any, dtype: torch.dtype | None) ->
 
 
 def _results(
-    readers: list[_Reader], survey: Any, dtype: torch.dtype | None
+    readers: list[Reader], survey: Any, dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results, in order, computed by one worker a device, or one a core."""
     jobs = _jobs(readers[0])
@@ -443,7 +231,7 @@ def _results(
         for job in jobs:
             yield _run(readers[0], job, survey, dtype)
         return
-    free: SimpleQueue[_Reader] = SimpleQueue()
+    free: SimpleQueue[Reader] = SimpleQueue()
     for reader in readers:
         free.put(reader)
 
@@ -468,7 +256,7 @@ def _results(
                 future.cancel()
 
 
-def _workers(reader: _Reader) -> int:
+def _workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; two on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
     if reader.device.type == "cpu":

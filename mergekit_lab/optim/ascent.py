@@ -65,11 +65,6 @@ class AscentOptimizer(WrappedOptimizer):
         """Whether there is anywhere to go; if not, the step is the base optimizer's."""
         return self.rho > 0
 
-    @property
-    def ascending(self) -> bool:
-        """True in the first of two evaluations, unless its gradient is part of the one the base gets."""
-        return self.perturbs and not self.mixes_gradients and not self.theta.held
-
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
         """What to add to `params` for the second evaluation.
 

@@ -129,11 +129,6 @@ class MergOPT(OffsetOptimizer):
         return self.worst_of + 1 if self.worst_of > 1 and self._offsets else 1
 
     @property
-    def ascending(self) -> bool:
-        """True while candidates are compared: the base steps with the gradient of the evaluation after."""
-        return self.evaluation + 1 < self.evaluations_per_step
-
-    @property
     def _offsets(self) -> bool:
         return self.loc != 0 or self.scale != 0
 

@@ -117,14 +117,6 @@ class WrappedOptimizer(Optimizer):
         return 1
 
     @property
-    def ascending(self) -> bool:
-        """Whether the gradient being computed only says where to go next, and no weights will follow it.
-
-        A training loop that clips or logs gradients leaves it alone.
-        """
-        return False
-
-    @property
     def drops_gradients(self) -> bool:
         """Whether a step with a closure first drops the gradients that are there."""
         return True

@@ -27,6 +27,7 @@ from mergekit_lab.merging import (
     RegMean,
     TaskArithmetic,
     WeightAverage,
+    blocks,
     merge_state_dicts,
     merged_tensors,
     stream,
@@ -174,7 +175,7 @@ def test_the_order_of_tensors_does_not_matter(label: str) -> None:
 def test_the_size_of_blocks_does_not_matter(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, experts, fishers = world_of(label)
     whole = run(METHODS[label], base, experts, fishers)
-    monkeypatch.setattr(stream, "CPU_BLOCK", 5)
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 5)
     assert_close(run(METHODS[label], base, experts, fishers), whole, 1e-7)
 
 
@@ -462,6 +463,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, monkeypatch: pytest.M
     """On a device several tensors share a block; here the CPU is treated as one."""
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
-    monkeypatch.setattr(stream._Reader, "pools", property(lambda self: self.method.pools))
+    monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
     monkeypatch.setattr(stream, "_jobs", lambda reader: [list(reader.inputs.merged)])
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)
