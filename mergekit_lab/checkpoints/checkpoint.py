@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError, listing
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What is known of a tensor without reading it."""
 
     shape: tuple[int, ...]
@@ -89,12 +87,13 @@ class InMemory(Checkpoint):
                 f"{label} holds entries that are not tensors ({listing(map(str, strangers))}): "
                 "pass the state dict itself, as `model.state_dict()` gives it"
             )
-        specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+        specs = {n: TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}
         super().__init__(label, specs, files, folder)
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+        tensor = self._tensors[name]
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def tied(self) -> dict[str, str]:
         first: dict[tuple[Any, ...], str] = {}

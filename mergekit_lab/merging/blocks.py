@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.inputs import Inputs
 
 CPU_BLOCK = 1 << 17
@@ -24,15 +24,6 @@ DEVICE_BLOCK = 1 << 24
 """The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
 
 Notes = dict[str, dict[str, object]]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A flat range of a tensor."""
-
-    name: str
-    start: int
-    stop: int
 
 
 class Flat:
@@ -71,6 +62,7 @@ class Reader:
     device: torch.device
     changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
     notes: Notes = field(default_factory=dict)
+    _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -135,9 +127,11 @@ class Reader:
     def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
         """`θ0 [n]` and `δ [T, n]` of a block."""
         first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
-        base = torch.empty(_length(piece), dtype=self.inputs.compute, device=self.device)
+        base, deltas = self._empty(1, piece)[0], self._empty(len(rows), piece)
         _fill(base, first)
-        return base, self._stack(rows).sub_(base)
+        for slot, parts in zip(deltas, rows, strict=True):
+            _subtract(slot, parts, base)
+        return base, deltas
 
     def whole(self, name: str) -> tuple[Tensor, Tensor]:
         """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
@@ -145,28 +139,42 @@ class Reader:
         base = self.inputs.base[name].to(self.device, self.inputs.compute)
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1))
-        self.check_finite([name], deltas)
+        self.expect_finite([name], deltas)
         return base, deltas.view(-1, *shape)
 
     def site(self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
         """What belongs to a block; `side` reads the side inputs too."""
         sides = self._side(piece) if side else {}
-        return self._site(piece[0].name, sides, piece[0].start, survey, tensor)
+        return self._site(piece, sides, survey, tensor)
 
     def whole_site(self, name: str, survey: Any) -> Site:
         sides = {kind: self._tensors(rows) for kind, rows in self.inputs.sides(name).items()}
         for kind, values in sides.items():
             self._check_side(kind, [name], values)
-        return self._site(name, sides, 0, survey, None)
+        whole = Segment(name, 0, self.inputs.base.specs[name].numel)
+        return self._site([whole], sides, survey, None)
 
-    def _site(self, name: str, side: Mapping[str, Tensor], offset: int, survey: Any, tensor: Any) -> Site:
+    def _site(self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any) -> Site:
+        name = segments[0].name
+
         def note(key: str, value: object) -> None:
             self.notes.setdefault(name, {})[key] = value
 
-        weights = torch.tensor(
-            self.method.expert_weights(self.experts, name), dtype=self.inputs.compute, device=self.device
-        )
-        return Site(self.experts, weights, offset, side, survey, tensor, note)
+        weights, unit = self._weights(name)
+        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit)
+
+    def _weights(self, name: str) -> tuple[Tensor, bool]:
+        """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
+        key = name if self.method.weights_by_tensor else ""
+        if key not in self._known_weights:
+            values = self.method.expert_weights(self.experts, name)
+            made = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
+            self._known_weights[key] = made, all(value == 1 for value in values)
+        return self._known_weights[key]
+
+    @cached_property
+    def _known_weights(self) -> dict[str, tuple[Tensor, bool]]:
+        return {}
 
     def _side(self, piece: list[Segment]) -> dict[str, Tensor]:
         by_segment = [self.inputs.sides(s.name) for s in piece]
@@ -189,17 +197,24 @@ class Reader:
 
     def _check_side(self, kind: str, names: list[str], values: Tensor) -> None:
         """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
+        if not values.numel():
+            return
+        lowest = 0.0 if kind == "fisher" else -math.inf
 
-        def fault(part: Tensor) -> str | None:
-            low, high = torch.stack(torch.aminmax(part)).tolist() if part.numel() else (0.0, 0.0)
-            if not (math.isfinite(low) and math.isfinite(high)):
-                return "NaN or infinite"
-            return "negative" if kind == "fisher" and low < 0 else None
+        def faults(part: Tensor) -> Tensor:
+            low, high = torch.aminmax(part)
+            return ~((high - low).isfinite() & (low >= lowest))
 
-        if fault(values):
+        def refuse() -> None:
             for expert, row in zip(self.experts, values, strict=True):
-                if found := fault(row):
+                if bool(faults(row)):
+                    found = "negative" if bool(row.isfinite().all()) else "NaN or infinite"
                     raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing(names)})")
+
+        self._doubts.append((faults(values), refuse))
+
+    def _empty(self, rows: int, piece: Sequence[Segment]) -> Tensor:
+        return torch.empty((rows, _length(piece)), dtype=self.inputs.compute, device=self.device)
 
     def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
@@ -211,13 +226,25 @@ class Reader:
     def _tensors(self, rows: list[Tensor]) -> Tensor:
         return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
 
-    def check_finite(self, names: list[str], deltas: Tensor) -> None:
+    def expect_finite(self, names: list[str], deltas: Tensor) -> None:
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
-        if bool((deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()):
-            self.inputs.refuse_non_finite(names)
+        doubt = (deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()
+        self._doubts.append((doubt, partial(self.inputs.refuse_non_finite, names)))
+
+    def settle(self) -> None:
+        """Raise for what was read so far and may not be merged; until then an accelerator is not waited for.
+
+        Raises:
+            InputError: NaN or infinite entries, a negative Fisher.
+        """
+        doubts, self._doubts[:] = list(self._doubts), []
+        if doubts and bool(torch.stack([doubt for doubt, _ in doubts]).any()):
+            for doubt, refuse in doubts:
+                if bool(doubt):
+                    refuse()
 
 
-def _length(piece: list[Segment]) -> int:
+def _length(piece: Sequence[Segment]) -> int:
     return sum(segment.stop - segment.start for segment in piece)
 
 
@@ -225,7 +252,30 @@ def _fill(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy the parts, end to end, into the flat `out`."""
     if len(parts) == 1:
         out.copy_(parts[0])
-    elif all(p.dtype == out.dtype and p.device == out.device for p in parts):
-        torch.cat(list(parts), out=out)
+    elif all(part.device == out.device for part in parts):
+        torch._foreach_copy_(out.split([part.numel() for part in parts]), list(parts))
     else:
         out.copy_(torch.cat(list(parts)))
+
+
+_LARGE = 1 << 18
+"""Entries from which a launch of its own is cheaper than a second pass over the data."""
+
+
+def _subtract(out: Tensor, parts: Sequence[Tensor], base: Tensor) -> None:
+    """The parts, end to end, less the flat `base`, into `out`."""
+    if any(part.device != out.device or part.dtype != out.dtype for part in parts):
+        _fill(out, parts)
+        out.sub_(base)
+        return
+    sizes = [part.numel() for part in parts]
+    small = []
+    for each in zip(out.split(sizes), parts, base.split(sizes), strict=True):
+        if len(parts) == 1 or len(each[0]) >= _LARGE:
+            torch.sub(each[1], each[2], out=each[0])
+        else:
+            small.append(each)
+    if small:
+        slots, values, origins = (list(x) for x in zip(*small, strict=True))
+        torch._foreach_copy_(slots, values)
+        torch._foreach_sub_(slots, origins)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -26,27 +25,49 @@ def _no_note(key: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A flat range of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Site:
     """Where in the model a call stands, and what belongs to it.
 
     Attributes:
         experts: the experts' names, in the order of dimension 0 of the task vectors.
         weights: `λ`, shape `[T]`.
-        offset: flat index, within the tensor, of the first entry handed over (0 for whole tensors).
+        segments: what was handed over, end to end: the whole tensor, or the ranges of a block.
         side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors
             where the side input has the tensor's own name (see `Method.side_name`).
         survey: what the method's own `survey` returned.
         tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
+        unit: whether every weight is 1, known without asking the device.
     """
 
     experts: tuple[str, ...]
     weights: Tensor
-    offset: int = 0
+    segments: tuple[Segment, ...] = ()
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
     note: Callable[[str, object], None] = _no_note
+    unit: bool = False
+
+    @property
+    def offset(self) -> int:
+        """Flat index, within the tensor, of the first entry handed over."""
+        return self.segments[0].start
+
+    def weigh(self, deltas: Tensor) -> Tensor:
+        """`λ_t δ_t`, shaped like `deltas` `[T, …]`; the input itself where every weight is 1."""
+        if self.unit:
+            return deltas
+        return deltas * self.weights.view(-1, *[1] * (deltas.dim() - 1))
 
 
 Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
@@ -104,7 +125,8 @@ class Method:
 
     @property
     def pools(self) -> bool:
-        """Whether a block may hold entries of several tensors: name, offset and `site.tensor` do not matter."""
+        """Whether a block may hold entries of several tensors (`site.segments`): `name` and `site.tensor` do
+        not matter then."""
         return False
 
     @property
@@ -229,13 +251,6 @@ def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
     """Raise an `InputError` naming the nearest choice unless `value` is one of `choices`."""
     if value not in choices:
         raise InputError(f"{what} is {value!r}{suggestion(str(value), choices)}")
-
-
-def weighted(deltas: Tensor, weights: Tensor) -> Tensor:
-    """`λ_t δ_t`: `deltas` `[T, *S]` times `weights` `[T]`; the input itself where every weight is 1."""
-    if bool(torch.all(weights == 1)):
-        return deltas
-    return deltas * weights.view(-1, *[1] * (deltas.dim() - 1))
 
 
 def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import counter_keep, drop_and_rescale, hash_key
+from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -48,6 +48,10 @@ class DARE(Method):
     @property
     def elementwise(self) -> bool:
         return self.inner.elementwise
+
+    @property
+    def pools(self) -> bool:
+        return self.inner.pools and self.rescale == "inverse"
 
     @property
     def scale(self) -> float:
@@ -113,7 +117,7 @@ class DARE(Method):
     def _keep(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         """1 where an entry stays, 0 where it is dropped, shaped like `deltas`."""
         rows = [
-            counter_keep(hash_key(self.seed, expert, name), site.offset, row, self.drop)
+            counter_keep(counters(self.seed, expert, site.segments), row, self.drop)
             for expert, row in zip(site.experts, deltas, strict=True)
         ]
         return torch.stack(rows).view_as(deltas)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.breadcrumbs import SparsifiedMethod
 from mergekit_lab.merging.contract import Method, Site, require, require_choice
-from mergekit_lab.merging.pieces import counter_uniform, drop_and_rescale, hash_key
+from mergekit_lab.merging.pieces import counter_uniform, counters, drop_and_rescale
 from mergekit_lab.merging.ties import TIES
 
 
@@ -56,8 +56,8 @@ class DELLA(SparsifiedMethod):
             return deltas
         rows = []
         for expert, delta in zip(site.experts, deltas, strict=True):
-            key = hash_key(self.seed, expert, name)
-            chance = counter_uniform(key, site.offset, delta.numel(), delta.device).view_as(delta)
+            drawn = counter_uniform(counters(self.seed, expert, site.segments), delta.device)
+            chance = drawn.view_as(delta)
             stay = keep_probabilities(delta, self.density, self.epsilon)
             rows.append(drop_unlikely(delta, chance >= 1 - stay, stay, self.rescale))
         return torch.stack(rows)

@@ -77,7 +77,10 @@ class Fisher(Method):
         if self.normalise:
             norms = site.survey + (self.floor if self.preset == "mergelm" else 0)
             share /= norms.clamp(min=torch.finfo(torch.float64).tiny).to(share)
-        importance = importance * share.view(-1, *[1] * base.dim())
+        if self.normalise or not site.unit:
+            importance = importance * share.view(-1, *[1] * base.dim())
         total = importance.sum(dim=0)
         merged = (importance * deltas).sum(dim=0) / total
-        return merged if bool(total.all()) else torch.where(total == 0, deltas.mean(dim=0), merged)
+        if self.floor > 0 and site.unit:
+            return merged  # no total is 0, and asking would wait for the device
+        return torch.where(total == 0, deltas.mean(dim=0), merged) if not bool(total.all()) else merged

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
+
+from mergekit_lab.merging.contract import Segment
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -51,9 +52,10 @@ class Largest:
         size = deltas.shape[1]
         for t, (threshold, below, cut) in enumerate(zip(self.thresholds, self.below, self.cuts, strict=True)):
             split = int(min(max(cut - offset, 0), size))
-            for part, bound in ((slice(0, split), below), (slice(split, size), threshold)):
-                # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorised on a CPU
-                torch.hardshrink(deltas[t, part], bound, out=out[t, part])
+            for start, stop, bound in ((0, split, below), (split, size, threshold)):
+                if start < stop:
+                    # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorised on a CPU
+                    torch.hardshrink(deltas[t, start:stop], bound, out=out[t, start:stop])
         return out
 
 
@@ -62,8 +64,8 @@ def select_largest(
 ) -> Largest:
     """Find the `kept` entries of largest magnitude of each expert, exactly, in a few passes over blocks.
 
-    A sample brackets the smallest kept magnitude; one pass counts what lies above the bracket and collects
-    the few percent inside, among which the answer is. A bracket that missed is moved, and the pass repeated.
+    A radix selection over the magnitudes' bits, sixteen a pass: what it holds does not grow with the model,
+    nor with how many entries are equal.
 
     Args:
         blocks: starts a pass over blocks `[T, n]`, all float32 or all float64, in flat order.
@@ -77,103 +79,69 @@ def select_largest(
         return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
     if kept >= entries:
         return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
-    low, high = _bracket(blocks, kept, entries, dtype)
-    while True:
-        above, inside = _count_and_collect(blocks, low, high)
-        missed = False
+    digits: list[list[int]] = [[] for _ in range(experts)]
+    room, equal = [kept] * experts, [entries] * experts
+    for _ in range(dtype.itemsize // _DIGIT.itemsize):
+        counts = torch.zeros(experts, 1 << 16, dtype=torch.int64, device=example.device)
+        for block in blocks():
+            for t, row in enumerate(block):
+                found = torch.bincount(_next_digits(row, digits[t]))
+                counts[t, : len(found)] += found
+        from_above = counts.flip(1).cumsum(1).cpu()
         for t in range(experts):
-            if kept <= above[t]:
-                low[t], high[t], missed = _next(high[t], dtype, up=True), math.inf, True
-            elif kept > above[t] + inside[t].count:
-                low[t], high[t], missed = 0.0, _next(low[t], dtype, up=False), True
-        if not missed:
-            break
-    rows = [inside[t].largest(kept - above[t]) for t in range(experts)]
-    thresholds = [threshold for threshold, _, _ in rows]
-    below = [_next(threshold, dtype, up=False) for threshold in thresholds]
+            place = int(torch.searchsorted(from_above[t], room[t]))
+            equal[t] = int(from_above[t, place]) - (int(from_above[t, place - 1]) if place else 0)
+            room[t] -= int(from_above[t, place]) - equal[t]
+            digits[t].append(from_above.shape[1] - 1 - place)
+    thresholds = [_magnitude(each, dtype) for each in digits]
+    below = [_next_below(threshold, dtype) for threshold in thresholds]
     cuts = [math.inf] * experts
-    if not with_ties and any(room < equal for _, room, equal in rows):
-        cuts = _cuts(blocks, thresholds, rows)
+    if not with_ties and room != equal:
+        cuts = _cuts(blocks, thresholds, room, equal)
     return Largest(thresholds, below, cuts)
 
 
-_SAMPLE = 1 << 16
-_STANDARD_ERRORS = 6
+_DIGIT = torch.int16
+"""A float's bits are read as digits of this size, the most significant one without the sign."""
 
 
-def _next(value: float, dtype: torch.dtype, up: bool) -> float:
-    towards = torch.tensor(math.inf if up else -math.inf, dtype=dtype)
-    return float(torch.nextafter(torch.tensor(value, dtype=dtype), towards))
+def _next_digits(row: Tensor, known: list[int]) -> Tensor:
+    """The digit that follows the `known` ones, of those magnitudes of `row` `[n]` that begin with these."""
+    digits = row.view(_DIGIT).unflatten(0, (len(row), -1))  # least significant first
+    leading = digits[:, -1] & torch.iinfo(_DIGIT).max
+    if not known:
+        return leading
+    chosen = _masks(leading) == known[0]
+    for place, digit in enumerate(known[1:], start=2):
+        chosen &= _masks(digits[:, -place]) == (digit ^ (1 << 15)) - (1 << 15)
+    following = torch.as_tensor(_masks(digits[:, -1 - len(known)])[chosen])
+    return following.to(torch.int32) & 0xFFFF
 
 
-def _bracket(
-    blocks: Callable[[], Iterator[Tensor]], kept: int, entries: int, dtype: torch.dtype
-) -> tuple[list[float], list[float]]:
-    """Magnitudes between which the `kept`-th largest lies, but for a chance of about 1e-9, from a sample."""
-    stride = -(-entries // _SAMPLE)
-    sample = torch.cat([block[:, ::stride].abs() for block in blocks()], dim=1)
-    size = sample.shape[1]
-    share = 1 - kept / entries
-    slack = _STANDARD_ERRORS * math.sqrt(share * (1 - share) / size) + 2 / size
-    places = [math.floor((share - slack) * size), math.ceil((share + slack) * size)]
-    low = sample.kthvalue(places[0] + 1).values.tolist() if places[0] >= 0 else [0.0] * len(sample)
-    high = sample.kthvalue(places[1] + 1).values.tolist() if places[1] < size else [math.inf] * len(sample)
-    return low, high
+def _magnitude(digits: list[int], dtype: torch.dtype) -> float:
+    """The number of that dtype whose bits are these digits, the most significant one first."""
+    signed = [(digit ^ (1 << 15)) - (1 << 15) for digit in reversed(digits)]
+    return float(torch.tensor(signed, dtype=_DIGIT).view(dtype))
 
 
-@dataclass
-class _Inside:
-    """Magnitudes within a closed bracket; only counted where its ends are one number."""
-
-    low: float
-    high: float
-    count: int = 0
-    values: list[Tensor] = field(default_factory=list)
-
-    def largest(self, kept: int) -> tuple[float, int, int]:
-        """The `kept`-th largest, how many equal to it are kept, and how many equal to it there are."""
-        if self.low == self.high:
-            return self.low, kept, self.count
-        values = torch.cat(self.values)
-        place = len(values) - kept
-        # CUDA's kthvalue takes longer than its sort, a CPU's far less
-        threshold = values.sort().values[place] if values.is_cuda else values.kthvalue(place + 1).values
-        room = kept - int((values > threshold).sum())
-        return float(threshold), room, int((values == threshold).sum())
-
-
-def _count_and_collect(
-    blocks: Callable[[], Iterator[Tensor]], low: list[float], high: list[float]
-) -> tuple[list[int], list[_Inside]]:
-    """How many magnitudes lie above each bracket, and those inside."""
-    above = [0] * len(low)
-    inside = [_Inside(a, b) for a, b in zip(low, high, strict=True)]
-    for block in blocks():
-        for t, row in enumerate(block):
-            magnitude = _masks(row.abs())
-            above[t] += _count(magnitude > high[t])
-            within = (magnitude >= low[t]) & (magnitude <= high[t])
-            inside[t].count += _count(within)
-            if low[t] < high[t]:
-                inside[t].values.append(torch.as_tensor(magnitude[within]))
-    return above, inside
+def _next_below(value: float, dtype: torch.dtype) -> float:
+    return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)))
 
 
 def _cuts(
-    blocks: Callable[[], Iterator[Tensor]], thresholds: list[float], rows: list[tuple[float, int, int]]
+    blocks: Callable[[], Iterator[Tensor]], thresholds: list[float], room: list[int], equal: list[int]
 ) -> list[float]:
-    """The flat index from which entries equal to the threshold go, for each expert."""
-    cuts = [math.inf if room == equal else -1.0 for _, room, equal in rows]
-    left = [room for _, room, _ in rows]
+    """The flat index from which entries equal to the threshold go, where there is `room` for so many."""
+    cuts = [math.inf if places == count else -1.0 for places, count in zip(room, equal, strict=True)]
+    left = list(room)
     offset = 0
     for block in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
-                equal = _masks(row.abs()) == thresholds[t]
-                count = _count(equal)
-                if count >= left[t]:
-                    cuts[t] = offset + int(torch.as_tensor(equal).nonzero()[left[t] - 1, 0]) + 1
-                left[t] -= count
+                places = torch.as_tensor(_masks(row.abs()) == thresholds[t]).nonzero()[:, 0]
+                if len(places) >= left[t]:
+                    cuts[t] = offset + int(places[left[t] - 1]) + 1
+                left[t] -= len(places)
         if min(cuts) >= 0:
             break
         offset += block.shape[1]
@@ -183,10 +151,6 @@ def _cuts(
 def _masks(values: Tensor) -> Any:
     """The values as NumPy sees them on a CPU, where its comparisons are ten times torch's; else themselves."""
     return values.numpy() if values.device.type == "cpu" else values
-
-
-def _count(mask: Any) -> int:
-    return int(mask.sum()) if isinstance(mask, Tensor) else int(numpy.count_nonzero(mask))
 
 
 def keep_largest(values: Tensor, kept: int) -> Tensor:
@@ -207,45 +171,74 @@ def hash_key(*parts: object) -> int:
     return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
 
 
-def counter_uniform(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1), 53 bits each, at the flat indices from `start` on: float64 `[count]`.
+@dataclass(frozen=True)
+class Counters:
+    """Entries that draw random numbers: a key, and flat indices from `start` on, of `count` entries.
 
-    See `counter_keep`.
+    SplitMix64 (Steele, Lea & Flood 2014) of key and index in wrapping 64-bit arithmetic: the same bits on
+    every device, in any order and any sharding. Several of them stand end to end in a pooled block.
     """
-    return _counter_bits(key, start, count, device).to(torch.float64) * 2.0**-53
+
+    key: int
+    start: int
+    count: int
 
 
-def counter_keep(key: int, start: int, like: Tensor, drop: float) -> Tensor:
-    """1 where `counter_uniform` is at least `drop`, else 0, for each entry of `like`, in its shape and dtype.
+def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
+    """The draws of one expert for a block, from the names and places alone."""
+    return [Counters(hash_key(seed, expert, s.name), s.start, s.stop - s.start) for s in segments]
 
-    SplitMix64 (Steele, Lea & Flood 2014) of `key` and the flat index in wrapping int64 arithmetic: the same
-    bits on every device, in any order and any sharding.
-    """
+
+def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
+    """Uniform numbers in [0, 1), 53 bits each: float64, the counters' entries end to end."""
+    return _counter_bits(draws, device).to(torch.float64) * 2.0**-53
+
+
+def counter_keep(draws: Sequence[Counters], like: Tensor, drop: float) -> Tensor:
+    """1 where `counter_uniform` is at least `drop`, else 0, in the shape and dtype of `like`."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     flat = out.view(-1)
     bound = math.ceil(drop * 2.0**53)
-    step = _HASH_BLOCK if like.device.type == "cpu" else max(1, flat.numel())
-    for first in range(0, flat.numel(), step):
-        part = flat[first : first + step]
-        bits = _counter_bits(key, start + first, part.numel(), like.device)
-        part.copy_(bits.sub_(bound).bitwise_right_shift_(63)).add_(1)  # −1 or 0, then 0 or 1
+    first = 0
+    for group in ([part] for part in _cache_sized(draws)) if like.device.type == "cpu" else (draws,):
+        bits = _counter_bits(group, like.device)
+        # −1 or 0, then 0 or 1
+        flat[first : first + len(bits)].copy_(bits.sub_(bound).bitwise_right_shift_(63)).add_(1)
+        first += len(bits)
     return out
 
 
-_HASH_BLOCK = 1 << 15
+def _cache_sized(draws: Sequence[Counters]) -> Iterator[Counters]:
+    size = 1 << 15
+    for each in draws:
+        for first in range(0, each.count, size):
+            yield Counters(each.key, each.start + first, min(size, each.count - first))
 
 
-def _counter_bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """The upper 53 bits of SplitMix64's outputs as non-negative int64 `[count]`."""
-    state = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
-    spare = torch.empty_like(state)
-    state.mul_(_signed(_GOLDEN_GAMMA)).add_(key)
+def _counter_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
+    """The upper 53 bits of SplitMix64's outputs as non-negative int64."""
+    total = sum(each.count for each in draws)
+    state = torch.arange(1, total + 1, dtype=torch.int64, device=device)
+    state *= _signed(_GOLDEN_GAMMA)
+    before, shifts = 0, []
+    for each in draws:
+        shifts.append(_signed(each.key + (each.start - before) * _GOLDEN_GAMMA))
+        before += each.count
+    if len(draws) == 1:
+        state += shifts[0]
+    else:
+        lengths = torch.tensor([each.count for each in draws], device=device)
+        state += torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
+    values = _masks(state)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
-        torch.bitwise_right_shift(state, shift, out=spare)
-        state.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
+        spare = values >> shift
+        spare &= (1 << (64 - shift)) - 1  # the shift carried the sign
+        values ^= spare
         if factor is not None:
-            state.mul_(_signed(factor))
-    return state.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+            values *= _signed(factor)
+    values >>= 11
+    values &= (1 << 53) - 1
+    return state
 
 
 def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require, weighted
+from mergekit_lab.merging.contract import Method, Site, require
 
 _SUFFIX = ".weight"
 
@@ -55,7 +55,7 @@ class RegMean(Method):
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if "gram" not in site.side:
-            return weighted(deltas, site.weights).mean(dim=0)
+            return site.weigh(deltas).mean(dim=0)
         grams = site.side["gram"]
         if base.dim() != 2 or grams.shape[1:] != (base.shape[1], base.shape[1]):
             raise InputError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import ScaledMethod, Site, weighted
+from mergekit_lab.merging.contract import ScaledMethod, Site
 
 _NO_MATRIX = "text_projection"
 
@@ -47,7 +47,7 @@ class SpectralMethod(ScaledMethod):
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         """The merged task vector of a tensor that is no matrix."""
-        return weighted(deltas, site.weights).mean(dim=0)
+        return site.weigh(deltas).mean(dim=0)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.is_matrix(name, base.shape):

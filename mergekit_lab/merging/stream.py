@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -92,12 +93,15 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
         pairs = [reader.whole(name) for name in names]
         bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
         sites = [reader.whole_site(name, survey) for name in names]
+        reader.settle()
         for name, base, merged in zip(names, bases, method.merge_matrices(bases, deltas, sites), strict=True):
             _add(out[name], base, merged, method.scale)
     else:
         for name in names:
             base, deltas = reader.whole(name)
-            merged = method.merge(name, base, deltas, reader.whole_site(name, survey))
+            site = reader.whole_site(name, survey)
+            reader.settle()
+            merged = method.merge(name, base, deltas, site)
             _add(out[name], base, merged, method.scale)
     for name in names:
         _check_range(name, out[name])
@@ -116,7 +120,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
     for piece in reader.pieces(names):
         base, deltas = reader.read(piece, flat)
-        reader.check_finite([segment.name for segment in piece], deltas)
+        reader.expect_finite([segment.name for segment in piece], deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(piece[0].name, base, deltas, site)
         if len(piece) == 1:
@@ -226,10 +230,9 @@ def _results(
     """The jobs' results, in order, computed by one worker a device, or one a core."""
     jobs = _jobs(readers[0])
     if len(readers) == 1:
-        readers = readers * _workers(readers[0])
+        readers = readers + [replace(readers[0]) for _ in range(_workers(readers[0]) - 1)]
     if len(readers) == 1:
-        for job in jobs:
-            yield _run(readers[0], job, survey, dtype)
+        yield from _alone(readers[0], jobs, survey, dtype)
         return
     free: SimpleQueue[Reader] = SimpleQueue()
     for reader in readers:
@@ -238,7 +241,9 @@ def _results(
     def work(job: list[str]) -> list[tuple[str, Tensor]]:
         reader = free.get()
         try:
-            return _run(reader, job, survey, dtype)
+            result = _run(reader, job, survey, dtype)
+            reader.settle()
+            return result
         finally:
             free.put(reader)
 
@@ -254,6 +259,22 @@ def _results(
         finally:
             for future in flying:
                 future.cancel()
+
+
+def _alone(
+    reader: Reader, jobs: list[list[str]], survey: Any, dtype: torch.dtype | None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
+    every = 1 if reader.device.type == "cpu" else _UNSETTLED
+    for number, job in enumerate(jobs, start=1):
+        result = _run(reader, job, survey, dtype)
+        if number % every == 0 or number == len(jobs):
+            reader.settle()
+        yield result
+
+
+_UNSETTLED = 8
+"""Jobs an accelerator is given before their inputs must have been found sound."""
 
 
 def _workers(reader: Reader) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice, weighted
+from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
 from mergekit_lab.merging.pieces import Largest, select_largest
 
 _WHOLE_MODEL = ("paper", "mergelm", "sum")
@@ -106,14 +106,14 @@ class TIES(Method):
             stream.entries,
             with_ties=True,
         )
-        balance, undecided = 0.0, False
+        balance, undecided = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for _, deltas, site in stream.blocks():
-            trimmed = weighted(largest.of(deltas), site.weights)
+            trimmed = site.weigh(largest.of(deltas))
             signs = self._elect(trimmed)
-            balance += float(signs.sum(dtype=torch.float64))
-            if not undecided and not bool(signs.all()):
-                undecided = bool((trimmed.abs().sum(dim=0) * (1 - signs.abs())).any())
-        return _Survey(largest, float((balance > 0) - (balance < 0)) if undecided else 0.0)
+            balance = balance.to(signs.device) + signs.sum(dtype=torch.float64)
+            most = torch.linalg.vector_norm(trimmed, ord=torch.inf, dim=0)
+            undecided = torch.maximum(undecided.to(most), (most * (1 - signs.abs())).amax())
+        return _Survey(largest, float(balance.sign()) if float(undecided) else 0.0)
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.preset in _WHOLE_MODEL:
@@ -122,9 +122,7 @@ class TIES(Method):
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.preset in _WHOLE_MODEL:
-            return self._merge_whole(
-                weighted(site.survey.largest.of(deltas), site.weights), site.survey.majority
-            )
+            return self._merge_whole(site.weigh(site.survey.largest.of(deltas)), site.survey.majority)
         return self._merge_tensor(site.tensor.of(deltas, site.offset), site)
 
     def _elect(self, values: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ class TIES(Method):
         return total if self.preset == "sum" else total.div_(agreeing.sign_().sum(dim=0).clamp_(min=1))
 
     def _merge_tensor(self, trimmed: Tensor, site: Site) -> Tensor:
-        scaled = weighted(trimmed, site.weights)
+        scaled = site.weigh(trimmed)
         votes = trimmed if self.preset == "peft" else scaled
         signs = self._elect(votes).add_(0.5).sign_()
         agree = (votes * signs).relu_().sign_()

@@ -27,7 +27,13 @@ from mergekit_lab.merging import DARE, SLERP, TIES, Method, ModelStock, Site, Ta
 from mergekit_lab.merging.breadcrumbs import SparsifiedMethod, keep_middle
 from mergekit_lab.merging.contract import Blocks
 from mergekit_lab.merging.della import keep_probabilities
-from mergekit_lab.merging.pieces import counter_uniform, drop_and_rescale, hash_key, keep_largest
+from mergekit_lab.merging.pieces import (
+    Counters,
+    counter_uniform,
+    counters,
+    drop_and_rescale,
+    keep_largest,
+)
 
 REQUIRED = object()
 """The default of a parameter that a recipe must give."""
@@ -201,20 +207,18 @@ class Thinned(SparsifiedMethod):
             elif density <= 0:
                 rows.append(torch.zeros_like(delta))
             else:
-                kept = self._kept(place, delta, expert, name)
+                kept = self._kept(place, delta, counters(self.seed, expert, site.segments))
                 rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
         return torch.stack(rows)
 
-    def _kept(self, place: int, delta: Tensor, expert: str, name: str) -> Tensor:
+    def _kept(self, place: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
         """1 where an entry stays."""
         density = self.densities[place]
         if self.by == "magnitude":
             return keep_largest(delta[None], max(1, int(density * delta.numel())))[0] != 0
         if self.by == "middle":
             return keep_middle(delta[None], density, self.gammas[place])[0] != 0
-        chance = counter_uniform(hash_key(self.seed, expert, name), 0, delta.numel(), delta.device).view_as(
-            delta
-        )
+        chance = counter_uniform(draws, delta.device).view_as(delta)
         stay = keep_probabilities(delta, density, self.epsilons[place]) if self.by == "rank" else density
         return chance >= 1 - stay
 

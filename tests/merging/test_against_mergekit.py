@@ -15,7 +15,8 @@ from mergekit_lab.merging import (
     TaskArithmetic,
     merge_state_dicts,
 )
-from mergekit_lab.merging.pieces import counter_uniform, hash_key
+from mergekit_lab.merging.contract import Segment
+from mergekit_lab.merging.pieces import counter_uniform, counters
 
 mergekit = pytest.importorskip("mergekit.merge_methods", exc_type=ImportError)
 if not hasattr(mergekit, "merge_state_dicts"):
@@ -73,7 +74,10 @@ def test_della_with_the_same_masks(name: str, inner: Method, monkeypatch: pytest
     method = DELLA(density=0.6, epsilon=0.15, seed=5, rescale="l1", inner=inner)
     for tensor, value in base.items():
         chances = iter(
-            [counter_uniform(hash_key(5, str(t), tensor), 0, value.numel(), value.device) for t in range(3)]
+            [
+                counter_uniform(counters(5, str(t), [Segment(tensor, 0, value.numel())]), value.device)
+                for t in range(3)
+            ]
         )
 
         def drawn(probabilities: Tensor, chances=chances) -> Tensor:
