@@ -9,8 +9,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -111,10 +113,10 @@ def _next_digits(row: Tensor, known: list[int]) -> Tensor:
     leading = digits[:, -1] & torch.iinfo(_DIGIT).max
     if not known:
         return leading
-    chosen = _masks(leading) == known[0]
+    chosen = _as_array(leading) == known[0]
     for place, digit in enumerate(known[1:], start=2):
-        chosen &= _masks(digits[:, -place]) == (digit ^ (1 << 15)) - (1 << 15)
-    following = torch.as_tensor(_masks(digits[:, -1 - len(known)])[chosen])
+        chosen &= _as_array(digits[:, -place]) == (digit ^ (1 << 15)) - (1 << 15)
+    following = torch.as_tensor(_as_array(digits[:, -1 - len(known)])[chosen])
     return following.to(torch.int32) & 0xFFFF
 
 
@@ -138,7 +140,7 @@ def _cuts(
     for block in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
-                places = torch.as_tensor(_masks(row.abs()) == thresholds[t]).nonzero()[:, 0]
+                places = torch.as_tensor(_as_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
                 if len(places) >= left[t]:
                     cuts[t] = offset + int(places[left[t] - 1]) + 1
                 left[t] -= len(places)
@@ -148,8 +150,8 @@ def _cuts(
     return cuts
 
 
-def _masks(values: Tensor) -> Any:
-    """The values as NumPy sees them on a CPU, where its comparisons are ten times torch's; else themselves."""
+def _as_array(values: Tensor) -> Any:
+    """The values as NumPy sees them on a CPU, where it is many times as fast at these; else themselves."""
     return values.numpy() if values.device.type == "cpu" else values
 
 
@@ -197,41 +199,52 @@ def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
 def counter_keep(draws: Sequence[Counters], like: Tensor, drop: float) -> Tensor:
     """1 where `counter_uniform` is at least `drop`, else 0, in the shape and dtype of `like`."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    flat = out.view(-1)
+    flat = _as_array(out.view(-1))
     bound = math.ceil(drop * 2.0**53)
     first = 0
     for group in ([part] for part in _cache_sized(draws)) if like.device.type == "cpu" else (draws,):
-        bits = _counter_bits(group, like.device)
-        # −1 or 0, then 0 or 1
-        flat[first : first + len(bits)].copy_(bits.sub_(bound).bitwise_right_shift_(63)).add_(1)
+        bits = _as_array(_counter_bits(group, like.device))
+        flat[first : first + len(bits)] = bits >= bound
         first += len(bits)
     return out
 
 
+_CACHE_SIZED = 1 << 15
+
+
 def _cache_sized(draws: Sequence[Counters]) -> Iterator[Counters]:
-    size = 1 << 15
     for each in draws:
-        for first in range(0, each.count, size):
-            yield Counters(each.key, each.start + first, min(size, each.count - first))
+        for first in range(0, each.count, _CACHE_SIZED):
+            yield Counters(each.key, each.start + first, min(_CACHE_SIZED, each.count - first))
+
+
+@lru_cache(maxsize=1)
+def _first_states() -> Tensor:
+    return _states(_CACHE_SIZED, torch.device("cpu"))
+
+
+def _states(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN_GAMMA))
 
 
 def _counter_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """The upper 53 bits of SplitMix64's outputs as non-negative int64."""
     total = sum(each.count for each in draws)
-    state = torch.arange(1, total + 1, dtype=torch.int64, device=device)
-    state *= _signed(_GOLDEN_GAMMA)
+    cached = device.type == "cpu" and total <= _CACHE_SIZED
+    state = _first_states()[:total] if cached else _states(total, device)
     before, shifts = 0, []
     for each in draws:
         shifts.append(_signed(each.key + (each.start - before) * _GOLDEN_GAMMA))
         before += each.count
     if len(draws) == 1:
-        state += shifts[0]
+        state = state + shifts[0]
     else:
         lengths = torch.tensor([each.count for each in draws], device=device)
-        state += torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
-    values = _masks(state)
+        state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total).add_(state)
+    values, spare = _as_array(state), _as_array(torch.empty_like(state))
+    shift_right: Any = torch.bitwise_right_shift if isinstance(values, Tensor) else numpy.right_shift
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
-        spare = values >> shift
+        shift_right(values, shift, out=spare)
         spare &= (1 << (64 - shift)) - 1  # the shift carried the sign
         values ^= spare
         if factor is not None:
