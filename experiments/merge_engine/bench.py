@@ -14,14 +14,34 @@ import platform
 import statistics
 import time
 from datetime import date
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mergekit_lab import merging
-from mergekit_lab.merging import DARE, TIES, TSVM, EpiMer, Fisher, Method, TaskArithmetic, merge_state_dicts
+from mergekit_lab.merging import (
+    DARE,
+    DELLA,
+    TIES,
+    TSVM,
+    WUDI,
+    AdaMerging,
+    Breadcrumbs,
+    ConsensusTA,
+    EpiMer,
+    Fisher,
+    IsoC,
+    IsoCTS,
+    Method,
+    ModelStock,
+    RegMean,
+    TaskArithmetic,
+    WeightAverage,
+    merge_state_dicts,
+)
+from mergekit_lab.merging.spectral import SpectralMethod
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -68,7 +88,8 @@ SHAPES = {
 
 
 def methods() -> dict[str, Method]:
-    found: dict[str, Method] = {
+    """All but SLERP, which takes two experts."""
+    return {
         "task_arithmetic": TaskArithmetic(coefficient=0.3),
         "fisher": Fisher(),
         "ties": TIES(density=0.2),
@@ -76,11 +97,17 @@ def methods() -> dict[str, Method]:
         "dare": DARE(drop=0.9),
         "tsvm": TSVM(),
         "epimer": EpiMer(rank=32),
+        "iso_c": IsoC(),
+        "iso_cts": IsoCTS(),
+        "wudi": WUDI(),
+        "average": WeightAverage(),
+        "breadcrumbs": Breadcrumbs(),
+        "della": DELLA(),
+        "consensus": ConsensusTA(),
+        "model_stock": ModelStock(),
+        "adamerging": AdaMerging(),
+        "regmean": RegMean(),
     }
-    for label, name in {"iso_c": "IsoC", "iso_cts": "IsoCTS"}.items():
-        if hasattr(merging, name):
-            found[label] = getattr(merging, name)()
-    return found
 
 
 def inputs(
@@ -107,6 +134,19 @@ def inputs(
     return base, people, fishers
 
 
+def grams(shapes: Shapes) -> dict[str, Tensor]:
+    """An input Gram for every matrix but the embeddings, in the host's memory; one tensor for each size."""
+    made: dict[int, Tensor] = {}
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2 and name.endswith(".weight") and "embed" not in name:
+            if shape[1] not in made:
+                inputs = torch.randn(2 * shape[1], shape[1], generator=torch.Generator().manual_seed(shape[1]))
+                made[shape[1]] = inputs.mT @ inputs / len(inputs)
+            found[name.removesuffix(".weight")] = made[shape[1]]
+    return found
+
+
 def synchronise(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -129,11 +169,29 @@ def timed(call, device: str, repeats: int) -> tuple[list[float], int]:
     return times, extra
 
 
+def every_gpu() -> list[str]:
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+
+
+def shared(call, alone: dict[str, Tensor], repeats: int, seconds: float) -> dict:
+    """The same merge over all GPUs: time, speed-up, and whether its tensors are bit for bit the same."""
+    merged = call()
+    same = all(torch.equal(merged[name], tensor) for name, tensor in alone.items())
+    times, _ = timed(call, "cuda", repeats)
+    together = statistics.median(times)
+    return {
+        "gpus": torch.cuda.device_count(),
+        "shared_seconds": round(together, 4),
+        "speed_up": round(seconds / together, 2),
+        "identical": same,
+    }
+
+
 def error(
     method: Method, base: dict, experts: list[dict], fishers: list[dict], pattern: str, device: str
 ) -> float:
     """Largest ‖Δ − Δ64‖ / ‖Δ64‖ over the tensors that match the pattern."""
-    names = [n for n in base if merging.inputs.fnmatchcase(n, pattern)]
+    names = [n for n in base if fnmatchcase(n, pattern)]
 
     def part(state: dict, **how) -> dict:
         return {n: state[n].to(**how) for n in names}
@@ -148,7 +206,8 @@ def error(
         return {n: (merged[n] - origin[n].double()).cpu() for n in names}
 
     found, wanted = run(device, torch.float32), run("cpu", torch.float64)
-    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in names)
+    moved = [n for n in names if bool(wanted[n].any())]
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in moved)
 
 
 def main() -> None:
@@ -157,6 +216,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="all GPUs share the tensors of each merge")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this long")
     parser.add_argument("--no-accuracy", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -183,12 +243,14 @@ def main() -> None:
                 "entries": sum(v.numel() for v in base.values()),
                 "method": label,
             }
-            side = {"fisher": fishers} if method.side_inputs else None
+            side = {"fisher": fishers, "gram": [grams(plan)] * count} if method.side_inputs else None
             call = partial(merge_state_dicts, base, experts, method, statistics=side, device=given.device)
             try:
                 times, extra = timed(call, given.device, given.repeats)
                 row |= {"seconds": round(statistics.median(times), 4), "extra_gib": round(extra / 2**30, 2)}
-                if method.elementwise is False and not given.no_accuracy:
+                if given.together:
+                    row |= shared(partial(call, device=every_gpu()), call(), given.repeats, row["seconds"])
+                if isinstance(method, SpectralMethod) and not given.no_accuracy:
                     row["error"] = error(method, base, experts, fishers, pattern, given.device)
             except (RuntimeError, ValueError) as problem:
                 row["failed"] = str(problem).splitlines()[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Segment, Site
@@ -27,7 +28,7 @@ Notes = dict[str, dict[str, object]]
 
 
 class Flat:
-    """Base and experts as flat tensors.
+    """Base and experts, of which flat ranges are read.
 
     Args:
         inputs: where they are read.
@@ -41,12 +42,14 @@ class Flat:
         self._rows: dict[str, list[Tensor]] = {}
 
     def parts(self, segment: Segment) -> list[Tensor]:
-        """The segment of the base and of every expert."""
+        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
         rows = self._rows.get(segment.name)
         if rows is None:
             if not self._keep:
                 self._rows.clear()
-            rows = [checkpoint[segment.name].reshape(-1) for checkpoint in self._checkpoints]
+            rows = [checkpoint[segment.name] for checkpoint in self._checkpoints]
+            if segment.stop - segment.start < rows[0].numel():
+                rows = [row.reshape(-1) for row in rows]
             self._rows[segment.name] = rows
         if segment.stop - segment.start == rows[0].numel():
             return rows
@@ -108,15 +111,20 @@ class Reader:
 
     def pieces(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
+        block, pools = self.block, self.pools
         pool: list[Segment] = []
+        room = 0
         for name in names:
             size = self.inputs.base.specs[name].numel
-            for start in range(0, size, self.block):
-                segment = Segment(name, start, min(start + self.block, size))
-                if pool and (not self.pools or _length(pool) + segment.stop - segment.start > self.block):
+            for start in range(0, size, block):
+                stop = min(start + block, size)
+                if pool and (not pools or stop - start > room):
                     yield pool
                     pool = []
-                pool.append(segment)
+                if not pool:
+                    room = block
+                pool.append(Segment(name, start, stop))
+                room -= stop - start
         if pool:
             yield pool
 
@@ -129,9 +137,13 @@ class Reader:
         first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
         base, deltas = self._empty(1, piece)[0], self._empty(len(rows), piece)
         _fill(base, first)
+        if len(piece) == 1 and all(row[0].dtype == base.dtype and row[0].device == base.device for row in rows):
+            for slot, parts in zip(deltas, rows, strict=True):
+                torch.sub(parts[0].reshape(-1), base, out=slot)
+            return base, deltas
         for slot, parts in zip(deltas, rows, strict=True):
-            _subtract(slot, parts, base)
-        return base, deltas
+            _fill(slot, parts)
+        return base, deltas.sub_(base)
 
     def whole(self, name: str) -> tuple[Tensor, Tensor]:
         """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
@@ -251,31 +263,13 @@ def _length(piece: Sequence[Segment]) -> int:
 def _fill(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy the parts, end to end, into the flat `out`."""
     if len(parts) == 1:
-        out.copy_(parts[0])
-    elif all(part.device == out.device for part in parts):
-        torch._foreach_copy_(out.split([part.numel() for part in parts]), list(parts))
+        out.copy_(parts[0].reshape(-1))
+    elif parts[0].device == out.device:
+        torch._foreach_copy_(shaped(out, parts), list(parts))
     else:
-        out.copy_(torch.cat(list(parts)))
+        out.copy_(torch.cat([part.reshape(-1) for part in parts]))
 
 
-_LARGE = 1 << 18
-"""Entries from which a launch of its own is cheaper than a second pass over the data."""
-
-
-def _subtract(out: Tensor, parts: Sequence[Tensor], base: Tensor) -> None:
-    """The parts, end to end, less the flat `base`, into `out`."""
-    if any(part.device != out.device or part.dtype != out.dtype for part in parts):
-        _fill(out, parts)
-        out.sub_(base)
-        return
-    sizes = [part.numel() for part in parts]
-    small = []
-    for each in zip(out.split(sizes), parts, base.split(sizes), strict=True):
-        if len(parts) == 1 or len(each[0]) >= _LARGE:
-            torch.sub(each[1], each[2], out=each[0])
-        else:
-            small.append(each)
-    if small:
-        slots, values, origins = (list(x) for x in zip(*small, strict=True))
-        torch._foreach_copy_(slots, values)
-        torch._foreach_sub_(slots, origins)
+def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the flat tensor, end to end, in the shapes of others."""
+    return list(_unflatten_dense_tensors(flat, like))

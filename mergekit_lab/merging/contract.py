@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -24,8 +24,7 @@ def _no_note(key: str, value: object) -> None:
     pass
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A flat range of a tensor."""
 
     name: str

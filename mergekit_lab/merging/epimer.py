@@ -87,11 +87,12 @@ class EpiMer(SpectralMethod):
         if rank == 0:
             return torch.zeros_like(bases)
         atoms = whitened_atoms(deltas, rank, sites)
-        curvature = torch.stack([site.side["fisher"] for site in sites]).double()
-        if sites[0].survey is not None:
-            curvature /= sites[0].survey.to(curvature.device).view(1, -1, 1, 1)
+        curvature = torch.stack([site.side["fisher"] for site in sites])
         shares = torch.stack([self._shares(site) for site in sites]).double()
-        merged, eta = frechet_mean(atoms, self._coordinates(atoms, deltas), curvature, shares, self.eps)
+        scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
+        merged, eta = frechet_mean(
+            atoms, self._coordinates(atoms, deltas), curvature, shares, self.eps, scales.to(shares)
+        )
         for site, gain in zip(sites, eta.tolist(), strict=True):
             site.note("eta", gain)
         return atoms.lift(merged * (experts if self.aggregator == "sum" else 1)).to(deltas.dtype)
@@ -104,12 +105,12 @@ class EpiMer(SpectralMethod):
         own = atoms.task == torch.arange(deltas.shape[1], device=atoms.task.device)[:, None]
         if self.coordinates == "tagged":
             return torch.where(own, atoms.sigma[:, None], 0)
-        projected = _project(atoms, deltas.double())
+        projected = torch.stack([_project(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1)
         return projected if self.coordinates == "full" else torch.where(own, projected, 0)
 
 
 def frechet_mean(
-    atoms: Atoms, coordinates: Tensor, curvature: Tensor, shares: Tensor, eps: float
+    atoms: Atoms, coordinates: Tensor, curvature: Tensor, shares: Tensor, eps: float, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`H̄⁻¹ b` `[B, p]` and `η` `[B]` of `B` matrices.
 
@@ -119,13 +120,17 @@ def frechet_mean(
         curvature: `v`, `[B, T, m, n]`, non-negative.
         shares: `λ`, `[B, T]`, summing to 1 over T.
         eps: `ε`.
+        scales: what each expert's curvature is divided by, `[T]`.
     """
-    gram = projected_gram(atoms, torch.einsum("bt,btmn->bmn", shares, curvature))
+    mean = atoms.u.new_zeros(curvature.shape[0], *curvature.shape[2:])
+    pull = torch.zeros_like(mean)
+    for t in range(shares.shape[1]):  # one expert at a time in float64
+        own = curvature[:, t].double().div_(scales[t])
+        mean += shares[:, t, None, None] * own
+        pull += shares[:, t, None, None] * own.add_(eps).mul_(atoms.lift(coordinates[:, t]))
+    gram = projected_gram(atoms, mean)
     gram.diagonal(dim1=-2, dim2=-1).add_(eps)
-    pull = torch.zeros_like(curvature[:, 0])
-    for t in range(shares.shape[1]):
-        pull += shares[:, t, None, None] * (curvature[:, t] + eps) * atoms.lift(coordinates[:, t])
-    b = _project(atoms, pull[:, None])[:, 0]
+    b = _project(atoms, pull)
     factor = torch.linalg.cholesky(gram)
     merged = torch.cholesky_solve(b[..., None], factor)[..., 0]
     flat = torch.einsum("bt,btp->bp", shares, coordinates)
@@ -135,24 +140,26 @@ def frechet_mean(
 
 
 def _project(atoms: Atoms, matrices: Tensor) -> Tensor:
-    """`u_iᵀ M v_i` for `M` `[B, T, m, n]`: `[B, T, p]`."""
-    return ((atoms.u.mT[:, None] @ matrices) * atoms.v.mT[:, None]).sum(dim=-1)
+    """`u_iᵀ M v_i` for `M` `[B, m, n]`: `[B, p]`."""
+    return ((atoms.u.mT @ matrices) * atoms.v.mT).sum(dim=-1)
 
 
 def projected_gram(atoms: Atoms, curvature: Tensor) -> Tensor:
     """`Sᵀ diag(v) S` `[B, p, p]` for `v` `[B, m, n]`: `H_ij = Σ_ab v_ab U_ai V_bi U_aj V_bj`.
 
-    In blocks of `i`, contracting the larger dimension first: `W_i = v (V ∘ v_i)`, `H_i = Σ_a U_ai (U ∘ W_i)`.
+    In blocks of `i`, contracting the larger dimension first: `W_i = v (V ∘ v_i)`, `H_i = Σ_a U_ai (U ∘ W_i)`,
+    for `j ≥ i` alone: `H` is symmetric.
     """
     u, v = atoms.u, atoms.v
     if curvature.shape[1] > curvature.shape[2]:
         u, v, curvature = v, u, curvature.mT
     batch, p = u.shape[0], u.shape[2]
-    step = max(1, _BLOCK_ENTRIES // (batch * v.shape[1] * p))
-    rows = []
+    gram = u.new_zeros(batch, p, p)
+    step = max(1, min(-(-p // 8), _BLOCK_ENTRIES // (batch * v.shape[1] * p)))
     for start in range(0, p, step):
-        block = slice(start, min(start + step, p))
-        inner = curvature[:, None] @ (v[:, :, block].mT[..., None] * v[:, None])
-        rows.append((u[:, :, block].mT[..., None] * u[:, None] * inner).sum(dim=2))
-    gram = torch.cat(rows, dim=1)
-    return (gram + gram.mT) / 2
+        rows, rest = slice(start, min(start + step, p)), slice(start, p)
+        products = (v[:, :, rows, None] * v[:, :, None, rest]).flatten(2)
+        inner = (curvature @ products).unflatten(2, (-1, p - start))
+        gram[:, rows, rest] = (u[:, :, rows, None] * u[:, :, None, rest]).mul_(inner).sum(dim=1)
+    upper = gram.triu()
+    return upper + gram.triu(1).mT

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod, polar_factor, svd
+from mergekit_lab.merging.spectral import SpectralMethod, polar_factor, top_triplets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,16 @@ class IsoCTS(SpectralMethod):
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         scaled = _scaled(deltas, sites)
-        r = min(scaled.shape[2:])
-        own, common = direction_budget(r, scaled.shape[1], self.common)
-        u, s, v = svd(scaled.sum(dim=1))
-        u, s, v = u[..., :common], s[..., :common], v[..., :common]
+        batch, experts, *shape = scaled.shape
+        r = min(shape)
+        own, common = direction_budget(r, experts, self.common)
+        u, s, v = top_triplets(scaled.sum(dim=1).to(deltas.dtype if deltas.is_cuda else torch.float64), common)
         if own:
-            left = scaled - u[:, None] @ (u.mT[:, None] @ scaled)
-            own_u, own_s, own_v = (x[..., :own] for x in svd(left))
+            left = torch.empty_like(deltas)
+            for t in range(experts):
+                left[:, t] = scaled[:, t] - u @ (u.mT @ scaled[:, t])
+            apart = (x.unflatten(0, (batch, experts)) for x in top_triplets(left.flatten(0, 1), own))
+            own_u, own_s, own_v = apart
             u = torch.cat([own_u.movedim(1, 2).flatten(2), u], dim=-1)
             s = torch.cat([own_s.flatten(1), s], dim=-1)
             v = torch.cat([own_v.movedim(1, 2).flatten(2), v], dim=-1)

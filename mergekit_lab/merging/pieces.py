@@ -66,8 +66,8 @@ def select_largest(
 ) -> Largest:
     """Find the `kept` entries of largest magnitude of each expert, exactly, in a few passes over blocks.
 
-    A radix selection over the magnitudes' bits, sixteen a pass: what it holds does not grow with the model,
-    nor with how many entries are equal.
+    A radix selection over the magnitudes' bits: what it holds does not grow with the model, nor with how many
+    entries are equal.
 
     Args:
         blocks: starts a pass over blocks `[T, n]`, all float32 or all float64, in flat order.
@@ -81,49 +81,55 @@ def select_largest(
         return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
     if kept >= entries:
         return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
-    digits: list[list[int]] = [[] for _ in range(experts)]
-    room, equal = [kept] * experts, [entries] * experts
-    for _ in range(dtype.itemsize // _DIGIT.itemsize):
-        counts = torch.zeros(experts, 1 << 16, dtype=torch.int64, device=example.device)
+    prefix, known = [0] * experts, 0
+    room = torch.full((experts, 1), kept, device=example.device)
+    equal = room
+    for width in _widths(dtype, entries):
+        counts = torch.zeros(experts, 1 << width, dtype=torch.int64, device=example.device)
         for block in blocks():
             for t, row in enumerate(block):
-                found = torch.bincount(_next_digits(row, digits[t]))
-                counts[t, : len(found)] += found
-        from_above = counts.flip(1).cumsum(1).cpu()
-        for t in range(experts):
-            place = int(torch.searchsorted(from_above[t], room[t]))
-            equal[t] = int(from_above[t, place]) - (int(from_above[t, place - 1]) if place else 0)
-            room[t] -= int(from_above[t, place]) - equal[t]
-            digits[t].append(from_above.shape[1] - 1 - place)
-    thresholds = [_magnitude(each, dtype) for each in digits]
+                _count_digits(counts[t], row, prefix[t], known, width)
+        from_above = counts.flip(1).cumsum(1)
+        place = torch.searchsorted(from_above, room)
+        digit = counts.shape[1] - 1 - place
+        equal = counts.gather(1, digit)
+        room = room - (from_above.gather(1, place) - equal)
+        prefix = [before << width | each for before, each in zip(prefix, digit[:, 0].tolist(), strict=True)]
+        known += width
+    thresholds = [float(torch.tensor(bits, dtype=_BITS[dtype]).view(dtype)) for bits in prefix]
     below = [_next_below(threshold, dtype) for threshold in thresholds]
     cuts = [math.inf] * experts
-    if not with_ties and room != equal:
-        cuts = _cuts(blocks, thresholds, room, equal)
+    if not with_ties and not torch.equal(room, equal):
+        cuts = _cuts(blocks, thresholds, room[:, 0].tolist(), equal[:, 0].tolist())
     return Largest(thresholds, below, cuts)
 
 
-_DIGIT = torch.int16
-"""A float's bits are read as digits of this size, the most significant one without the sign."""
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_WIDE = 1 << 22
+"""Entries from which a pass over them costs more than a million counters."""
 
 
-def _next_digits(row: Tensor, known: list[int]) -> Tensor:
-    """The digit that follows the `known` ones, of those magnitudes of `row` `[n]` that begin with these."""
-    digits = row.view(_DIGIT).unflatten(0, (len(row), -1))  # least significant first
-    leading = digits[:, -1] & torch.iinfo(_DIGIT).max
-    if not known:
-        return leading
-    chosen = _as_array(leading) == known[0]
-    for place, digit in enumerate(known[1:], start=2):
-        chosen &= _as_array(digits[:, -place]) == (digit ^ (1 << 15)) - (1 << 15)
-    following = torch.as_tensor(_as_array(digits[:, -1 - len(known)])[chosen])
-    return following.to(torch.int32) & 0xFFFF
+def _widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
+    """Bits that are settled in each pass, the sign left out.
+
+    Few at first: where most numbers share an exponent, many threads of a GPU would count in one place.
+    """
+    if dtype == torch.float64:
+        return (11, 20, 20, 12) if entries > _WIDE else (11, 13, 13, 13, 13)
+    return (11, 20) if entries > _WIDE else (11, 10, 10)
 
 
-def _magnitude(digits: list[int], dtype: torch.dtype) -> float:
-    """The number of that dtype whose bits are these digits, the most significant one first."""
-    signed = [(digit ^ (1 << 15)) - (1 << 15) for digit in reversed(digits)]
-    return float(torch.tensor(signed, dtype=_DIGIT).view(dtype))
+def _count_digits(counts: Tensor, row: Tensor, prefix: int, known: int, width: int) -> None:
+    """Add to `counts` the next `width` bits of those magnitudes of `row` whose first `known` are `prefix`."""
+    kind = _BITS[row.dtype]
+    size = torch.iinfo(kind).bits - 1
+    bits = _as_array(row.view(kind)) & torch.iinfo(kind).max
+    if known == 0:
+        counts += torch.bincount(torch.as_tensor(bits >> (size - width)), minlength=len(counts))
+        return
+    digits = torch.as_tensor(bits[(bits >> (size - known)) == prefix])
+    digits = (digits >> (size - known - width)) & (len(counts) - 1)
+    counts.scatter_add_(0, digits.long(), counts.new_ones(1).expand(len(digits)))
 
 
 def _next_below(value: float, dtype: torch.dtype) -> float:

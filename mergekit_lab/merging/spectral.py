@@ -113,17 +113,29 @@ def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     if matrices.shape[1] < matrices.shape[2]:
         v, s, u = top_triplets(matrices.mT, rank)
         return u, s, v
-    parts = [
-        _batched_triplets(part, rank) for part in matrices.split(max(1, _GESVDA_COLUMNS // matrices.shape[2]))
-    ]
+    if matrices.shape[1] > _TALL * matrices.shape[2]:
+        return _tall_triplets(matrices, rank)
+    batch = len(matrices)
+    chunks = -(-batch * matrices.shape[2] // _GESVDA_COLUMNS)
+    parts = [_batched_triplets(part, rank) for part in matrices.tensor_split(min(batch, chunks))]
     u, s, v = (torch.cat(x) for x in zip(*parts, strict=True))
     return u, s, v
 
 
-_GESVDA_COLUMNS = 1 << 16
-"""Columns of one `gesvda` call over its batch: it refuses larger ones."""
+_TALL = 8
+_GESVDA_COLUMNS = 96 * 768
+"""Columns of one `gesvda` call over its batch: it refuses much larger ones."""
 _ACCURACY = 1e-5
 """Largest residual and departure from orthonormality of triplets that are taken as solved."""
+
+
+def _tall_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of matrices with many more rows than columns (vocabularies), by the triangular factor of each."""
+    small = torch.stack([torch.linalg.qr(x.double(), mode="r").R for x in matrices])
+    _, s, v = top_triplets(small.to(matrices.dtype), rank)
+    inverse = torch.where(s > 0, 1 / s, 0)
+    u = torch.stack([x.double() @ (w * i) for x, w, i in zip(matrices, v, inverse, strict=True)])
+    return u, s, v
 
 
 def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,24 +212,30 @@ def polar_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tenso
     least = _smallest_eigenvalue(factor).sqrt()
     solvable = (info == 0) & (least > smallest)
     lowest = float(least[solvable].min()) if bool(solvable.any()) else 1.0
-    steps = max(0, math.ceil(math.log(0.4 / lowest) / math.log(_STEEP[0])))
+    steps = max(0, math.ceil(math.log(0.4 / lowest) / math.log(_STEEP[0]))) + 1
     eye = torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
-    for number in range(steps + 8):
+    for number in range(steps + _EXACT_STEPS):
         a, b, c = _STEEP if number < steps else _EXACT
         gram = x.mT @ x
+        error = (gram - eye).abs().amax(dim=(1, 2))
+        if number >= steps + 3 and bool((error[solvable] < _ORTHONORMAL).all()):
+            break
         x = x @ (a * eye + b * gram + c * (gram @ gram))
-    error = (x.mT @ x - eye).abs().amax(dim=(1, 2))
-    return x, solvable & (error < 1e-12)
+    return x, solvable & (error < _ORTHONORMAL)
+
+
+_EXACT_STEPS = 10
+_ORTHONORMAL = 1e-12
 
 
 def _smallest_eigenvalue(cholesky: Tensor) -> Tensor:
-    """Of `L Lᵀ`, `[B]`, by inverse iteration: right to a few percent unless the start is unlucky."""
+    """Of `L Lᵀ`, `[B]`, by inverse iteration: right to a factor of 2 unless the start is unlucky."""
     batch, size = cholesky.shape[:2]
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(1, size, 1, dtype=torch.float64, generator=generator).to(cholesky.device)
     vector = vector.expand(batch, -1, -1)
     growth = torch.ones(batch, dtype=torch.float64, device=cholesky.device)
-    for _ in range(8):
+    for _ in range(4):
         vector = vector / vector.norm(dim=1, keepdim=True)
         vector = torch.cholesky_solve(vector, cholesky)
         growth = vector.norm(dim=(1, 2))

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader
-from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader, shaped
+from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
 
@@ -126,10 +126,15 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         if len(piece) == 1:
             _add(out[piece[0].name].view(-1)[piece[0].start : piece[0].stop], base, merged, method.scale)
             continue
-        targets = [out[s.name].view(-1)[s.start : s.stop] for s in piece]
+        targets = [_part(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
-        result = _sum(base, merged, method.scale, finest)
-        torch._foreach_copy_(targets, list(result.split([s.stop - s.start for s in piece])))
+        torch._foreach_copy_(targets, shaped(_sum(base, merged, method.scale, finest), targets))
+
+
+def _part(tensor: Tensor, segment: Segment) -> Tensor:
+    if segment.stop - segment.start == tensor.numel():
+        return tensor
+    return tensor.view(-1)[segment.start : segment.stop]
 
 
 def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:

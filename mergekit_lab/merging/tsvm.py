@@ -37,6 +37,7 @@ class TSVM(SpectralMethod):
         rank = noted_rank(bases.shape[1:], deltas.shape[1], self.rank, sites)
         if rank == 0:
             return torch.zeros_like(bases)
-        weights = torch.stack([site.weights for site in sites])
-        atoms = whitened_atoms(deltas * weights[..., None, None], rank, sites)
+        if not all(site.unit for site in sites):
+            deltas = deltas * torch.stack([site.weights for site in sites])[..., None, None]
+        atoms = whitened_atoms(deltas, rank, sites)
         return atoms.lift(atoms.sigma).to(deltas.dtype)

@@ -458,11 +458,13 @@ def test_weights_may_differ_by_tensor(label: str) -> None:
         assert torch.equal(mixed[name], (scaled if name.startswith("a.") else plain)[name]), name
 
 
+@pytest.mark.parametrize("block", [1 << 17, 11])
 @pytest.mark.parametrize("label", [label for label in METHODS if METHODS[label].pools])
-def test_pooling_small_tensors_changes_nothing(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device several tensors share a block; here the CPU is treated as one."""
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
     monkeypatch.setattr(stream, "_jobs", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mergekit_lab.merging.spectral import polar_by_iteration, polar_factor, top_triplets
+from mergekit_lab.merging.spectral import _tall_triplets, polar_by_iteration, polar_factor, top_triplets
 
 
 def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor:
@@ -49,3 +49,13 @@ def test_top_triplets_rebuild_the_best_low_rank_approximation(shape: tuple[int, 
     full_u, full_s, full_vh = torch.linalg.svd(matrices.double(), full_matrices=False)
     wanted = (full_u[..., :3] * full_s[:, None, :3]) @ full_vh[:, :3]
     torch.testing.assert_close((u * s[:, None]) @ v.mT, wanted)
+
+
+def test_tall_matrices_give_the_same_triplets_through_their_triangular_factor() -> None:
+    matrices = torch.randn(2, 90, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    matrices[1] = 0
+    u, s, v = _tall_triplets(matrices, 3)
+    wanted_u, wanted_s, wanted_v = top_triplets(matrices, 3)
+    torch.testing.assert_close(s, wanted_s)
+    torch.testing.assert_close((u * s[:, None]) @ v.mT, (wanted_u * wanted_s[:, None]) @ wanted_v.mT)
+    assert not u[1].any()

@@ -1,0 +1,161 @@
+"""Merge checkpoints beside mergekit: time, memory and equality, on the same inputs and disk in one run.
+
+    python experiments/merge_engine/make_llama.py /tmp/llama
+    python experiments/merge_engine/compare.py /tmp/llama --mergekit ENV/bin/mergekit-yaml --out cpu.json
+
+Every merge is a process of its own, started from one mergekit recipe: ours by `+experiment=merge_checkpoints
+recipe=…`, mergekit's by its own command. The time is that of the whole process, imports included (`imports`
+is what ours take alone). Memory is the peak of the process's anonymous pages (`RssAnon`); mapped files are
+counted for nobody. `copy_seconds` is what it takes to read every input file and write one model, with an fsync.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors import safe_open
+
+METHODS = {
+    "task_arithmetic": {"merge_method": "task_arithmetic", "weight": 0.3},
+    "ties": {"merge_method": "ties", "weight": 1.0, "density": 0.2},
+    "dare_linear": {"merge_method": "dare_linear", "weight": 0.3, "density": 0.5},
+}
+
+
+def recipe(folder: Path, method: str) -> Path:
+    plan = dict(METHODS[method])
+    parameters = {key: plan.pop(key) for key in ("weight", "density") if key in plan}
+    experts = sorted(path for path in folder.iterdir() if path.name.startswith("expert_"))
+    content = {
+        **plan,
+        "base_model": str(folder / "base"),
+        "models": [{"model": str(path), "parameters": parameters} for path in experts],
+        "dtype": "bfloat16",
+        "parameters": {"normalize": method == "ties"},
+    }
+    path = folder / f"{method}.yml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def anonymous(pid: int) -> int:
+    """Anonymous resident bytes of a process and its children; 0 once it has gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    own = next((line for line in status.splitlines() if line.startswith("RssAnon")), "RssAnon: 0 kB")
+    return int(own.split()[1]) * 1024 + sum(anonymous(int(child)) for child in children)
+
+
+def watched(command: list[str]) -> dict[str, float]:
+    """Run a command; seconds, and the peak of its anonymous memory, sampled every 10 ms."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while process.poll() is None:
+            peak = max(peak, anonymous(process.pid))
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    output, _ = process.communicate()
+    seconds = time.perf_counter() - begun
+    watcher.join()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output[-3000:]}")
+    return {"seconds": round(seconds, 2), "anonymous_mb": round(peak / 1e6)}
+
+
+def copied(folder: Path, out: Path) -> float:
+    """Seconds to read every input and write as many bytes as one model has."""
+    begun = time.perf_counter()
+    buffer = bytearray(16 << 20)
+    with out.open("wb") as target:
+        for file in sorted(folder.glob("*/*.safetensors")):
+            with file.open("rb", buffering=0) as source:
+                while size := source.readinto(buffer):
+                    if file.parent.name == "base":
+                        target.write(memoryview(buffer)[:size])
+        target.flush()
+        os.fsync(target.fileno())
+    out.unlink()
+    return time.perf_counter() - begun
+
+
+def differing(first: Path, second: Path) -> dict[str, float]:
+    """How many entries of two merged folders differ, and by how much at most, in units of the last place."""
+
+    def tensors(folder: Path) -> dict[str, Path]:
+        found = {}
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as handle:
+                found |= dict.fromkeys(handle.keys(), file)
+        return found
+
+    ours, theirs = tensors(first), tensors(second)
+    assert ours.keys() == theirs.keys()
+    entries = other = 0
+    worst = 0.0
+    for name, file in ours.items():
+        with safe_open(file, "pt") as a, safe_open(theirs[name], "pt") as b:
+            x, y = a.get_tensor(name), b.get_tensor(name)
+        entries += x.numel()
+        other += int((x != y).sum())
+        ordered = [v.view(torch.int16).int() for v in (x, y)]
+        ordered = [torch.where(v < 0, -32768 - v, v) for v in ordered]
+        worst = max(worst, float((ordered[0] - ordered[1]).abs().max()))
+    return {"entries": entries, "differing": other, "most_units_in_the_last_place": worst}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--mergekit", type=Path, help="mergekit-yaml of an environment of its own")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    files = list(given.folder.glob("*/*.safetensors"))
+    report = {
+        "date": str(date.today()),
+        "command": f"experiments/merge_engine/compare.py {' '.join(sys.argv[2:])}",
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "torch": torch.__version__,
+        "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
+        "copy_seconds": round(min(copied(given.folder, given.folder / "copy") for _ in range(2)), 2),
+        "imports": watched([sys.executable, "-c", "import mergekit_lab.stages.merge_checkpoints"]),
+        "rows": [],
+    }
+    for method in given.methods:
+        plan = recipe(given.folder, method)
+        for number in range(given.repeats):
+            ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", f"recipe={plan}"]
+            merged, theirs = given.folder / f"ours_{method}", given.folder / f"theirs_{method}"
+            ours += [f"out={merged}", "overwrite=true", f"device={given.device}", f"run_dir={given.folder}/run"]
+            row = {"method": method, "repeat": number, "ours": watched(ours)}
+            if given.mergekit:
+                row["mergekit"] = watched([str(given.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"])
+                if method != "dare_linear":  # its masks are other random numbers
+                    row["equality"] = differing(merged, theirs)
+            report["rows"].append(row)
+            print(row, flush=True)
+            given.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
