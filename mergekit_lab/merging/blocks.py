@@ -19,8 +19,9 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.inputs import Inputs
 
-CPU_BLOCK = 1 << 17
-"""Entries of a tensor handed over at a time on a CPU: T of them in float32 stay in its cache."""
+CPU_BLOCK = 1 << 18
+"""Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
+enough that its threads seldom wait for each other between two operations."""
 DEVICE_BLOCK = 1 << 24
 """The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
 

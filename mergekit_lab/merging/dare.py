@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale
+from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale, packed, unpacked
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -80,44 +80,55 @@ class DARE(Method):
         return self.inner.survey(stream.map(self._thin))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
-        factors = None if self.rescale == "inverse" else self._l1_factors(name, blocks)
+        restored = None if self.rescale == "inverse" else self._restored(name, blocks)
 
         def thinned() -> Iterator[tuple[Tensor, Site]]:
             for deltas, site in blocks():
-                yield self._thin(name, deltas, replace(site, tensor=(factors, None))), site
+                yield self._thin(name, deltas, replace(site, tensor=(restored, None))), site
 
-        return factors, self.inner.survey_tensor(name, entries, thinned)
+        return restored, self.inner.survey_tensor(name, entries, thinned)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         inner_site = replace(site, tensor=site.tensor[1] if site.tensor else None)
         return self.inner.merge(name, base, self._thin(name, deltas, site), inner_site)
 
-    def _l1_factors(self, name: str, blocks: Blocks) -> Tensor:
-        """`‖δ_t‖₁ / ‖kept δ_t‖₁` of one tensor, `[T]`; 0 where nothing is kept."""
+    def _restored(self, name: str, blocks: Blocks) -> _Restored:
         before = after = torch.zeros(())
+        masks: dict[int, Tensor] = {}
         for deltas, site in blocks():
-            before = before + deltas.abs().sum(dim=1, dtype=torch.float64).cpu()
-            kept = deltas * self._keep(name, deltas, site)
-            after = after + kept.abs().sum(dim=1, dtype=torch.float64).cpu()
-        return torch.where(after > 0, before / after, 0.0)
+            sizes, keep = deltas.abs(), self._keep(deltas, site)
+            before = before + sizes.sum(dim=1).double().cpu()
+            after = after + sizes.mul_(keep).sum(dim=1).double().cpu()
+            if deltas.device.type == "cpu":
+                masks[site.offset] = packed(keep)
+        return _Restored(torch.where(after > 0, before / after, 0.0), masks)
 
     def _thin(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.drop == 0:
             return deltas
-        kept = deltas * self._keep(name, deltas, site)
-        factors = site.tensor[0] if site.tensor else None
-        if factors is not None:
-            return kept.mul_(factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
+        restored = site.tensor[0] if site.tensor else None
+        if restored is not None:
+            mask = restored.masks.get(site.offset)
+            kept = self._keep(deltas, site) if mask is None else unpacked(mask, deltas)
+            return kept.mul_(deltas).mul_(restored.factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
+        kept = self._keep(deltas, site).mul_(deltas)
         if self.rescale == "inverse":
             return kept.div_(1 - self.drop)
         return torch.stack(
             [drop_and_rescale(d, k != 0, self.drop, "l1") for d, k in zip(deltas, kept, strict=True)]
         )
 
-    def _keep(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+    def _keep(self, deltas: Tensor, site: Site) -> Tensor:
         """1 where an entry stays, 0 where it is dropped, shaped like `deltas`."""
-        rows = [
+        keep = torch.empty_like(deltas, memory_format=torch.contiguous_format)
+        for expert, row in zip(site.experts, keep, strict=True):
             counter_keep(counters(self.seed, expert, site.segments), row, self.drop)
-            for expert, row in zip(site.experts, deltas, strict=True)
-        ]
-        return torch.stack(rows).view_as(deltas)
+        return keep
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """One tensor's `‖δ_t‖₁ / ‖kept δ_t‖₁`, `[T]`, 0 where nothing is kept; what was kept, by block, in bits."""
+
+    factors: Tensor
+    masks: dict[int, Tensor]

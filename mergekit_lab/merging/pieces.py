@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -199,23 +200,32 @@ def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counte
 
 def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), 53 bits each: float64, the counters' entries end to end."""
-    return _counter_bits(draws, device).to(torch.float64) * 2.0**-53
+    return ((_random_bits(draws, device) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
-def counter_keep(draws: Sequence[Counters], like: Tensor, drop: float) -> Tensor:
-    """1 where `counter_uniform` is at least `drop`, else 0, in the shape and dtype of `like`."""
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
+    """Make `out`, which is contiguous, 1 where `counter_uniform` is at least `drop`, else 0."""
     flat = _as_array(out.view(-1))
-    bound = math.ceil(drop * 2.0**53)
+    bound = _signed((math.ceil(drop * 2.0**53) << 11) ^ (1 << 63))
     first = 0
-    for group in ([part] for part in _cache_sized(draws)) if like.device.type == "cpu" else (draws,):
-        bits = _as_array(_counter_bits(group, like.device))
+    for group in ([part] for part in _cache_sized(draws)) if out.device.type == "cpu" else (draws,):
+        bits = _as_array(_random_bits(group, out.device))
+        bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
         flat[first : first + len(bits)] = bits >= bound
         first += len(bits)
-    return out
 
 
-_CACHE_SIZED = 1 << 15
+def packed(keep: Tensor) -> Tensor:
+    """Zeros and ones on a CPU, `[T, n]`, as bits: uint8 `[T, ⌈n/8⌉]`."""
+    return torch.from_numpy(numpy.packbits(keep.numpy().astype(bool), axis=1))
+
+
+def unpacked(bits: Tensor, like: Tensor) -> Tensor:
+    """What was packed, in the shape and dtype of `like`."""
+    return torch.from_numpy(numpy.unpackbits(bits.numpy(), axis=1, count=like.shape[1])).to(like.dtype)
+
+
+_CACHE_SIZED = 1 << 17
 
 
 def _cache_sized(draws: Sequence[Counters]) -> Iterator[Counters]:
@@ -233,31 +243,48 @@ def _states(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN_GAMMA))
 
 
-def _counter_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
-    """The upper 53 bits of SplitMix64's outputs as non-negative int64."""
+class _Scratch(threading.local):
+    """Memory that a CPU's threads draw random bits in, again and again: new pages cost as much as drawing."""
+
+    def __init__(self) -> None:
+        self.rows = torch.empty(2, _CACHE_SIZED, dtype=torch.int64)
+
+
+_scratch = _Scratch()
+
+
+def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
+    """SplitMix64's outputs, 64 bits each, as int64; on a CPU valid until this thread draws again."""
     total = sum(each.count for each in draws)
-    cached = device.type == "cpu" and total <= _CACHE_SIZED
-    state = _first_states()[:total] if cached else _states(total, device)
     before, shifts = 0, []
     for each in draws:
         shifts.append(_signed(each.key + (each.start - before) * _GOLDEN_GAMMA))
         before += each.count
-    if len(draws) == 1:
-        state = state + shifts[0]
+    if device.type == "cpu" and len(draws) == 1 and total <= _CACHE_SIZED:
+        state, other = _scratch.rows[:, :total]
+        torch.add(_first_states()[:total], shifts[0], out=state)
     else:
         lengths = torch.tensor([each.count for each in draws], device=device)
-        state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total).add_(state)
-    values, spare = _as_array(state), _as_array(torch.empty_like(state))
-    shift_right: Any = torch.bitwise_right_shift if isinstance(values, Tensor) else numpy.right_shift
+        state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
+        state += _states(total, device)
+        other = torch.empty_like(state)
+    values, spare = _as_array(state), _as_array(other)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
-        shift_right(values, shift, out=spare)
-        spare &= (1 << (64 - shift)) - 1  # the shift carried the sign
+        _shift_right(values, shift, spare)
         values ^= spare
         if factor is not None:
             values *= _signed(factor)
-    values >>= 11
-    values &= (1 << 53) - 1
     return state
+
+
+def _shift_right(values: Any, places: int, out: Any) -> None:
+    """Zeros come in at the left."""
+    if isinstance(values, Tensor):
+        torch.bitwise_right_shift(values, places, out=out)
+        out &= (1 << (64 - places)) - 1
+    else:
+        unsigned = numpy.uint64
+        numpy.right_shift(values.view(unsigned), unsigned(places), out=out.view(unsigned))
 
 
 def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:
