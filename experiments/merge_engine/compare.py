@@ -47,6 +47,10 @@ def recipe(folder: Path, method: str) -> Path:
     return path
 
 
+def inputs(folder: Path) -> list[Path]:
+    return [file for kind in ("base", "expert_*") for file in folder.glob(f"{kind}/*.safetensors")]
+
+
 def anonymous(pid: int) -> int:
     """Anonymous resident bytes of a process and its children; 0 once it has gone."""
     try:
@@ -85,7 +89,7 @@ def copied(folder: Path, out: Path) -> float:
     begun = time.perf_counter()
     buffer = bytearray(16 << 20)
     with out.open("wb") as target:
-        for file in sorted(folder.glob("*/*.safetensors")):
+        for file in sorted(inputs(folder)):
             with file.open("rb", buffering=0) as source:
                 while size := source.readinto(buffer):
                     if file.parent.name == "base":
@@ -121,6 +125,12 @@ def differing(first: Path, second: Path) -> dict[str, float]:
     return {"entries": entries, "differing": other, "most_units_in_the_last_place": worst}
 
 
+def version(command: Path) -> str:
+    python = command.parent / "python"
+    asked = "from importlib.metadata import version; print(version('mergekit'))"
+    return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -130,10 +140,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    files = list(given.folder.glob("*/*.safetensors"))
+    files = inputs(given.folder)
     report = {
         "date": str(date.today()),
-        "command": f"experiments/merge_engine/compare.py {' '.join(sys.argv[2:])}",
+        "mergekit": version(given.mergekit) if given.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
         "torch": torch.__version__,
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),

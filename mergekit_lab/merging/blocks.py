@@ -41,6 +41,16 @@ class Flat:
         self._checkpoints = (inputs.base, *inputs.experts.values())
         self._keep = keep
         self._rows: dict[str, list[Tensor]] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    def empty(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
+        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than what is
+        done with them."""
+        if device.type != "cpu":
+            return torch.empty((rows, size), dtype=compute, device=device)
+        if use not in self._memory or self._memory[use].numel() < rows * size:
+            self._memory[use] = torch.empty(rows * size, dtype=compute)
+        return self._memory[use][: rows * size].view(rows, size)
 
     def parts(self, segment: Segment) -> list[Tensor]:
         """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
@@ -134,9 +144,11 @@ class Reader:
         return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
 
     def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
-        """`θ0 [n]` and `δ [T, n]` of a block."""
+        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
         first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
-        base, deltas = self._empty(1, piece)[0], self._empty(len(rows), piece)
+        size, where = _length(piece), (self.inputs.compute, self.device)
+        base = flat.empty("base", 1, size, *where)[0]
+        deltas = flat.empty("deltas", len(rows), size, *where)
         _fill(base, first)
         if len(piece) == 1 and all(row[0].dtype == base.dtype and row[0].device == base.device for row in rows):
             for slot, parts in zip(deltas, rows, strict=True):
@@ -226,9 +238,6 @@ class Reader:
 
         self._doubts.append((faults(values), refuse))
 
-    def _empty(self, rows: int, piece: Sequence[Segment]) -> Tensor:
-        return torch.empty((rows, _length(piece)), dtype=self.inputs.compute, device=self.device)
-
     def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
         out = torch.empty((len(rows), size), dtype=self.inputs.compute, device=self.device)
@@ -243,6 +252,8 @@ class Reader:
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
         doubt = (deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()
         self._doubts.append((doubt, partial(self.inputs.refuse_non_finite, names)))
+        if self.device.type == "cpu":
+            self.settle()
 
     def settle(self) -> None:
         """Raise for what was read so far and may not be merged; until then an accelerator is not waited for.

@@ -93,7 +93,7 @@ class Stream(Protocol):
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
         """Name, task vectors `[T, n]` and site of every block; `n`, and whether tensors are pooled, is the
-        driver's choice (see `Method.pools`)."""
+        driver's choice (see `Method.pools`). A block is valid until the next one is asked for."""
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
         """The side inputs of one kind, `[T, n]` a block."""
@@ -203,7 +203,8 @@ class Method:
         Args:
             name: the tensor's name.
             entries: how many it has.
-            blocks: starts a pass over its task vectors `[T, n]` and their sites, in order.
+            blocks: starts a pass over its task vectors `[T, n]` and their sites, in order; each is valid until
+                the next one is asked for.
         """
         return None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale, packed, unpacked
+from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale, pack, unpacked
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -80,7 +80,7 @@ class DARE(Method):
         return self.inner.survey(stream.map(self._thin))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
-        restored = None if self.rescale == "inverse" else self._restored(name, blocks)
+        restored = None if self.rescale == "inverse" else self._restored(entries, blocks)
 
         def thinned() -> Iterator[tuple[Tensor, Site]]:
             for deltas, site in blocks():
@@ -92,24 +92,27 @@ class DARE(Method):
         inner_site = replace(site, tensor=site.tensor[1] if site.tensor else None)
         return self.inner.merge(name, base, self._thin(name, deltas, site), inner_site)
 
-    def _restored(self, name: str, blocks: Blocks) -> _Restored:
+    def _restored(self, entries: int, blocks: Blocks) -> _Restored:
         before = after = torch.zeros(())
-        masks: dict[int, Tensor] = {}
+        bits: Tensor | None = None
         for deltas, site in blocks():
             sizes, keep = deltas.abs(), self._keep(deltas, site)
             before = before + sizes.sum(dim=1).double().cpu()
             after = after + sizes.mul_(keep).sum(dim=1).double().cpu()
-            if deltas.device.type == "cpu":
-                masks[site.offset] = packed(keep)
-        return _Restored(torch.where(after > 0, before / after, 0.0), masks)
+            whole_bytes = deltas.shape[1] % 8 == 0 or deltas.shape[1] == entries
+            if site.offset == 0 and whole_bytes and deltas.device.type == "cpu":
+                bits = torch.empty(len(deltas), -(-entries // 8), dtype=torch.uint8)
+            if bits is not None:
+                pack(keep, bits, site.offset)
+        return _Restored(torch.where(after > 0, before / after, 0.0), bits)
 
     def _thin(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.drop == 0:
             return deltas
         restored = site.tensor[0] if site.tensor else None
         if restored is not None:
-            mask = restored.masks.get(site.offset)
-            kept = self._keep(deltas, site) if mask is None else unpacked(mask, deltas)
+            bits = restored.bits
+            kept = self._keep(deltas, site) if bits is None else unpacked(bits, site.offset, deltas)
             return kept.mul_(deltas).mul_(restored.factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
         kept = self._keep(deltas, site).mul_(deltas)
         if self.rescale == "inverse":
@@ -128,7 +131,7 @@ class DARE(Method):
 
 @dataclass(frozen=True)
 class _Restored:
-    """One tensor's `‖δ_t‖₁ / ‖kept δ_t‖₁`, `[T]`, 0 where nothing is kept; what was kept, by block, in bits."""
+    """One tensor's `‖δ_t‖₁ / ‖kept δ_t‖₁`, `[T]`, 0 where nothing is kept; on a CPU what was kept, in bits."""
 
     factors: Tensor
-    masks: dict[int, Tensor]
+    bits: Tensor | None

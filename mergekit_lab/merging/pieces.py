@@ -215,14 +215,17 @@ def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
         first += len(bits)
 
 
-def packed(keep: Tensor) -> Tensor:
-    """Zeros and ones on a CPU, `[T, n]`, as bits: uint8 `[T, ⌈n/8⌉]`."""
-    return torch.from_numpy(numpy.packbits(keep.numpy().astype(bool), axis=1))
+def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
+    """Write zeros and ones on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index `offset`."""
+    found = numpy.packbits(keep.numpy().astype(bool), axis=1)
+    bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
 
 
-def unpacked(bits: Tensor, like: Tensor) -> Tensor:
-    """What was packed, in the shape and dtype of `like`."""
-    return torch.from_numpy(numpy.unpackbits(bits.numpy(), axis=1, count=like.shape[1])).to(like.dtype)
+def unpacked(bits: Tensor, offset: int, like: Tensor) -> Tensor:
+    """What was packed at a flat index, in the shape and dtype of `like`."""
+    size = like.shape[1]
+    part = bits.numpy()[:, offset // 8 : -(-(offset + size) // 8)]
+    return torch.from_numpy(numpy.unpackbits(part, axis=1, count=size)).to(like.dtype)
 
 
 _CACHE_SIZED = 1 << 17
