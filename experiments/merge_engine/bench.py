@@ -152,9 +152,9 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call, device: str, repeats: int) -> tuple[list[float], int]:
+def timed(call, device: str, repeats: int, warm_up: int = 1) -> tuple[list[float], int]:
     times, extra = [], 0
-    for number in range(repeats + 1):
+    for number in range(repeats + warm_up):
         if device != "cpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -163,7 +163,7 @@ def timed(call, device: str, repeats: int) -> tuple[list[float], int]:
         begun = time.perf_counter()
         call()
         synchronise(device)
-        if number:
+        if number >= warm_up:
             times.append(time.perf_counter() - begun)
         extra = torch.cuda.max_memory_allocated() - before if device != "cpu" else 0
     return times, extra
@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="no warm-up call")
     parser.add_argument("--together", action="store_true", help="all GPUs share the tensors of each merge")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this long")
     parser.add_argument("--no-accuracy", action="store_true")
@@ -246,7 +247,7 @@ def main() -> None:
             side = {"fisher": fishers, "gram": [grams(plan)] * count} if method.side_inputs else None
             call = partial(merge_state_dicts, base, experts, method, statistics=side, device=given.device)
             try:
-                times, extra = timed(call, given.device, given.repeats)
+                times, extra = timed(call, given.device, given.repeats, 0 if given.cold else 1)
                 row |= {"seconds": round(statistics.median(times), 4), "extra_gib": round(extra / 2**30, 2)}
                 if given.together:
                     row |= shared(partial(call, device=every_gpu()), call(), given.repeats, row["seconds"])

@@ -216,7 +216,7 @@ def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
 
 
 def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
-    """Write zeros and ones on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index `offset`."""
+    """Write zeros and ones on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
     found = numpy.packbits(keep.numpy().astype(bool), axis=1)
     bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
 
