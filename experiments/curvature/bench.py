@@ -68,6 +68,11 @@ def measured(work: Callable[[], object], samples: int, repeats: int, model_bytes
     return found
 
 
+def allow_tf32(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 def training(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
@@ -98,18 +103,18 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     rows: dict[str, object] = {"parameters": size // 4, "activation_bytes": activations(model, x)}
 
-    torch.set_float32_matmul_precision("highest")
+    allow_tf32(False)
     few, labels = x[:8], y[:8]
     exact = by_vmap(model, few, labels, 8)
     for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
+        allow_tf32(precision == "high")
         found = diagonal_fisher(model, [(few, labels)])
         error = max(float((found[n] - e).abs().max() / e.abs().max()) for n, e in exact.items())
         rows[f"error, {precision}"] = error
     del exact, found
 
     for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
+        allow_tf32(precision == "high")
 
         def run(work: Callable[[], object]) -> dict[str, float]:
             return measured(work, args.batch, args.repeats, size)

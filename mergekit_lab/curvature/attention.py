@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+ATTENTION = functional.multi_head_attention_forward
+
 
 def supported(
     query: Tensor,

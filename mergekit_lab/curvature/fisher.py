@@ -70,7 +70,7 @@ def diagonal_fisher(
     generator = torch.Generator().manual_seed(seed)
     draw = generator if sampled else None
     count = 0
-    with _evaluating(model):
+    with evaluating(model):
         for batch in batches:
             for part in split(batch, chunk):
                 part = _taped(model, part, causal, draw, trained, exact, totals)
@@ -160,7 +160,8 @@ def _constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode."""
     was_training = model.training
     model.eval()
     try:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from mergekit_lab.curvature.attention import attention
+from mergekit_lab.curvature.attention import ATTENTION, attention
 from mergekit_lab.curvature.rules import BROADCASTING, RULES, local_rule, tensors_in
 from mergekit_lab.curvature.uses import Derived, Ready, Use
 
@@ -34,7 +33,6 @@ are more. Measured: more do not fit a core's cache, and less do not fill a GPU."
 
 _OUT_OF_PLACE = {Tensor.add_: Tensor.add, Tensor.mul_: Tensor.mul}  # and `+=`, `*=`
 _RESHAPING = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
-_ATTENTION = functional.multi_head_attention_forward
 
 
 class NoRule(Exception):
@@ -157,7 +155,7 @@ class Tape(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         self.require(not in_place, *sources)
-        if func is _ATTENTION:
+        if func is ATTENTION:
             try:
                 with self:
                     return attention(*args, **kwargs)

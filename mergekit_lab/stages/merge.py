@@ -69,12 +69,13 @@ def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
 
 def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) -> dict[str, Any]:
     experts: dict[str, Path] = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
-    fishers = (
-        {task: run.fisher(task).file("fisher.safetensors") for task in run.tasks}
-        if method.side_inputs
-        else None
+    statistics: dict[str, dict[str, Path]] = {
+        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in run.tasks}
+        for kind in method.side_inputs
+    }
+    return merge_state_dicts(
+        run.base_state, experts, method, statistics=statistics, device=run.device, notes=notes
     )
-    return merge_state_dicts(run.base_state, experts, method, fishers=fishers, device=run.device, notes=notes)
 
 
 def _maker(run: Context, merger: Merger) -> Any:

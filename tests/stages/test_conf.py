@@ -132,16 +132,6 @@ def test_a_methods_own_complaint_comes_through() -> None:
         build(cfg.merger)
 
 
-def test_a_merger_whose_side_input_no_run_computes_is_refused_with_the_way_out(tmp_path) -> None:
-    from mergekit_lab.stages.context import Context
-
-    cfg, choices = composed(["merger=regmean", "store.root=s"])
-    with pytest.raises(
-        InputError, match=r"regmean needs a gram checkpoint .*experiment=merge_checkpoints grams="
-    ):
-        Context(cfg, tmp_path, choices)
-
-
 def test_stages_are_listed_in_short_and_long_form() -> None:
     cfg, _ = composed([])
     assert stage_list(cfg, STAGES) == list(STAGES)
