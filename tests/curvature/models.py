@@ -38,8 +38,8 @@ def dense(case: Case) -> dict[str, Tensor]:
     return {n: t / count for n, t in totals.items()}
 
 
-def noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _tokens(length: int, seed: int = 2) -> Tensor:
