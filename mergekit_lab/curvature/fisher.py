@@ -64,83 +64,84 @@ def diagonal_fisher(
     """
     if chunk < 1:
         raise InputError(f"chunk is {chunk}; it must be at least 1")
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    totals = {name: torch.zeros_like(p, dtype=_precision(p)) for name, p in trained.items()}
-    exact = dict(trained)
-    generator = torch.Generator().manual_seed(seed)
-    draw = generator if sampled else None
+    estimate = _Estimate(model, causal, torch.Generator().manual_seed(seed) if sampled else None)
     count = 0
     with evaluating(model):
         for batch in batches:
             for part in split(batch, chunk):
-                part = _taped(model, part, causal, draw, trained, exact, totals)
-                rest = {name: p for name, p in trained.items() if name not in exact}
-                if rest:
-                    _one_by_one(model, part, causal, rest, totals)
+                estimate.add(part)
                 count += samples_of(part)
-    for total in totals.values():
+    for total in estimate.totals.values():
         total /= max(count, 1)
-    return totals
+    return estimate.totals
 
 
-def _taped(
-    model: nn.Module,
-    batch: Batch,
-    causal: bool,
-    draw: torch.Generator | None,
-    trained: Mapping[str, nn.Parameter],
-    exact: dict[str, nn.Parameter],
-    totals: Mapping[str, Tensor],
-) -> Batch:
-    """Add a batch's squares for the parameters in `exact`; those that have no rule leave it. Returns the batch
-    with the labels that were used."""
-    with _constant([p for name, p in trained.items() if name not in exact]):
-        try:
-            return _taped_exactly(model, batch, causal, draw, exact, totals)
-        except NoRule as missing:
-            log.warning("no rule for a use of %s: one backward pass a sample", missing)
-            for name in missing.names:
-                exact.pop(name)
-    return _taped(model, batch, causal, draw, trained, exact, totals)
+class _Estimate:
+    """Sums of squared gradients. `taped` are the parameters that the tape follows, which others leave."""
 
+    def __init__(self, model: nn.Module, causal: bool, draw: torch.Generator | None) -> None:
+        self.model = model
+        self.causal = causal
+        self.draw = draw
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.taped = dict(self.trained)
+        self.idle: set[str] = set()
+        self.totals = {n: torch.zeros_like(p, dtype=_precision(p)) for n, p in self.trained.items()}
 
-def _taped_exactly(
-    model: nn.Module,
-    batch: Batch,
-    causal: bool,
-    draw: torch.Generator | None,
-    exact: Mapping[str, nn.Parameter],
-    totals: Mapping[str, Tensor],
-) -> Batch:
-    tape = Tape(exact, totals, samples_of(batch))
-    tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
-    with torch.enable_grad(), tape:
-        logits, labels = scores(model, batch, causal)
-    if draw is not None:
-        labels = drawn(logits, labels, draw)
-        batch = with_labels(batch, labels, causal)
-    loss = log_likelihood(logits, labels)
-    if loss.requires_grad:
-        loss.backward()
-    tape.finish()
-    return batch
+    def add(self, batch: Batch) -> None:
+        """Add every sample's square."""
+        while True:
+            slow = {name: p for name, p in self.trained.items() if name not in self.taped}
+            with _constant(slow.values()):
+                try:
+                    batch = self._add_taped(batch)
+                    break
+                except NoRule as missing:
+                    log.warning("no rule for a use of %s: one backward pass a sample", missing)
+                    for name in missing.names:
+                        self.taped.pop(name)
+        if slow:
+            self._add_one_by_one(batch, slow)
 
+    def _add_taped(self, batch: Batch) -> Batch:
+        """Add what the tape follows; returns the batch with the labels that were used."""
+        tape = Tape(self.taped, self.totals, samples_of(batch))
+        tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
+        with torch.enable_grad(), tape:
+            logits, labels = scores(self.model, batch, self.causal)
+        self._look_for_hidden_uses(batch, tape.unused())
+        if self.draw is not None:
+            labels = drawn(logits, labels, self.draw)
+            batch = with_labels(batch, labels, self.causal)
+        loss = log_likelihood(logits, labels)
+        if loss.requires_grad:
+            loss.backward()
+        tape.finish()
+        return batch
 
-def _one_by_one(
-    model: nn.Module,
-    batch: Batch,
-    causal: bool,
-    rest: Mapping[str, nn.Parameter],
-    totals: Mapping[str, Tensor],
-) -> None:
-    """The squares of what the tape cannot follow, sample by sample."""
-    for at in range(samples_of(batch)):
+    def _look_for_hidden_uses(self, batch: Batch, unused: list[str]) -> None:
+        """A parameter that no watched function took (`torch.func` hides them) may matter all the same."""
+        unknown = [name for name in unused if name not in self.idle]
+        if not unknown:
+            return
+        hidden = [n for n, g in self._gradients(take(batch, 0, 1), unknown).items() if g is not None]
+        if hidden:
+            raise NoRule(hidden)
+        self.idle.update(unknown)
+
+    def _gradients(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor | None]:
         with torch.enable_grad():
-            value = log_likelihood(*scores(model, take(batch, at, at + 1), causal))
-        gradients = torch.autograd.grad(value, list(rest.values()), allow_unused=True)
-        for name, g in zip(rest, gradients, strict=True):
-            if g is not None:
-                totals[name] += g.to(totals[name].dtype).square()
+            value = log_likelihood(*scores(self.model, batch, self.causal))
+        if not value.requires_grad:
+            return dict.fromkeys(names)
+        found = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)
+        return dict(zip(names, found, strict=True))
+
+    def _add_one_by_one(self, batch: Batch, names: Iterable[str]) -> None:
+        for at in range(samples_of(batch)):
+            for name, g in self._gradients(take(batch, at, at + 1), names).items():
+                if g is not None:
+                    self.totals[name] += g.to(self.totals[name].dtype).square()
 
 
 def _precision(tensor: Tensor) -> torch.dtype:

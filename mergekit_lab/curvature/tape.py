@@ -224,6 +224,10 @@ class Tape(TorchFunctionMode):
                 for gradient in gradients:
                     total.addcmul_(gradient, gradient)
 
+    def unused(self) -> list[str]:
+        """Parameters that no function took."""
+        return [name for name, uses in self._expected.items() if not uses]
+
     def finish(self) -> None:
         """Settle what had a use that the log-likelihood does not depend on."""
         for handle in self._handles:

@@ -167,6 +167,27 @@ def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
 
+class Hidden(nn.Module):
+    """A parameter that enters behind the function mode's back, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return torch.tanh(x @ self.weight)
+
+
+def test_uses_that_no_function_shows_are_found(caplog) -> None:
+    batch = (noise(SAMPLES, 4, 6), torch.arange(SAMPLES) % 3)
+    case = Case(Scored(sequence(nn.LayerNorm(6), Hidden()), 6), batch, unused=("body.1.idle",))
+    with caplog.at_level(logging.WARNING):
+        compare(case, chunk=2)
+    assert "no rule for a use of body.1.weight" in caplog.text
+
+
 def test_padding_rows_of_an_embedding_have_no_fisher() -> None:
     body = nn.Embedding(9, 6, padding_idx=2)
     tokens = torch.tensor([[1, 1, 2], [3, 2, 2], [4, 5, 1], [1, 2, 4], [7, 7, 7]])
