@@ -166,15 +166,15 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     Args:
         product: `v ↦ A v` for `v` `[P]`.
         like: any `[P]`, for dtype and device.
-        products: m, at least 3; `2m/3` vectors of P entries are held.
+        products: m, at least 6, so that there is an error to estimate; `2m/3` vectors of P entries are held.
         seed: of the random signs.
 
     Raises:
-        InputError: fewer than 3 products.
+        InputError: fewer than 6 products.
     """
-    if products < 3:
-        raise InputError(f"products is {products}; it must be at least 3")
-    third = min(products // 3, len(like))
+    if products < 6:
+        raise InputError(f"products is {products}; it must be at least 6")
+    third = products // 3
     generator = torch.Generator().manual_seed(seed)
 
     def signs(count: int) -> Tensor:
@@ -187,5 +187,4 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     rest = signs(third)
     rest = rest - (rest @ basis) @ basis.T
     estimates = torch.tensor([float(g @ product(g)) for g in rest], dtype=torch.float64)
-    error = float(estimates.std() / third**0.5) if third > 1 else float("nan")
-    return Trace(exact + float(estimates.mean()), error, 3 * third)
+    return Trace(exact + float(estimates.mean()), float(estimates.std() / third**0.5), 3 * third)

@@ -158,6 +158,7 @@ class Main:
     mergers: dict[str, Target]
     curvature: Curvature
     search: Search
+    analysis: Target
     joint: bool
     trainer: Place
     logger: Target

@@ -78,6 +78,11 @@ def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) ->
     )
 
 
+def merge_at(run: Context, merger: Merger, coefficient: float) -> dict[str, Any]:
+    """The merged state dict at another coefficient than the merger's own, in memory."""
+    return _merge(run, merger.method.at(coefficient), {})
+
+
 def _maker(run: Context, merger: Merger) -> Any:
     def make(place: Workplace) -> Mapping[str, Any]:
         alpha = chosen_coefficient(run, merger)
@@ -96,7 +101,7 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
         task: float(evaluate(run, Subject.expert(run, task), task, "validation").info["value"])
         for task in run.tasks
     }
-    unit = _merge(run, merger.method.at(1.0), {})
+    unit = merge_at(run, merger, 1.0)
     moved = {n: t for n, t in unit.items() if t.is_floating_point()}
     delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in moved.items()}
     base = {n: run.base_state[n].double().to(run.device) for n in moved}
