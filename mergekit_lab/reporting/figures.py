@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Box = tuple[float, float]
+_MARKED = 30
+"""Points of a curve that still get a marker each."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ def _plane(axes: Axes, panel: Plane, alphas: Sequence[float], names: tuple[str, 
     from matplotlib.patches import Rectangle
 
     turned = [list(column) for column in zip(*panel.values, strict=True)]  # contours have rows along y
-    filled = axes.contourf(alphas, alphas, turned, levels=14, cmap="viridis")
-    axes.contour(alphas, alphas, turned, levels=14, colors="white", linewidths=0.4, alpha=0.6)
+    levels = _levels([value for row in turned for value in row])
+    filled = axes.contourf(alphas, alphas, turned, levels=levels, cmap="viridis", norm=_even(levels))
+    axes.contour(alphas, alphas, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
     axes.figure.colorbar(filled, ax=axes, shrink=0.85)
     if box is not None:
         side = box[1] - box[0]
@@ -123,20 +126,37 @@ def _plane(axes: Axes, panel: Plane, alphas: Sequence[float], names: tuple[str, 
     axes.set_aspect("equal")
 
 
+def _levels(values: Sequence[float]) -> list[float]:
+    """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast."""
+    ordered = sorted(values)
+    found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
+    return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
+
+
+def _even(levels: Sequence[float]) -> Any:
+    from matplotlib.colors import BoundaryNorm
+
+    return BoundaryNorm(levels, 256)
+
+
 def _lines(axes: Axes, panel: Lines) -> None:
     for place, (name, (x, y)) in enumerate(panel.curves.items()):
         look: dict[str, Any] = {"color": _colour(place), "linestyle": _DASHES[place // 7 % len(_DASHES)]}
-        axes.plot(x, y, marker="o", markersize=3, label=_short(name), **look)
+        look["marker"] = "o" if len(x) <= _MARKED else ""
+        if panel.labels is not None:
+            look["linestyle"] = ""  # names have no order that a line could follow
+        axes.plot(x, y, markersize=4, label=_short(name), **look)
     if panel.logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
     if panel.labels is not None:
-        axes.set_xticks(
-            range(len(panel.labels)), [_short(n, 14) for n in panel.labels], rotation=60, fontsize=7
-        )
+        names = [_short(name, 14) for name in panel.labels]
+        axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
     axes.grid(True)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7 if len(panel.curves) > 4 else 8)
 
 
 def _matrix(axes: Axes, panel: Matrix) -> None:
