@@ -1,5 +1,20 @@
-"""Curvature of a task's loss, as checkpoints that merging can read."""
+"""Curvature of a task's loss: as checkpoints that merging can read, and as numbers.
+
+from mergekit_lab.curvature import Hessian, diagonal_fisher, input_grams, top_eigenvalues, trace
+"""
 
 from mergekit_lab.curvature.fisher import diagonal_fisher
+from mergekit_lab.curvature.gram import input_grams
+from mergekit_lab.curvature.hessian import Eigenvalues, Hessian, Trace, top_eigenvalues, trace
+from mergekit_lab.curvature.moments import squared_first_moment
 
-__all__ = ["diagonal_fisher"]
+__all__ = [
+    "Eigenvalues",
+    "Hessian",
+    "Trace",
+    "diagonal_fisher",
+    "input_grams",
+    "squared_first_moment",
+    "top_eigenvalues",
+    "trace",
+]

@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site, require
 
-_SUFFIX = ".weight"
+_SUFFIXES = (".weight", "_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class RegMean(Method):
         weights: `λ_t` scales `G_t` (and `δ_t` in the mean), 1 by default.
 
     Needs `statistics={"gram": …}`: one checkpoint an expert that holds, under the name of a linear module
-    (`mlp.c_fc` for `mlp.c_fc.weight`), its `[in, in]` Gram. Equal Grams give the mean; one expert is itself.
+    (`mlp.c_fc` for `mlp.c_fc.weight`, `attn.in_proj` for `attn.in_proj_weight`), its `[in, in]` Gram, as
+    `curvature.input_grams` makes them. Equal Grams give the mean; one expert is itself.
 
     Raises:
         InputError: a value out of range; at the merge, a Gram that does not fit its weight, or a sum of
@@ -51,7 +52,7 @@ class RegMean(Method):
         require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
 
     def side_name(self, kind: str, name: str) -> str | None:
-        return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else None
+        return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if "gram" not in site.side:

@@ -45,22 +45,43 @@ class Finetuning:
 
 @dataclass(frozen=True)
 class Curvature:
-    """How the diagonal Fisher of an expert is estimated.
+    """Which curvature of the experts is computed, and from what.
 
     Args:
+        kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts; what mergers
+            ask for is computed besides. Null: that alone.
         samples: training images a task, the first of a seeded shuffle; at least 1.
-        sampled: draw labels from the model instead of taking the true ones.
-        chunk: samples whose gradients are held at a time.
+        fraction: the same as a share of the training images, in (0, 1]; in place of `samples`.
+        sampled: draw a Fisher's labels from the model instead of taking the true ones.
+        chunk: samples whose activations are held at a time.
     """
 
-    samples: int
+    kind: str | None
+    samples: int | None
+    fraction: float | None
     sampled: bool
     chunk: int
 
     def __post_init__(self) -> None:
+        if self.kind not in (None, "fisher", "gram"):
+            known = suggestion(str(self.kind), ["fisher", "gram"])
+            raise InputError(f"curvature.kind is {self.kind!r}{known}")
+        if (self.samples is None) == (self.fraction is None):
+            raise InputError(
+                f"curvature.samples is {self.samples} and curvature.fraction {self.fraction}: set one and "
+                "leave the other null"
+            )
         for name in ("samples", "chunk"):
-            if getattr(self, name) < 1:
-                raise InputError(f"curvature.{name} is {getattr(self, name)}; it must be at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"curvature.{name} is {value}; it must be at least 1")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise InputError(f"curvature.fraction is {self.fraction}; it must be in (0, 1]")
+
+    def count(self, images: int) -> int:
+        """How many of a task's training images are used."""
+        wanted = self.samples if self.fraction is None else max(1, round(self.fraction * images))
+        assert wanted is not None
+        return min(wanted, images)
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,7 @@ class Main:
     mergers: dict[str, Target]
     curvature: Curvature
     search: Search
+    analysis: Target
     joint: bool
     trainer: Place
     logger: Target

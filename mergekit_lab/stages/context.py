@@ -89,12 +89,6 @@ class Context:
         method = build(content)
         if not isinstance(method, Method):
             raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
-        for kind in method.side_inputs:
-            if kind != "fisher":
-                raise InputError(
-                    f"{label} needs a {kind} checkpoint of every expert, and a run computes Fishers only: "
-                    f"merge checkpoints that you have with +experiment=merge_checkpoints {kind}s=[…]"
-                )
         method.check(tuple(self.tasks))
         return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
 
@@ -153,8 +147,11 @@ class Context:
         data = {task: self.fingerprint(task) for task in self.tasks}
         return self._training_content(self.joint_settings) | {"tasks": list(data), "data": data}
 
-    def fisher_content(self, task: str) -> dict[str, Any]:
-        curvature = {k: v for k, v in self.plain["curvature"].items() if k != "chunk"}
+    def side_content(self, kind: str, task: str) -> dict[str, Any]:
+        """What names an expert's Fisher or Grams."""
+        read = ("samples", "fraction", "sampled") if kind == "fisher" else ("samples", "fraction")
+        given = self.plain["curvature"]
+        curvature = {name: given[name] for name in read if given[name] is not None}
         return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
 
     def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +162,8 @@ class Context:
             "experts": experts,
             "method": method,
         }
-        if merger.method.side_inputs:
-            content["fishers"] = {task: content_key(self.fisher_content(task)) for task in self.tasks}
+        for kind in merger.method.side_inputs:
+            content[f"{kind}s"] = {task: content_key(self.side_content(kind, task)) for task in self.tasks}
         return content
 
     def search_content(self, merger: Merger) -> dict[str, Any]:
@@ -186,8 +183,11 @@ class Context:
     def expert(self, task: str) -> Artefact:
         return self.made_earlier("experts", self.expert_content(task), f"the expert of {task}", "finetune")
 
-    def fisher(self, task: str) -> Artefact:
-        return self.made_earlier("fishers", self.fisher_content(task), f"the Fisher of {task}", "curvature")
+    def side(self, kind: str, task: str) -> Artefact:
+        """An expert's Fisher or Grams, in the file `<kind>.safetensors`."""
+        return self.made_earlier(
+            f"{kind}s", self.side_content(kind, task), f"the {kind} of {task}", "curvature"
+        )
 
     def made_earlier(self, kind: str, content: Mapping[str, Any], what: str, stage: str) -> Artefact:
         found = self.store.find(kind, content)

@@ -69,12 +69,18 @@ def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
 
 def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) -> dict[str, Any]:
     experts: dict[str, Path] = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
-    fishers = (
-        {task: run.fisher(task).file("fisher.safetensors") for task in run.tasks}
-        if method.side_inputs
-        else None
+    statistics: dict[str, dict[str, Path]] = {
+        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in run.tasks}
+        for kind in method.side_inputs
+    }
+    return merge_state_dicts(
+        run.base_state, experts, method, statistics=statistics, device=run.device, notes=notes
     )
-    return merge_state_dicts(run.base_state, experts, method, fishers=fishers, device=run.device, notes=notes)
+
+
+def merge_at(run: Context, merger: Merger, coefficient: float) -> dict[str, Any]:
+    """The merged state dict at another coefficient than the merger's own, in memory."""
+    return _merge(run, merger.method.at(coefficient), {})
 
 
 def _maker(run: Context, merger: Merger) -> Any:
@@ -95,7 +101,7 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
         task: float(evaluate(run, Subject.expert(run, task), task, "validation").info["value"])
         for task in run.tasks
     }
-    unit = _merge(run, merger.method.at(1.0), {})
+    unit = merge_at(run, merger, 1.0)
     moved = {n: t for n, t in unit.items() if t.is_floating_point()}
     delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in moved.items()}
     base = {n: run.base_state[n].double().to(run.device) for n in moved}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mergekit_lab.stages.context import Context
 
 log = logging.getLogger(__name__)
-_ALONE = "merge_checkpoints"
+_ALONE = ("merge_checkpoints", "diagnose")
 
 
 def _stage(name: str) -> Callable[[Context], None]:
@@ -32,7 +32,7 @@ def _stage(name: str) -> Callable[[Context], None]:
 
 
 STAGES: dict[str, Callable[[Context], None]] = {
-    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "report")
+    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "analyse", "report")
 }
 
 
@@ -50,14 +50,16 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
     """
     (folder / "failure.json").unlink(missing_ok=True)
     try:
-        if _ALONE in (cfg.get("stage"), *(cfg.get("stages") or ())):
-            _run_alone(cfg)
+        asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
+        alone = next((name for name in _ALONE if name in asked), None)
+        if alone:
+            _run_alone(alone, cfg, folder)
             return
         from mergekit_lab.stages.config import check
         from mergekit_lab.stages.context import Context
 
         check(cfg)
-        wanted = stage_list(cfg, [*STAGES, _ALONE])
+        wanted = stage_list(cfg, [*STAGES, *_ALONE])
         context = Context(cfg, folder, choices)
         folder.mkdir(parents=True, exist_ok=True)
         context.tracker.start(
@@ -83,13 +85,18 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         raise
 
 
-def _run_alone(cfg: DictConfig) -> None:
-    """The stage that merges checkpoints has a configuration of its own, without backbone and tasks."""
+def _run_alone(name: str, cfg: DictConfig, folder: Path) -> None:
+    """The stages on checkpoints have configurations of their own, without backbone and tasks."""
+    from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
     from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
 
-    if stage_list(cfg, [*STAGES, _ALONE]) != [_ALONE]:
-        raise InputError(f"the stage {_ALONE} runs alone")
+    if stage_list(cfg, [*STAGES, *_ALONE]) != [name]:
+        raise InputError(f"the stage {name} runs alone")
     if "base" not in cfg:
-        raise InputError(f"the stage {_ALONE} has a configuration of its own: run +experiment={_ALONE}")
-    check_against(cfg, MergeCheckpoints)
-    run_merge_checkpoints(cfg)
+        raise InputError(f"the stage {name} has a configuration of its own: run +experiment={name}")
+    if name == "diagnose":
+        check_against(cfg, Diagnose)
+        run_diagnose(cfg, folder)
+    else:
+        check_against(cfg, MergeCheckpoints)
+        run_merge_checkpoints(cfg)

@@ -1,0 +1,110 @@
+"""Does what the stage diagnose measures of two experts foretell what merging them costs?
+
+    python -m mergekit_lab +experiment=quickstart suite=glyphs8 'stages=[finetune,curvature]' joint=false \
+        curvature=fisher store.root=STORE
+    python experiments/diagnose/study.py --store STORE --out experiments/diagnose/results.json
+
+Every pair of the eight experts is merged by task arithmetic, `θ0 + α(τ_i + τ_j)`. Its cost is one minus the
+mean of accuracy over the expert's own, on the test part, at the α that is best on validation. Each measure is
+ranked against the cost over the 28 pairs (Spearman).
+"""
+
+import argparse
+import json
+from datetime import date
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from mergekit_lab.analysis import Interference, measured_layers
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.evaluation import accuracy
+from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.diagnose import pairs
+
+COEFFICIENTS = (0.4, 0.6, 0.8, 1.0)
+
+
+def spearman(x: list[float], y: list[float]) -> float:
+    ranks = [torch.tensor(v).argsort().argsort().double() for v in (x, y)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def context(store: str) -> Context:
+    overrides = ["+experiment=quickstart", "suite=glyphs8", "curvature=fisher", f"store.root={store}"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return Context(compose("main", overrides), Path("."), {})
+
+
+def value(run: Context, state: dict[str, Tensor], task: str, part: str) -> float:
+    run.encoder.load_state_dict(state)
+    split = run.tasks[task].split(part)
+    return accuracy(run.encoder, run.head(task), split.images, split.labels)
+
+
+def measured(run: Context) -> Interference:
+    experts = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
+    fishers = {t: open_checkpoint(run.side("fisher", t).file("fisher.safetensors"), t) for t in run.tasks}
+    found = Interference(tuple(experts), has_fishers=True)
+    for layer, traces in measured_layers(
+        open_inputs(run.base_state, experts, TaskArithmetic()), fishers=fishers
+    ):
+        found.add(layer, traces)
+    return found
+
+
+def costs(run: Context) -> dict[tuple[str, str], tuple[float, float]]:
+    """Cost and coefficient of every pair."""
+    base, states = run.base_state, {task: load_state(run.expert(task)) for task in run.tasks}
+    own = {(t, p): value(run, states[t], t, p) for t in states for p in ("validation", "test")}
+    found = {}
+    for pair in combinations(states, 2):
+        first, second = (states[task] for task in pair)
+
+        def kept(alpha: float, part: str, pair=pair, first=first, second=second) -> float:
+            merged = {n: base[n] + alpha * (first[n] + second[n] - 2 * base[n]) for n in base}
+            return sum(value(run, merged, task, part) / own[task, part] for task in pair) / 2
+
+        alpha = max(COEFFICIENTS, key=lambda a: kept(a, "validation"))
+        found[pair] = (1 - kept(alpha, "test"), alpha)
+        print(pair, found[pair], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    run = context(args.store)
+    cost = costs(run)
+    rows = []
+    found = measured(run)
+    for pair in pairs(found):
+        loss, alpha = cost[pair.experts]
+        assert pair.harm is not None
+        i, j = (found.experts.index(name) for name in pair.experts)
+        norms = [float(found.total.norms[k]) for k in (i, j)]
+        harm = found.total.harm
+        own = float(harm[i, j] / harm[i, i] + harm[j, i] / harm[j, j])
+        rows.append(
+            {"pair": pair.experts, "cost": loss, "coefficient": alpha, "cosine": pair.cosine,
+             "sign_conflict": pair.sign_conflict, "cancelling": pair.cancelling, "overlap": pair.overlap,
+             "harm": sum(pair.harm), "harm over own": own, "shorter norm": min(norms)}
+        )  # fmt: skip
+    measures = ("cosine", "sign_conflict", "cancelling", "overlap", "harm", "harm over own", "shorter norm")
+    rank = {m: round(spearman([r[m] for r in rows], [r["cost"] for r in rows]), 3) for m in measures}
+    args.out.write_text(
+        json.dumps({"date": str(date.today()), "spearman": rank, "pairs": rows}, indent=1) + "\n"
+    )
+    print(rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""How task vectors stand to each other, tensor by tensor: what says whether their experts can share a model.
+
+Everything is read once, a tensor at a time and in blocks, so memory is a few copies of the largest tensor
+whatever the size of the model.
+
+Legend: T experts, δ_t task vectors, v_t an expert's diagonal Fisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import Checkpoint
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.inputs import Inputs
+
+_BLOCK = 1 << 19
+_EXACT = 256
+_SPARE = 12
+
+
+@dataclass
+class Sums:
+    """What is added up over entries; everything else is a ratio of these. All `[T, T]` float64.
+
+    Attributes:
+        dots: `δ_i · δ_j`.
+        both: entries in which both are not zero.
+        against: entries in which their signs differ.
+        shared: `Σ min(|δ_i|, |δ_j|)`, what they both hold.
+        lost: the part of it in entries whose signs differ: what cancels when they are added.
+        harm: `½ Σ v_i δ_j²`, the rise of expert i's loss when δ_j is added, to second order; zero without
+            Fishers.
+    """
+
+    dots: Tensor
+    both: Tensor
+    against: Tensor
+    shared: Tensor
+    lost: Tensor
+    harm: Tensor
+
+    @staticmethod
+    def zero(experts: int) -> Sums:
+        return Sums(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
+
+    def add(self, other: Sums) -> None:
+        for name in vars(self):
+            getattr(self, name).add_(getattr(other, name))
+
+    def add_block(self, deltas: Tensor, fishers: Tensor | None) -> None:
+        """Add `[T, n]` task vectors and Fishers."""
+        signs = deltas.sign()
+        present = signs.abs()
+        both = (present @ present.T).double().cpu()
+        self.dots += (deltas @ deltas.T).double().cpu()
+        self.both += both
+        self.against += (both - (signs @ signs.T).double().cpu()) / 2
+        sizes = deltas.abs()
+        for i in range(len(deltas)):
+            for j in range(i + 1):
+                smaller = torch.minimum(sizes[i], sizes[j])
+                shared = float(smaller.sum(dtype=torch.float64))
+                agreeing = float((smaller * (signs[i] * signs[j])).sum(dtype=torch.float64))
+                for a, b in {(i, j), (j, i)}:
+                    self.shared[a, b] += shared
+                    self.lost[a, b] += (shared - agreeing) / 2
+        if fishers is not None:
+            self.harm += 0.5 * (fishers @ deltas.square().T).double().cpu()
+
+    @property
+    def norms(self) -> Tensor:
+        """`‖δ_t‖`, `[T]`."""
+        return self.dots.diagonal().clamp_min(0).sqrt()
+
+    @property
+    def cosine(self) -> Tensor:
+        return _ratio(self.dots, self.norms[:, None] * self.norms)
+
+    @property
+    def sign_conflict(self) -> Tensor:
+        """Of the entries that both move, the share they move in opposite directions; ½ for unrelated ones."""
+        return _ratio(self.against, self.both)
+
+    @property
+    def cancelling(self) -> Tensor:
+        """Of the length that both hold, the share that cancels in the sum; ½ for unrelated ones."""
+        return _ratio(self.lost, self.shared)
+
+
+@dataclass
+class Spectra:
+    """Of one matrix.
+
+    Attributes:
+        rank: k, of the leading singular vectors that are compared.
+        stable_rank: `‖δ_t‖²/σ₁²`, `[T]`.
+        energy: the share of `‖δ_t‖²` in the first k singular values, `[T]`.
+        overlap: of the k-dimensional leading subspaces, the mean squared cosine of left and of right ones,
+            `[T, T]`: 1 for the same subspace.
+        chance: what random subspaces have.
+    """
+
+    rank: int
+    stable_rank: Tensor
+    energy: Tensor
+    overlap: Tensor
+    chance: float
+
+
+@dataclass
+class Layer:
+    """One tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    base_norm: float
+    sums: Sums
+    spectra: Spectra | None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        found: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
+        found |= plain_sums(self.sums)
+        if self.spectra is not None:
+            found |= {
+                name: value.tolist() if isinstance(value, Tensor) else value
+                for name, value in vars(self.spectra).items()
+            }
+        return found
+
+
+@dataclass
+class Interference:
+    """Of all experts, over all tensors.
+
+    Attributes:
+        experts: names, in the order of every `[T, …]`.
+        layers: every tensor that is merged.
+        total: over all of them.
+        base_norm: `‖θ0‖` over the same.
+        has_fishers: whether `harm` was computed.
+        fisher_traces: `Σ v_t`, `[T]`.
+    """
+
+    experts: tuple[str, ...]
+    has_fishers: bool
+    layers: list[Layer] = field(default_factory=list)
+    total: Sums = field(init=False)
+    base_norm: float = 0.0
+    fisher_traces: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = Sums.zero(len(self.experts))
+        self.fisher_traces = torch.zeros(len(self.experts), dtype=torch.float64)
+
+    def add(self, layer: Layer, traces: Tensor) -> None:
+        self.layers.append(layer)
+        self.total.add(layer.sums)
+        self.base_norm = (self.base_norm**2 + layer.base_norm**2) ** 0.5
+        self.fisher_traces += traces
+
+
+def measured_layers(
+    inputs: Inputs,
+    *,
+    fishers: Mapping[str, Checkpoint] | None = None,
+    rank: int = 16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Iterator[tuple[Layer, Tensor]]:
+    """Measure one merged tensor after another; the model's own order.
+
+    Args:
+        inputs: as `merging.inputs.open_inputs` checked them.
+        fishers: by expert; with the tensors' own names.
+        rank: leading singular vectors of a matrix that are compared, at most a T-th of its smaller side.
+        device: where the arithmetic happens.
+        seed: of the sketches that large matrices' leading vectors are found from.
+
+    Yields:
+        The layer and `Σ v_t` of it, `[T]` (zero without Fishers).
+
+    Raises:
+        InputError: a rank under 1, a Fisher that lacks a tensor, entries that are not finite.
+    """
+    if rank < 1:
+        raise InputError(f"rank is {rank}; it must be at least 1")
+    for name in inputs.merged:
+        yield _layer(inputs, name, fishers, rank, torch.device(device), seed)
+
+
+def _layer(
+    inputs: Inputs,
+    name: str,
+    fishers: Mapping[str, Checkpoint] | None,
+    rank: int,
+    device: torch.device,
+    seed: int,
+) -> tuple[Layer, Tensor]:
+    base, tensors = inputs.base[name], [expert[name] for expert in inputs.experts.values()]
+    weights = None
+    if fishers is not None:
+        weights = [_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
+    sums, squares = Sums.zero(len(tensors)), 0.0
+    traces = torch.zeros(len(tensors), dtype=torch.float64)
+    flat = base.reshape(-1)
+    for start in range(0, flat.numel(), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        origin = flat[part].to(device).float()
+        deltas = torch.stack([t.reshape(-1)[part].to(device).float() for t in tensors]) - origin
+        if not bool(torch.isfinite(deltas).all()):
+            inputs.refuse_non_finite([name])
+        block = None
+        if weights is not None:
+            block = torch.stack([w.reshape(-1)[part].to(device).float() for w in weights])
+            traces += block.sum(dim=1, dtype=torch.float64).cpu()
+        sums.add_block(deltas, block)
+        squares += float(origin.square().sum(dtype=torch.float64))
+    spectra = None
+    if base.dim() == 2 and min(base.shape) > 1:
+        spectra = _spectra(base, tensors, sums.norms, rank, device, seed)
+    return Layer(name, tuple(base.shape), squares**0.5, sums, spectra), traces
+
+
+def _fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
+    if name not in checkpoint or checkpoint[name].shape != shape:
+        raise InputError(f"{checkpoint.label} has no tensor {name!r} of shape {list(shape)}")
+    return checkpoint[name]
+
+
+def _spectra(
+    base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, device: torch.device, seed: int
+) -> Spectra:
+    k = max(1, min(rank, min(base.shape) // len(tensors)))
+    origin = base.to(device).float()
+    lefts, rights, values = [], [], []
+    for tensor in tensors:
+        u, s, v = _leading(tensor.to(device).float() - origin, k, seed)
+        lefts.append(u)
+        rights.append(v)
+        values.append(s.double().cpu())
+    left, right, sigma = torch.stack(lefts), torch.stack(rights), torch.stack(values)
+    squares = norms.square()
+    alike = [torch.einsum("imk,jml->ijkl", x, x).square().sum(dim=(2, 3)) / k for x in (left, right)]
+    return Spectra(
+        rank=k,
+        stable_rank=_ratio(squares, sigma[:, 0].square()),
+        energy=_ratio(sigma.square().sum(dim=1), squares).clamp_max(1),
+        overlap=torch.stack(alike).mean(dim=0).double().cpu(),
+        chance=(k / base.shape[0] + k / base.shape[1]) / 2,
+    )
+
+
+def _leading(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k leading singular triplets: exact for small matrices, by subspace iteration for large ones."""
+    if min(matrix.shape) <= _EXACT:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return u[:, :k], s[:k], vh[:k].T
+    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(seed)
+        u, s, v = torch.svd_lowrank(matrix, q=min(k + _SPARE, min(matrix.shape)), niter=4)
+    return u[:, :k], s[:k], v[:, :k]
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.where(below > 0, above / below.clamp_min(1e-300), torch.zeros_like(above))
+
+
+def plain_sums(sums: Sums) -> dict[str, Any]:
+    """The ratios and norms as JSON."""
+    found = {
+        "norms": sums.norms.tolist(),
+        "cosine": sums.cosine.tolist(),
+        "sign_conflict": sums.sign_conflict.tolist(),
+        "cancelling": sums.cancelling.tolist(),
+    }
+    return found | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})

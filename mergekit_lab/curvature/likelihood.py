@@ -1,0 +1,104 @@
+"""What is differentiated: a sample's log-likelihood under a model, for classifiers and language models.
+
+Legend: N samples, L tokens, C classes or tokens of the vocabulary.
+
+`log p(y|x)` of an image or a sentence to classify is that of its label. Of a text it is the **sum** over its
+answer tokens, those whose label is not −100, each given the true ones before it: the answer's log-likelihood,
+so that long answers weigh more than short ones (a mean over tokens would be another quantity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mergekit_lab.errors import InputError
+
+Batch = tuple[Any, Tensor] | Mapping[str, Any]
+"""Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them."""
+
+IGNORED = -100
+
+
+def samples_of(batch: Batch) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        InputError: it has no labels.
+    """
+    return len(_labels(batch))
+
+
+def split(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in parts of at most `size` samples."""
+    count = samples_of(batch)
+    for start in range(0, count, size):
+        yield take(batch, start, min(start + size, count))
+
+
+def take(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start … stop−1` of a batch."""
+    if isinstance(batch, Mapping):
+        return {k: v[start:stop] if isinstance(v, Tensor) else v for k, v in batch.items()}
+    inputs, labels = batch
+    return inputs[start:stop], labels[start:stop]
+
+
+def scores(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
+    """The model's logits `[N, C]` or `[N, L, C]` and the labels `[N]` or `[N, L]` that they are scores of.
+
+    Args:
+        causal: the logits at a token are of the next one; then the model is not given the labels.
+
+    Raises:
+        InputError: shapes that do not go together.
+    """
+    labels = _labels(batch)
+    if isinstance(batch, Mapping):
+        out = model(**{k: v for k, v in batch.items() if not (causal and k == "labels")})
+    else:
+        out = model(batch[0])
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if logits.shape[:-1] != labels.shape:
+        raise InputError(
+            f"the model gives logits {list(logits.shape)} for labels {list(labels.shape)}: they must agree in "
+            "all but the last dimension"
+        )
+    return logits, labels
+
+
+def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over samples and their answer tokens, a scalar in float32 or float64."""
+    flat = logits.flatten(0, -2)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return -functional.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@torch.no_grad()
+def drawn(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Labels drawn from the model, in the places of the given ones; ignored places stay ignored."""
+    chances = logits.flatten(0, -2).float().softmax(dim=-1).cpu()
+    found = torch.multinomial(chances, 1, generator=generator)[:, 0].view(labels.shape).to(labels.device)
+    return torch.where(labels == IGNORED, labels, found)
+
+
+def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
+    """The batch with other labels, given as `scores` returned them."""
+    if causal:
+        labels = torch.cat([_labels(batch)[:, :1], labels], dim=1)
+    return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
+
+
+def _labels(batch: Batch) -> Tensor:
+    if not isinstance(batch, Mapping):
+        return batch[1]
+    if not isinstance(batch.get("labels"), Tensor):
+        raise InputError(f"a batch needs labels, a tensor; it has {sorted(batch)}")
+    labels: Tensor = batch["labels"]
+    return labels

@@ -1,0 +1,213 @@
+"""What the tape does at each function: the result, and how to get each sample's gradient from what enters it.
+
+A rule takes the tape and the function's own arguments. Functions without one get `local_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mergekit_lab.curvature.uses import Convolution, Local, Lookup, Product, Ready, Use
+
+if TYPE_CHECKING:
+    from mergekit_lab.curvature.tape import Tape
+
+BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mul, torch.mul}
+
+
+def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tape.require(tape.has_rows(input) and not tape.is_batched(weight), input, weight, bias)
+    return _product(tape, functional.linear(input, tape.plain(weight), tape.plain(bias)), input, weight, bias)
+
+
+def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Tensor:
+    if not (tape.is_source(other) and other.dim() == 2 and tape.has_rows(input)):
+        return local_rule(torch.matmul)(tape, input, other)
+    return _product(tape, torch.matmul(input, other.detach()), input, other, None, flipped=True)
+
+
+def _addmm(tape: Tape, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    known = tape.has_rows(input) and not tape.is_batched(weight) and bias.dim() == 1
+    tape.require(known, bias, input, weight)
+    out = torch.addmm(tape.plain(bias), input, tape.plain(weight))
+    return _product(tape, out, input, weight, bias, flipped=True)
+
+
+def _product(
+    tape: Tape, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool = False
+) -> Tensor:
+    a = input.detach()
+    out = tape.watch(
+        out,
+        (weight, lambda g: Product(tape.rows(a), tape.rows(g), flipped)),
+        (bias, lambda g: Ready(tape.rows(g).sum(dim=1))),
+    )
+    if not tape.is_aligned(input):
+        out._flattened = True  # type: ignore[attr-defined]
+    return out
+
+
+def _embedding(
+    tape: Tape, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **named: Any
+) -> Tensor:
+    tape.require(tape.is_aligned(input), weight)
+    out = functional.embedding(input, weight.detach(), padding_idx, *rest, **named)
+    rows = weight.shape[0]
+    index = input.reshape(input.shape[0], -1)
+
+    def use(g: Tensor) -> Use:
+        g = g.reshape(*index.shape, -1)
+        if padding_idx is not None:
+            g = g.masked_fill((index == padding_idx % rows)[..., None], 0)
+        return Lookup(index, g, rows)
+
+    return tape.watch(out, (weight, use))
+
+
+def _conv2d(
+    tape: Tape,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if groups != 1 or isinstance(padding, str) or not tape.is_aligned(input):
+        return local_rule(functional.conv2d)(tape, input, weight, bias, stride, padding, dilation, groups)
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+    out = functional.conv2d(input, tape.plain(weight), tape.plain(bias), **options)
+    x = input.detach()
+    return tape.watch(
+        out,
+        (weight, lambda g: Convolution(x, g, weight.shape, options)),
+        (bias, lambda g: Ready(g.sum(dim=(2, 3)))),
+    )
+
+
+def _layer_norm(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    tape.require(tape.is_aligned(input), input, weight, bias)
+    shape = list(normalized_shape)
+    out = functional.layer_norm(input, shape, tape.plain(weight), tape.plain(bias), eps)
+    x = input.detach()
+    return tape.watch(
+        out,
+        (weight, lambda g: Ready(_trailing(g * functional.layer_norm(x, shape, None, None, eps), shape))),
+        (bias, lambda g: Ready(_trailing(g, shape))),
+    )
+
+
+def _rms_norm(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    tape.require(tape.is_aligned(input), input, weight)
+    shape = list(normalized_shape)
+    out = functional.rms_norm(input, shape, tape.plain(weight), eps)
+    x = input.detach()
+    return tape.watch(
+        out, (weight, lambda g: Ready(_trailing(g * functional.rms_norm(x, shape, None, eps), shape)))
+    )
+
+
+def local_rule(func: Any) -> Callable[..., Tensor]:
+    """The rule for every function without one: its own derivative, sample by sample, in one batched call."""
+
+    def rule(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = tensors_in(*args, *kwargs.values())
+        sources = list({id(t): t for t in tensors if tape.is_source(t)}.values())
+        batched = list({id(t): t for t in tensors if tape.is_batched(t)}.values())
+        tape.require(all(tape.is_aligned(t) for t in batched), *sources)
+        out = func(*_replaced(args, tape.plain), **_replaced(kwargs, tape.plain))
+        tape.require(_is_per_sample(tape, func, args, kwargs, out, batched), *sources)
+
+        def use(source: Tensor) -> Callable[[Tensor], Use]:
+            def function(s: Tensor, *samples: Tensor) -> Tensor:
+                given = {id(t): x for t, x in zip(batched, samples, strict=True)} | {id(source): s}
+
+                def put(value: Any) -> Any:
+                    return given[id(value)] if id(value) in given else tape.plain(value)
+
+                result: Tensor = func(*_replaced(args, put), **_replaced(kwargs, put))
+                return result
+
+            plain = [t.detach() for t in batched]
+            return lambda g: Local(function, source.detach(), plain, g)
+
+        return tape.watch(out, *((source, use(source)) for source in sources))
+
+    return rule
+
+
+def _is_per_sample(
+    tape: Tape, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, batched: Sequence[Tensor]
+) -> bool:
+    """Whether the function does to a sample alone what it does to it among others; tried on the first."""
+    if not isinstance(out, Tensor) or out.dim() == 0 or len(out) != tape.samples:
+        return False
+    if func in BROADCASTING and out.dim() == max(t.dim() for t in batched):
+        return True
+
+    def first(value: Any) -> Any:
+        return value[:1] if any(value is t for t in batched) else tape.plain(value)
+
+    try:
+        one = func(*_replaced(args, first), **_replaced(kwargs, first))
+        return torch.allclose(one, out[:1], rtol=1e-3, atol=1e-5)
+    except (RuntimeError, TypeError, IndexError):
+        return False
+
+
+RULES: dict[Any, Callable[..., Tensor]] = {
+    functional.linear: _linear,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    functional.embedding: _embedding,
+    functional.conv2d: _conv2d,
+    functional.layer_norm: _layer_norm,
+    functional.rms_norm: _rms_norm,
+}
+
+
+def _trailing(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`[N, …, *shape]` summed over the positions: `[N, *shape]`."""
+    return tensor.reshape(tensor.shape[0], -1, *shape).sum(dim=1)
+
+
+def _replaced(value: Any, put: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(item, put) for item in value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, put) for key, item in value.items()}
+    return put(value)
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors among these values and in their tuples, lists and mappings."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(*value.values())
+        elif isinstance(value, tuple | list):
+            found += tensors_in(*value)
+    return found

@@ -1,0 +1,175 @@
+"""Figures of analyses: planes, lines and matrices, each as PNG and SVG, from plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Box = tuple[float, float]
+_MARKED = 30
+"""Points of a curve that still get a marker each."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One panel of a figure over two coefficients.
+
+    Attributes:
+        title: above it.
+        values: `[A][A]`, rows along the first axis.
+        points: marked places `(α1, α2)` by name.
+    """
+
+    title: str
+    values: Sequence[Sequence[float]]
+    points: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One panel of curves.
+
+    Attributes:
+        title, x, y: above it and along its axes.
+        curves: by name, `(places, values)`.
+        labels: names of the places, where they are not numbers.
+    """
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    labels: Sequence[str] | None = None
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One panel of numbers between names.
+
+    Attributes:
+        limits: of the colours.
+    """
+
+    title: str
+    names: Sequence[str]
+    values: Sequence[Sequence[float]]
+    limits: tuple[float, float]
+
+
+Panel = Plane | Lines | Matrix
+
+
+def analysis_figure(
+    title: str,
+    panels: Sequence[Panel],
+    stem: Path,
+    *,
+    alphas: Sequence[float] = (),
+    axes_names: tuple[str, str] = ("", ""),
+    box: Box | None = None,
+) -> list[Path]:
+    """Draw panels side by side, at most three in a row, and save them as `stem.png` and `stem.svg`.
+
+    Args:
+        title: of the whole.
+        alphas, axes_names: of the axes of `Plane` panels.
+        box: a square that is drawn in red on `Plane` panels: where coefficients are searched.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    with _figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
+        _heading(figure, title)
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, panel in zip(places, panels, strict=False):
+            axes.set_title(panel.title)
+            if isinstance(panel, Plane):
+                _plane(axes, panel, alphas, axes_names, box)
+            elif isinstance(panel, Lines):
+                _lines(axes, panel)
+            else:
+                _matrix(axes, panel)
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+        metadata: list[dict[str, Any]] = [{"Software": None}, {"Date": None}]
+        for path, about in zip(paths, metadata, strict=True):
+            figure.savefig(path, dpi=DPI, metadata=about)
+    return paths
+
+
+def _plane(axes: Axes, panel: Plane, alphas: Sequence[float], names: tuple[str, str], box: Box | None) -> None:
+    from matplotlib.patches import Rectangle
+
+    turned = [list(column) for column in zip(*panel.values, strict=True)]  # contours have rows along y
+    levels = _levels([value for row in turned for value in row])
+    filled = axes.contourf(alphas, alphas, turned, levels=levels, cmap="viridis", norm=_even(levels))
+    axes.contour(alphas, alphas, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
+    axes.figure.colorbar(filled, ax=axes, shrink=0.85)
+    if box is not None:
+        side = box[1] - box[0]
+        edge: dict[str, Any] = {"fill": False, "edgecolor": "#D62728", "linewidth": 1.6}
+        axes.add_patch(Rectangle((box[0], box[0]), side, side, **edge))
+    for name, (x, y) in panel.points.items():
+        axes.plot([x], [y], marker="o", markersize=5, color="white", markeredgecolor="black")
+        axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), color="white", fontsize=8)
+    axes.set_xlabel(f"α of {_short(names[0])}")
+    axes.set_ylabel(f"α of {_short(names[1])}")
+    axes.set_aspect("equal")
+
+
+def _levels(values: Sequence[float]) -> list[float]:
+    """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast."""
+    ordered = sorted(values)
+    found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
+    return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
+
+
+def _even(levels: Sequence[float]) -> Any:
+    from matplotlib.colors import BoundaryNorm
+
+    return BoundaryNorm(levels, 256)
+
+
+def _lines(axes: Axes, panel: Lines) -> None:
+    for place, (name, (x, y)) in enumerate(panel.curves.items()):
+        look: dict[str, Any] = {"color": _colour(place), "linestyle": _DASHES[place // 7 % len(_DASHES)]}
+        look["marker"] = "o" if len(x) <= _MARKED else ""
+        if panel.labels is not None:
+            look["linestyle"] = ""  # names have no order that a line could follow
+        axes.plot(x, y, markersize=4, label=_short(name), **look)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+    if panel.labels is not None:
+        names = [_short(name, 14) for name in panel.labels]
+        axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    axes.grid(True)
+    axes.legend(fontsize=7 if len(panel.curves) > 4 else 8)
+
+
+def _matrix(axes: Axes, panel: Matrix) -> None:
+    image = axes.imshow(panel.values, cmap="RdBu_r", vmin=panel.limits[0], vmax=panel.limits[1])
+    axes.figure.colorbar(image, ax=axes, shrink=0.8)
+    names = [_short(name, 14) for name in panel.names]
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    if len(names) > 12:
+        return
+    middle, half = sum(panel.limits) / 2, (panel.limits[1] - panel.limits[0]) / 2
+    for i, row in enumerate(panel.values):
+        for j, value in enumerate(row):
+            dark = abs(value - middle) > 0.6 * half
+            ink = "white" if dark else "black"
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)

@@ -1,0 +1,238 @@
+"""Along straight lines between models: coefficient sweeps, loss barriers, the Hessian's eigenvalues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from mergekit_lab.analysis.plane import Weights, barrier, line
+from mergekit_lab.backbones import Classifier
+from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
+from mergekit_lab.errors import InputError
+from mergekit_lab.stages.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    check_tasks,
+    experts_content,
+    grid,
+    image_task,
+    keep,
+    resumed,
+    states,
+)
+from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.merge import merge_at, merged_content
+from mergekit_lab.store import content_key
+from mergekit_lab.tasks import Part
+
+
+def _data(run: Context, part: Part, samples: int | None) -> dict[str, Any]:
+    prints = {task: run.fingerprint(task) for task in run.tasks}
+    return {"data": prints, "part": part, "samples": samples, "seed": run.seed}
+
+
+@dataclass(frozen=True)
+class AlphaSweep(Analysis):
+    """Accuracy and loss of every merger of the run that has a coefficient, over a grid of it.
+
+    Args:
+        low, high, points: of the coefficient.
+        part: train, validation or test; a coefficient must not be chosen on test.
+        samples: images a task, at most.
+    """
+
+    low: float = 0.0
+    high: float = 2.0
+    points: int = 21
+    part: Part = "validation"
+    samples: int | None = None
+
+    def content(self, run: Context) -> dict[str, Any]:
+        swept = {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
+        if not swept:
+            raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
+        return {
+            "analysis": "alpha_sweep",
+            "alphas": grid(self.low, self.high, self.points),
+            "mergers": {label: content_key(run.merge_content(m, m.content)) for label, m in swept.items()},
+            **_data(run, self.part, self.samples),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        content = self.content(run)
+        images = {task: image_task(run, task, self.part, self.samples) for task in run.tasks}
+        size = run.cfg.evaluation_batch_size
+        own = {}
+        weights = Weights(run.encoder, run.base_state, states(run, run.tasks))
+        for task in run.tasks:
+            own[task] = line(run.encoder, weights, task, [1.0], {task: images[task]}, size)[task]["accuracy"][0]
+        found: Data = {"alphas": content["alphas"], "experts": own, "mergers": {}}
+        for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
+            unit = merge_at(run, run.mergers[label], 1.0)
+            weights = Weights(run.encoder, run.base_state, {label: unit})
+            found["mergers"][label] = line(run.encoder, weights, label, found["alphas"], images, size)
+        return found
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        alphas = data["alphas"]
+        curves = {}
+        for label, tasks in data["mergers"].items():
+            shares = [
+                [value / max(data["experts"][t], 1e-9) for value in scores["accuracy"]]
+                for t, scores in tasks.items()
+            ]
+            curves[label] = (alphas, [100 * sum(point) / len(point) for point in zip(*shares, strict=True)])
+        panels: list[Any] = [Lines("all tasks", "α", "accuracy (% of the experts')", curves)]
+        for label, tasks in data["mergers"].items():
+            each = {t: (alphas, [100 * v for v in scores["accuracy"]]) for t, scores in tasks.items()}
+            panels.append(Lines(label, "α", "accuracy (%)", each))
+        return Drawing(f"Coefficient sweep on {self.part}", panels, {})
+
+
+@dataclass(frozen=True)
+class LossBarrier(Analysis):
+    """The loss of each task on the way from a merged model (0) to that task's expert (1).
+
+    Args:
+        merger: whose model; null: the run's first merger.
+        points: on the way, both ends included.
+        part: train, validation or test.
+        samples: images a task, at most.
+    """
+
+    merger: str | None = None
+    points: int = 11
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _label(self, run: Context) -> str:
+        if not run.mergers:
+            raise InputError("a loss barrier starts at a merged model: set merger=NAME")
+        label = self.merger or next(iter(run.mergers))
+        if label not in run.mergers:
+            raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
+        return label
+
+    def content(self, run: Context) -> dict[str, Any]:
+        merger = run.mergers[self._label(run)]
+        return {
+            "analysis": "barrier",
+            "places": grid(0.0, 1.0, self.points),
+            "merged": content_key(merged_content(run, merger)),
+            **_data(run, self.part, self.samples),
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        label = self._label(run)
+        content = merged_content(run, run.mergers[label])
+        merged = load_state(run.made_earlier("merged", content, f"the model of {label}", "merge"))
+        places = grid(0.0, 1.0, self.points)
+        found: Data = {"merger": label, "places": places, "tasks": {}}
+        for task, state in states(run, run.tasks).items():
+            weights = Weights(run.encoder, merged, {task: state})
+            images = {task: image_task(run, task, self.part, self.samples)}
+            curve = line(run.encoder, weights, task, places, images, run.cfg.evaluation_batch_size)[task]
+            found["tasks"][task] = {**curve, "barrier": barrier(curve["loss"], places)}
+        return found
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        curves = {
+            f"{task}, barrier {entry['barrier']:.3f}": (data["places"], entry["loss"])
+            for task, entry in data["tasks"].items()
+        }
+        panel = Lines(f"{data['merger']} (0) to the expert (1)", "share of the way", "loss", curves)
+        return Drawing("Loss barriers", [panel], {})
+
+
+@dataclass(frozen=True)
+class HessianPath(Analysis):
+    """Largest eigenvalue and trace of the loss's Hessian along `θ0 + λ τ_t`, on task t.
+
+    Args:
+        tasks: which; null: all of the run.
+        points: from λ = 0 to 1, both included.
+        samples: images of the task's training part.
+        iterations: Lanczos products at most, and vectors of the model's size in memory.
+        tolerance: of the eigenvalue's residual, relative.
+        products: of the trace's estimate; 0 leaves it out.
+    """
+
+    tasks: list[str] | None = None
+    points: int = 5
+    samples: int = 256
+    iterations: int = 30
+    tolerance: float = 0.01
+    products: int = 30
+
+    def _tasks(self, run: Context) -> list[str]:
+        names = list(run.tasks) if self.tasks is None else self.tasks
+        check_tasks(run, names, "analysis.tasks")
+        return names
+
+    def content(self, run: Context) -> dict[str, Any]:
+        names = self._tasks(run)
+        return {
+            "analysis": "hessian",
+            "places": grid(0.0, 1.0, self.points),
+            "samples": self.samples,
+            "lanczos": [self.iterations, self.tolerance],
+            "products": self.products,
+            "data": {task: run.fingerprint(task) for task in names},
+            "seed": run.seed,
+            **experts_content(run, names),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        names, places = self._tasks(run), grid(0.0, 1.0, self.points)
+        file = resume / "points.jsonl"
+        points: list[Data] = resumed(file)
+        weights = Weights(run.encoder, run.base_state, states(run, names))
+        left = [(task, at) for task in names for at in places][len(points) :]
+        for task, at in track(left, "Hessian", disable=not run.cfg.progress, transient=True):
+            weights.move({task: at})
+            point = {"task": task, "at": at, **self._point(run, task)}
+            points.append(point)
+            keep(file, point)
+        return {"places": places, "points": points}
+
+    def _point(self, run: Context, task: str) -> Data:
+        images = image_task(run, task, "train", self.samples)
+        batches = list(zip(images.images.split(64), images.labels.split(64), strict=True))
+        hessian = Hessian(Classifier(run.encoder, images.head).to(run.device), batches)
+        top = top_eigenvalues(
+            hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
+        )
+        found: Data = {
+            "eigenvalue": top.values[0],
+            "residual": top.residuals[0],
+            "converged": top.converged,
+            "iterations": top.iterations,
+        }
+        if self.products:
+            estimate = trace(hessian, hessian.vector(), products=self.products, seed=run.seed)
+            found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
+        return found
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        panels: list[Any] = []
+        for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
+            curves: dict[str, tuple[list[float], list[float]]] = {}
+            for point in data["points"]:
+                if measure in point:
+                    x, y = curves.setdefault(point["task"], ([], []))
+                    x.append(point["at"])
+                    y.append(point[measure])
+            if curves:
+                panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves))
+        return Drawing("Curvature of the loss along fine-tuning", panels, {})

@@ -1,0 +1,165 @@
+"""What is measured of task vectors equals its definition, computed densely."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.analysis import Interference, advise, measured_layers
+from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.inputs import open_inputs
+
+SHAPES = {"a.weight": (12, 20), "a.bias": (12,), "scale": (), "b.weight": (300, 280), "conv": (4, 3, 2, 2)}
+
+
+def random(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        n: scale * torch.randn(s, generator=generator, dtype=torch.float64).float() for n, s in SHAPES.items()
+    }
+
+
+def models(count: int = 3) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    base = random(0)
+    return base, {f"e{t}": {n: base[n] + d for n, d in random(t + 1, 0.1).items()} for t in range(count)}
+
+
+def measure(base, experts, fishers=None, **options) -> Interference:
+    inputs = open_inputs(base, experts, TaskArithmetic())
+    sides = fishers and {n: open_checkpoint(f, n) for n, f in fishers.items()}
+    found = Interference(tuple(experts), fishers is not None)
+    for layer, traces in measured_layers(inputs, fishers=sides, **options):
+        found.add(layer, traces)
+    return found
+
+
+def flat(base, expert) -> Tensor:
+    return torch.cat([(expert[n] - base[n]).flatten() for n in base]).double()
+
+
+def test_norms_cosines_and_conflicts_are_their_definitions(monkeypatch) -> None:
+    monkeypatch.setattr("mergekit_lab.analysis.interference._BLOCK", 1000)
+    base, experts = models()
+    experts["e1"]["a.weight"][:6] = base["a.weight"][:6]
+    found = measure(base, experts)
+    deltas = torch.stack([flat(base, e) for e in experts.values()])
+    torch.testing.assert_close(found.total.norms, deltas.norm(dim=1), rtol=1e-5, atol=0)
+    assert found.base_norm == pytest.approx(
+        float(torch.cat([b.flatten() for b in base.values()]).norm()), rel=1e-5
+    )
+    for i, a in enumerate(deltas):
+        for j, b in enumerate(deltas):
+            both = (a != 0) & (b != 0)
+            against = both & (a.sign() != b.sign())
+            smaller = torch.minimum(a.abs(), b.abs())
+            assert found.total.cosine[i, j] == pytest.approx(float(a @ b / a.norm() / b.norm()), abs=1e-5)
+            assert found.total.sign_conflict[i, j] == pytest.approx(
+                int(against.sum()) / int(both.sum()), abs=1e-9
+            )
+            wanted = float(smaller[against].sum() / smaller.sum())
+            assert found.total.cancelling[i, j] == pytest.approx(wanted, abs=1e-5)
+    assert [layer.name for layer in found.layers] == list(SHAPES)
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.weight"])
+def test_spectra_are_those_of_the_dense_decomposition(name: str) -> None:
+    """The larger matrix goes through subspace iteration; leading values stand apart, as task vectors' do."""
+    base, experts = models()
+    torch.manual_seed(0)
+    m, n = SHAPES[name]
+    for t, expert in enumerate(experts.values()):
+        low = (
+            torch.linalg.qr(torch.randn(m, 4))[0]
+            * torch.tensor([8.0, 6, 4, 3])
+            @ torch.linalg.qr(torch.randn(n, 4))[0].T
+        )
+        expert[name] = base[name] + low + 0.001 * (t + 1) * torch.randn(m, n)
+    (layer,) = [x for x in measure(base, experts, rank=4).layers if x.name == name]
+    k = layer.spectra.rank
+    assert k == 4
+    triplets = [
+        torch.linalg.svd((e[name] - base[name]).double(), full_matrices=False) for e in experts.values()
+    ]
+    for i, (u, s, vh) in enumerate(triplets):
+        assert layer.spectra.stable_rank[i] == pytest.approx(float(s.square().sum() / s[0] ** 2), rel=1e-4)
+        assert layer.spectra.energy[i] == pytest.approx(
+            float(s[:k].square().sum() / s.square().sum()), rel=1e-4
+        )
+        for j, (other, _, otherh) in enumerate(triplets):
+            left = (u[:, :k].T @ other[:, :k]).square().sum() / k
+            right = (vh[:k] @ otherh[:k].T).square().sum() / k
+            assert layer.spectra.overlap[i, j] == pytest.approx(float(left + right) / 2, abs=1e-4)
+    assert layer.spectra.chance == pytest.approx((k / m + k / n) / 2)
+
+
+def test_overlap_of_unrelated_matrices_is_chance() -> None:
+    layer = next(x for x in measure(*models()).layers if x.name == "b.weight")
+    off = layer.spectra.overlap[~torch.eye(3, dtype=torch.bool)]
+    assert float(off.mean()) == pytest.approx(layer.spectra.chance, rel=0.25)
+
+
+def test_harm_is_the_second_order_rise_of_an_experts_loss_by_anothers_task_vector() -> None:
+    base, experts = models(2)
+    fishers = {n: {k: v.square() for k, v in random(10 + t).items()} for t, n in enumerate(experts)}
+    found = measure(base, experts, fishers)
+    for i, first in enumerate(experts):
+        for j, second in enumerate(experts):
+            wanted = 0.5 * sum(
+                float((fishers[first][n].double() * (experts[second][n] - base[n]).double() ** 2).sum())
+                for n in base
+            )
+            assert float(found.total.harm[i, j]) == pytest.approx(wanted, rel=1e-5)
+        assert float(found.fisher_traces[i]) == pytest.approx(
+            sum(float(v.sum()) for v in fishers[first].values()), rel=1e-5
+        )
+
+
+def test_the_rank_is_shared_among_the_experts() -> None:
+    found = measure(*models(), rank=100)
+    assert {layer.name: layer.spectra.rank for layer in found.layers if layer.spectra} == {
+        "a.weight": 4,
+        "b.weight": 93,
+    }
+
+
+def test_equal_experts_have_cosine_one_and_nothing_cancels() -> None:
+    base, experts = models(1)
+    found = measure(base, {"x": experts["e0"], "y": experts["e0"]})
+    assert float(found.total.cosine[0, 1]) == pytest.approx(1)
+    assert float(found.total.cancelling[0, 1]) == 0
+
+
+def test_an_expert_equal_to_the_base_has_no_ratios_and_no_nan() -> None:
+    base, experts = models(1)
+    found = measure(base, {"x": experts["e0"], "y": dict(base)})
+    for value in (found.total.cosine, found.total.cancelling, found.total.sign_conflict):
+        assert torch.isfinite(value).all()
+        assert float(value[0, 1]) == 0
+    assert all(torch.isfinite(x.spectra.stable_rank).all() for x in found.layers if x.spectra)
+
+
+def test_bad_inputs_are_named() -> None:
+    base, experts = models(2)
+    with pytest.raises(InputError, match="rank is 0"):
+        measure(base, experts, rank=0)
+    with pytest.raises(InputError, match=r"e1 has no tensor 'a.weight' of shape \[12, 20\]"):
+        measure(base, experts, {"e0": random(1), "e1": {}})
+    experts["e1"]["conv"][0] = float("nan")
+    with pytest.raises(InputError, match="tensor 'conv' of e1 holds 12 NaN"):
+        measure(base, experts)
+
+
+def test_advice_follows_what_was_measured() -> None:
+    base, experts = models(3)
+    plain = [a.text for a in advise(measure(base, experts))]
+    assert plain[0].startswith("merger=tsvm")
+    assert len(plain) == 3
+    assert plain[2].startswith("read the pairs")
+    experts["e2"] = {n: base[n] + 5 * (experts["e2"][n] - base[n]) for n in base}
+    fishers = {n: {k: v.square() * 10**t for k, v in random(t).items()} for t, n in enumerate(experts)}
+    given = advise(measure(base, experts, fishers))
+    assert "normalise=trace" in given[2].text
+    assert "look at e2 first" in given[3].text
+    assert all(a.evidence for a in given)
+    vectors = {"v": torch.zeros(3)}
+    assert advise(measure(vectors, {"x": {"v": torch.ones(3)}}))[1].text == "no rank to choose"

@@ -1,0 +1,179 @@
+"""Moving weights, planes, barriers and cross-task linearity equal their definitions."""
+
+import pytest
+import torch
+from tiny import TinyEncoder, tiny_split
+from torch import nn
+
+from mergekit_lab import InputError
+from mergekit_lab.analysis.plane import (
+    ImageTask,
+    Weights,
+    barrier,
+    blocks_of,
+    cross_task_linearity,
+    line,
+    plane,
+    score,
+)
+
+HEAD = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def experts(model: nn.Module, names=("a", "b", "c"), scale: float = 0.3):
+    base = {n: t.clone() for n, t in model.state_dict().items()}
+    found = {}
+    for seed, name in enumerate(names):
+        generator = torch.Generator().manual_seed(seed)
+        found[name] = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
+    return base, found
+
+
+def tasks(names=("a", "b")) -> dict[str, ImageTask]:
+    found = {}
+    for seed, name in enumerate(names):
+        split = tiny_split(31, seed)
+        found[name] = ImageTask(HEAD + seed, split.images, split.labels)
+    return found
+
+
+def at(base, ends, **alphas):
+    return {n: t + sum(a * (ends[e][n] - t) for e, a in alphas.items()) for n, t in base.items()}
+
+
+def test_weights_go_anywhere_and_come_back_without_drift() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    weights = Weights(model, base, ends)
+    for step in range(200):
+        weights.move({"a": 0.01 * step, "b": -1.0})
+    weights.move({"a": 0.4, "c": 0.7})
+    for name, value in at(base, ends, a=0.4, c=0.7).items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    weights.move({})
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in base.items())
+
+
+def test_a_state_that_lacks_tensors_is_named() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    ends["b"].pop("body.1.bias")
+    with pytest.raises(InputError, match=r"b lacks 1 tensors of the model \(body.1.bias\)"):
+        Weights(model, base, ends)
+
+
+def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
+    model, task = TinyEncoder().train(), tasks()["b"]
+    small, large = score(model, task, 4), score(model, task, 100)
+    model.eval()
+    with torch.no_grad():
+        logits = model(task.images) @ task.head.T
+    assert large.loss == pytest.approx(float(nn.functional.cross_entropy(logits, task.labels)), rel=1e-6)
+    assert small.loss == pytest.approx(large.loss, rel=1e-6)
+    assert large.accuracy == pytest.approx(float((logits.argmax(-1) == task.labels).float().mean()))
+    assert torch.equal(small.predictions, large.predictions)
+
+
+def test_a_plane_has_every_points_loss_and_disagreement() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    alphas = [-0.5, 0.0, 1.0]
+    both = tasks()
+    rows = list(plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others={"c": 0.3}))
+
+    def predicted(state, name):
+        model.load_state_dict(state)
+        return score(model, both[name])
+
+    for i, first in enumerate(alphas):
+        for j, second in enumerate(alphas):
+            merged = at(base, ends, a=first, b=second, c=0.3)
+            scores = {name: predicted(merged, name) for name in both}
+            xi = sum(
+                float(
+                    (scores[name].predictions != predicted(at(base, ends, **{name: a}), name).predictions)
+                    .float()
+                    .mean()
+                )
+                for name, a in (("a", first), ("b", second))
+            )
+            assert rows[i]["xi"][j] == pytest.approx(xi)
+            for name in both:
+                assert rows[i][f"loss/{name}"][j] == pytest.approx(scores[name].loss, rel=1e-5)
+                assert rows[i][f"accuracy/{name}"][j] == pytest.approx(scores[name].accuracy)
+    assert max(v for row in rows for v in row["xi"]) > 0
+
+
+def test_a_plane_goes_on_from_any_row() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    weights = Weights(model, base, ends)
+    whole = list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0]))
+    assert list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0], start=1)) == whole[1:]
+
+
+def test_where_a_vector_is_alone_nothing_is_entangled() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    ends["b"] = dict(base)
+    rows = list(plane(model, Weights(model, base, ends), tasks(), ("a", "b"), [0.0, 1.0]))
+    assert rows[0]["xi"] == [0.0, 0.0]
+    assert rows[1]["xi"][0] == rows[1]["xi"][1]
+
+
+def test_a_line_is_the_plane_without_the_other() -> None:
+    model = TinyEncoder()
+    base, ends = experts(model)
+    weights = Weights(model, base, ends)
+    along = line(model, weights, "a", [0.0, 0.5], tasks())
+    across = list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5]))
+    assert along["b"]["loss"] == [across[0]["loss/b"][0], across[1]["loss/b"][0]]
+
+
+def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
+    assert barrier([1.0, 3.0, 3.0], [0.0, 0.25, 1.0]) == pytest.approx(1.5)
+    assert barrier([2.0, 1.5, 1.0], [0.0, 0.5, 1.0]) == 0
+    assert barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
+
+
+class Deep(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.act = act
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+def test_ctl_is_its_definition_per_block() -> None:
+    model = Deep(nn.Tanh())
+    base, ends = experts(model, ("a", "b"))
+    x = torch.randn(9, 6)
+    blocks = blocks_of(model)
+    assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
+    found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), x, batch_size=4)
+
+    def features(state):
+        model.load_state_dict(state)
+        kept, y = [], x
+        for layer in model.layers:
+            kept.append(layer(y).detach())
+            y = torch.tanh(kept[-1])
+        return kept
+
+    places = [{"a": 0.3, "b": 0.3}, {"a": 0.6}, {"b": 0.6}]
+    merged, one, other = (features(at(base, ends, **p)) for p in places)
+    for value, m, s, t in zip(found.values(), merged, one, other, strict=True):
+        near = nn.functional.cosine_similarity(m, (s + t) / 2, dim=1)
+        assert value == pytest.approx(float((1 - near).mean()), abs=1e-6)
+    assert found["layers.0"] == pytest.approx(0, abs=1e-6)
+    assert found["layers.2"] > 1e-4
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(InputError, match="no list of blocks"):
+        blocks_of(nn.Linear(2, 2))

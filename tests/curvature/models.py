@@ -1,0 +1,116 @@
+"""Small random models of each family with a batch each, and the dense Fisher that all are compared with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import open_clip
+import torch
+from checkpoints.models import bert, gpt2, llama, t5
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mergekit_lab.curvature.likelihood import log_likelihood, samples_of, scores, take
+
+SAMPLES = 5
+
+
+@dataclass
+class Case:
+    """A model and a batch of five samples; `unused` names parameters that no logit depends on."""
+
+    model: nn.Module
+    batch: Any
+    causal: bool = False
+    unused: tuple[str, ...] = ()
+
+
+def dense(case: Case) -> dict[str, Tensor]:
+    """The mean of squared gradients, one autograd pass a sample."""
+    named = {n: p for n, p in case.model.named_parameters() if p.requires_grad}
+    totals = {n: torch.zeros_like(p) for n, p in named.items()}
+    count = samples_of(case.batch)
+    case.model.eval()
+    for at in range(count):
+        value = log_likelihood(*scores(case.model, take(case.batch, at, at + 1), case.causal))
+        gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+        for name, g in zip(named, gradients, strict=True):
+            totals[name] += 0 if g is None else g**2
+    return {n: t / count for n, t in totals.items()}
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(length: int, seed: int = 2) -> Tensor:
+    return torch.randint(3, 36, (SAMPLES, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _answers(tokens: Tensor) -> Tensor:
+    """Labels with a masked prompt of a different length in every sample."""
+    start = torch.arange(len(tokens))[:, None] + 1
+    return torch.where(torch.arange(tokens.shape[1]) < start, -100, tokens)
+
+
+class Tower(nn.Module):
+    """An image tower with a frozen head, random to the last bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        cfg = {"layers": 2, "width": 24, "head_width": 12, "patch_size": 4, "image_size": 8}
+        self.visual = open_clip.model._build_vision_tower(6, cfg)
+        for p in self.visual.parameters():
+            p.data += 0.1 * torch.randn_like(p)
+        self.register_buffer("head", torch.randn(4, 6) * 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return functional.normalize(self.visual(images), dim=-1) @ self.head.T
+
+
+def vit() -> Case:
+    return Case(Tower(), (noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
+
+
+def llama_case(tied: bool) -> Case:
+    tokens = _tokens(7)
+    return Case(llama(tied=tied), {"input_ids": tokens, "labels": _answers(tokens)}, causal=True)
+
+
+def padded_llama() -> Case:
+    tokens = _tokens(7)
+    mask = (torch.arange(7) >= torch.tensor([0, 2, 0, 1, 3])[:, None]).long()
+    labels = torch.where(mask == 0, -100, tokens)
+    return Case(llama(), {"input_ids": tokens, "attention_mask": mask, "labels": labels}, causal=True)
+
+
+def t5_case() -> Case:
+    labels = _answers(_tokens(4, seed=3)).roll(1, dims=1)
+    return Case(t5(), {"input_ids": _tokens(6), "labels": labels})
+
+
+def bert_case() -> Case:
+    return Case(bert(), {"input_ids": _tokens(6), "labels": _answers(_tokens(6))})
+
+
+def square_bert() -> Case:
+    """As many tokens as samples, so that no shape tells one from the other."""
+    return Case(bert(), {"input_ids": _tokens(SAMPLES), "labels": _answers(_tokens(SAMPLES))})
+
+
+def gpt2_case() -> Case:
+    """Its projections multiply flattened tokens."""
+    tokens = _tokens(5)
+    return Case(gpt2(), {"input_ids": tokens, "labels": tokens}, causal=True)
+
+
+CASES = {
+    "open_clip ViT": vit,
+    "Llama": lambda: llama_case(False),
+    "Llama, tied": lambda: llama_case(True),
+    "Llama, padded": padded_llama,
+    "T5": t5_case,
+    "BERT": bert_case,
+    "BERT, L = N": square_bert,
+    "GPT-2": gpt2_case,
+}

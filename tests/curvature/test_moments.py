@@ -1,0 +1,54 @@
+"""u² is the square of the moment that the optimizer keeps."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mergekit_lab import InputError
+from mergekit_lab.curvature import squared_first_moment
+from mergekit_lab.optim import SAM
+
+
+def step(optimizer, model: nn.Module) -> None:
+    def closure():
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+def test_it_is_the_squared_moment_of_adam_and_of_sgd() -> None:
+    model = nn.Linear(3, 2)
+    (model(torch.ones(2, 3)).square().sum()).backward()
+    gradient = model.weight.grad.clone()
+    model.zero_grad()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.8, 0.9))
+    step(adam, model)
+    found = squared_first_moment(adam, model.named_parameters())
+    assert found.keys() == {"weight", "bias"}
+    torch.testing.assert_close(found["weight"], (0.2 * gradient) ** 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+    step(sgd, model)
+    torch.testing.assert_close(squared_first_moment(sgd, model.named_parameters())["weight"], gradient**2)
+
+
+def test_it_reads_through_the_optimizers_of_this_package() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SAM(model.named_parameters(), base=partial(torch.optim.Adam, lr=0.1), rho=0.05)
+    step(optimizer, model)
+    found = squared_first_moment(optimizer, model.named_parameters())
+    assert torch.equal(found["bias"], optimizer.base.state[model.bias]["exp_avg"] ** 2)
+
+
+def test_an_optimizer_without_a_moment_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(InputError, match=r"AdamW keeps no first moment of bias, weight: it must have stepped"):
+        squared_first_moment(torch.optim.AdamW(model.parameters()), model.named_parameters())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(plain, model)
+    with pytest.raises(InputError, match="SGD keeps no first moment"):
+        squared_first_moment(plain, model.named_parameters())

@@ -1,0 +1,153 @@
+"""Stage analyse: every analysis of the group on two tiny experts, drawn, found again, resumed."""
+
+import json
+import shutil
+import struct
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.utils import get_class
+from stages.conftest import TINY, composed
+
+from mergekit_lab import InputError
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+
+SMALL = {
+    "task_vectors": ["analysis.values=8"],
+    "alpha_sweep": ["analysis.points=3", "analysis.samples=20"],
+    "landscape": ["analysis.points=3", "analysis.samples=20"],
+    "disentanglement": ["analysis.points=3", "analysis.samples=20"],
+    "barrier": ["analysis.points=3", "analysis.samples=20"],
+    "ctl": ["analysis.samples=6"],
+    "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
+}
+FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def analyse(folder: Path, store: Path, name: str, *overrides: str) -> dict:
+    common = ["stage=analyse", f"analysis={name}", "merger=task_arithmetic", "joint=false"]
+    go(folder, store, *common, *SMALL[name], *overrides)
+    return json.loads((folder / f"analysis/{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("analyse")
+    go(folder / "run", folder / "store", "merger=task_arithmetic", "joint=false")
+    return folder / "run", folder / "store"
+
+
+def test_every_analysis_has_a_test() -> None:
+    assert {file.stem for file in FILES} == set(SMALL)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_every_field_stands_in_its_file(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    assert set(node) - {"_target_"} == {field.name for field in fields(get_class(node["_target_"]))}
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
+    _, store = trained
+    data = analyse(tmp_path / "first", store, name)
+    png = (tmp_path / f"first/analysis/{name}.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24])[0] > 500
+    assert "<svg" in (tmp_path / f"first/analysis/{name}.svg").read_text()
+    target = get_class(yaml.safe_load((conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
+    monkeypatch.setattr(target, "compute", None)
+    assert analyse(tmp_path / "again", store, name) == data
+
+
+def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
+    _, store = trained
+    analyse(tmp_path / "a", store, "landscape")
+    before = len(list((store / "analyses").iterdir()))
+    data = analyse(tmp_path / "b", store, "disentanglement")
+    assert len(list((store / "analyses").iterdir())) == before
+    (entry,) = data["pairs"]
+    assert entry["pair"] == ["digits", "latin"]
+    assert set(entry["measures"]) == {"xi", "loss/digits", "loss/latin", "accuracy/digits", "accuracy/latin"}
+
+
+def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
+    from mergekit_lab.stages.analyses import planes
+
+    _, store = trained
+    options = ["analysis.points=4", "analysis.others=0.3"]
+    real, made = planes.plane, []
+
+    def cut(*args, start=0, **named):
+        for count, row in enumerate(real(*args, start=start, **named)):
+            if len(made) == 2 and start == 0:
+                raise KeyboardInterrupt
+            made.append(start + count)
+            yield row
+
+    monkeypatch.setattr(planes, "plane", cut)
+    with pytest.raises(KeyboardInterrupt):
+        analyse(tmp_path / "cut", store, "landscape", *options)
+    resumed = analyse(tmp_path / "resumed", store, "landscape", *options)
+    assert made == [0, 1, 2, 3]
+    monkeypatch.setattr(planes, "plane", real)
+    shutil.rmtree(store / "analyses")
+    whole = analyse(tmp_path / "whole", store, "landscape", *options)
+    assert resumed == whole
+
+
+def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
+    """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
+    folder, store = trained
+    sweep = analyse(tmp_path / "a", store, "alpha_sweep", "analysis.samples=null")
+    searched = json.loads((folder / "searches.json").read_text())["task_arithmetic"]
+    at_one = sweep["mergers"]["task_arithmetic"]
+    assert sweep["alphas"] == [0.0, 1.0, 2.0]
+    wanted = next(p["normalised"] for p in searched if p["coefficient"] == 1.0)
+    found = sum(at_one[t]["accuracy"][1] / sweep["experts"][t] for t in at_one) / 2
+    assert found == pytest.approx(wanted, abs=1e-6)
+    barrier = analyse(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
+    experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
+    merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
+    for task, entry in barrier["tasks"].items():
+        assert entry["accuracy"][-1] == pytest.approx(experts[task], abs=1e-6)
+        assert entry["accuracy"][0] == pytest.approx(merged[task], abs=1e-6)
+        assert entry["barrier"] >= 0
+
+
+def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
+    data = analyse(tmp_path, trained[1], "hessian", "analysis.tasks=[latin]")
+    assert [(p["task"], p["at"]) for p in data["points"]] == [("latin", 0.0), ("latin", 1.0)]
+    for point in data["points"]:
+        assert point["iterations"] == 3
+        assert isinstance(point["converged"], bool)
+        assert point["residual"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "match"),
+    [
+        ("landscape", "analysis.pairs=[[digits,latn]]", "analysis.pairs names 'latn'.*did you mean 'latin'"),
+        ("landscape", "analysis.pairs=[[digits,digits]]", "two different tasks"),
+        ("landscape", "analysis.tasks=both", "analysis.tasks is 'both'"),
+        ("landscape", "analysis.box=[1]", "analysis.box is"),
+        ("landscape", "analysis.points=1", "with 1 points"),
+        ("ctl", "analysis.part=tset", "has no part 'tset'"),
+        ("barrier", "analysis.merger=ties", "analysis.merger is 'ties'; this run has task_arithmetic"),
+        ("hessian", "analysis.tasks=[mnist]", "analysis.tasks names 'mnist'"),
+        ("alpha_sweep", "merger=average", "no merger of this run has a coefficient"),
+        ("task_vectors", "+analysis.rnak=2", "unknown key 'analysis.rnak'.*did you mean 'rank'"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained, tmp_path) -> None:
+    with pytest.raises(InputError, match=match):
+        analyse(tmp_path, trained[1], name, override)

@@ -1,0 +1,106 @@
+"""Stage curvature: what is computed, for whom, and that it is found again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from stages.conftest import TINY, composed
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+from mergekit_lab.stages.config import check
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def keys(store: Path, kind: str) -> set[str]:
+    return {p.parent.name for p in (store / kind).glob("*/manifest.json")}
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("regmean")
+    go(folder / "first", folder / "store", "merger=regmean", "joint=false")
+    return folder / "first", folder / "store"
+
+
+def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
+    folder, store = merged
+    records = read_records(folder / "records.jsonl")
+    key = {r.model_key for r in records if r.merger == "regmean"}
+    assert len(key) == 1
+    assert len(keys(store, "grams")) == 2
+    assert not keys(store, "fishers")
+    from mergekit_lab.backbones import OpenClip
+    from mergekit_lab.merging import RegMean, merge_state_dicts
+
+    base = OpenClip("glyph-clip", "asset:glyph_clip").image_encoder().state_dict()
+    expert_keys = [r.model_key for r in records if r.kind == "expert"]
+    order = {
+        e: g
+        for g in keys(store, "grams")
+        for e in expert_keys
+        if e in (store / "grams" / g / "manifest.json").read_text()
+    }
+    wanted = merge_state_dicts(
+        base,
+        {e: store / "experts" / e / "model.safetensors" for e in expert_keys},
+        RegMean(ratio=0.9),
+        statistics={"gram": {e: store / "grams" / order[e] / "gram.safetensors" for e in expert_keys}},
+    )
+    stored = open_checkpoint(store / "merged" / key.pop())
+    for name in ("visual.transformer.resblocks.0.attn.in_proj_weight", "visual.proj"):
+        torch.testing.assert_close(stored[name], wanted[name])
+
+
+def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_path, monkeypatch) -> None:
+    _, store = merged
+    before = keys(store, "grams")
+    monkeypatch.setattr("mergekit_lab.stages.curvature.input_grams", None)
+    go(tmp_path / "a", store, "merger=regmean", "stages=[curvature,merge]")
+    go(tmp_path / "b", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.chunk=3")
+    go(tmp_path / "c", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.sampled=true")
+    assert keys(store, "grams") == before
+
+
+def test_fractions_and_samples_name_other_artefacts(merged, tmp_path) -> None:
+    _, store = merged
+    go(tmp_path / "a", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.samples=4")
+    assert len(keys(store, "grams")) == 4
+    go(tmp_path / "b", store, "stage=curvature", "curvature=fisher", "merger=average", "curvature.samples=null",
+       "curvature.fraction=0.1")  # fmt: skip
+    (digits,) = [m for m in (store / "fishers").glob("*/manifest.json") if '"samples": 6' in m.read_text()]
+    fisher = open_checkpoint(digits.parent / "fisher.safetensors")
+    expert = open_checkpoint(next((store / "experts").glob("*/model.safetensors")))
+    assert {n: s.shape for n, s in fisher.specs.items()} == {n: s.shape for n, s in expert.specs.items()}
+
+
+def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
+    from mergekit_lab.stages.context import Context
+    from mergekit_lab.stages.curvature import _batches
+
+    cfg, choices = composed([*TINY, f"store.root={tmp_path}"])
+    context = Context(cfg, tmp_path, choices)
+    few = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 6, 4)])
+    more = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 20, 7)])
+    assert torch.equal(few, more[:6])
+    assert not torch.equal(few, context.tasks["digits"].split("train").images[:6] / 255)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["curvature.kind=grma"], "curvature.kind is 'grma'; did you mean 'gram'"),
+        (["curvature.fraction=0.5"], "set one and leave the other null"),
+        (["curvature.samples=null"], "set one and leave the other null"),
+        (["curvature.samples=null", "curvature.fraction=1.5"], r"fraction is 1.5; it must be in \(0, 1\]"),
+        (["curvature.chunk=0"], "curvature.chunk is 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        check(composed(overrides)[0])
