@@ -9,6 +9,7 @@ Legend: θ the weights the base optimizer updates; P their number of entries.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -115,6 +116,11 @@ class WrappedOptimizer(Optimizer):
     def evaluations_per_step(self) -> int:
         """How often a step calls its closure, at most."""
         return 1
+
+    @property
+    def gradient_evaluations(self) -> Fraction:
+        """Gradients of a whole batch that a step costs; a part of a batch counts as that part."""
+        return Fraction(self.evaluations_per_step)
 
     @property
     def drops_gradients(self) -> bool:

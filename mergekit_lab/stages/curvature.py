@@ -51,7 +51,8 @@ def _maker(run: Context, task: str) -> Any:
             seed=run.seed,
             chunk=chunk,
         )
-        named = {name.removeprefix("encoder."): value for name, value in fisher.items()}
+        names = {parameter: name for name, parameter in encoder.state_dict(keep_vars=True).items()}
+        named = {names[p]: fisher[f"encoder.{own}"] for own, p in encoder.named_parameters()}
         still = {
             n: torch.zeros_like(t)
             for n, t in run.base_state.items()
