@@ -2,8 +2,8 @@
 
 python experiments/flat_minima/study.py --processes 14 --minutes 8 --store STORE --out results.json
 
-Cells (an arm and a seed) that `--out` has already are not run again, experts that the store has neither: a study may
-be made in pieces, each ended by `--minutes`.
+Cells (an arm and a seed) that `--out` has are not run again, nor are experts that the store has: a study may be
+made in pieces, each ended by `--minutes`.
 """
 
 import argparse
@@ -25,10 +25,8 @@ ARMS: dict[str, list[str]] = {
     "mergopt gaussian": ["optimizer=mergopt", "optimizer.scale=fit", "optimizer.distribution=gaussian"],
     "mergopt 5e-4": ["optimizer=mergopt"],
 }
-KIN: dict[str, list[str]] = {
-    name: [f"optimizer={name}"]
-    for name in ("swa", "rwp", "sagm", "wasam", "friendly_sam", "pgn", "ssamf", "ssamd")
-}
+OTHERS = ("swa", "rwp", "sagm", "wasam", "friendly_sam", "pgn", "ssamf", "ssamd")
+KIN: dict[str, list[str]] = {name: [f"optimizer={name}"] for name in OTHERS}
 EQUAL_COST: dict[str, list[str]] = {
     f"{name}, half the steps": [f"optimizer={name}", "training.budget=gradient_evaluations"]
     for name in ("sam", "asam")
@@ -76,21 +74,28 @@ def run_cell(job: tuple[str, int, Path, list[str], float]) -> dict | None:
     arm, seed, store, more, deadline = job
     if time.time() > deadline:
         return None
-    import logging
+    begun = time.time()
+    try:
+        found = summary(*run_stages(overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}"))
+    except Exception as error:
+        print(f"{arm} {seed} failed: {type(error).__name__}: {error}", flush=True)
+        return None
+    return {"arm": arm, "seed": seed, "machine": machine(), "seconds": round(time.time() - begun, 1)} | found
 
+
+def run_stages(lines: list[str], folder: Path) -> tuple:
+    """What `python -m mergekit_lab` does with these overrides, and its records."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
     from mergekit_lab.paths import conf_dir
-    from mergekit_lab.stages.config import check
+    from mergekit_lab.stages import run
     from mergekit_lab.stages.context import Context
-    from mergekit_lab.stages.run import STAGES
+    from mergekit_lab.stages.report import collect
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    begun = time.time()
-    lines = overrides(arm, seed, store, more)
+    lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("main", lines, return_hydra_config=True)
@@ -98,21 +103,15 @@ def run_cell(job: tuple[str, int, Path, list[str], float]) -> dict | None:
     choices = dict(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]
-    folder = store / "runs" / f"{arm}, seed {seed}".replace(" ", "_")
-    check(cfg)
+    run(cfg, folder, choices, lines)
     context = Context(cfg, folder, choices)
-    for name in ("finetune", "curvature", "merge", "evaluate"):
-        with context.timed(name):
-            STAGES[name](context)
-    from mergekit_lab.stages.report import collect
-
-    records = collect(context)
-    found = {"arm": arm, "seed": seed, "seconds": round(time.time() - begun, 1)}
-    return found | {"stages": {n: t.seconds for n, t in context.timings.items()}} | summary(context, records)
+    return context, collect(context)
 
 
 def summary(context, records) -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
+    import torch
+
     from mergekit_lab.stages.context import load_state
     from mergekit_lab.stages.merge import chosen_coefficient, search
 
@@ -125,13 +124,11 @@ def summary(context, records) -> dict:
         for label, m in context.mergers.items()
         if m.searched
     }
-    sizes = []
+    vectors = []
     for task in context.tasks:
         state = load_state(context.expert(task))
         delta = [(state[n] - t).flatten() for n, t in context.base_state.items() if t.is_floating_point()]
-        sizes.append({"norm": float(sum(d.square().sum() for d in delta) ** 0.5),
-                      "mean_abs": float(sum(d.abs().sum() for d in delta) / sum(d.numel() for d in delta))})  # fmt: skip
-    mean = {name: sum(s[name] for s in sizes) / len(sizes) for name in sizes[0]}
+        vectors.append(torch.cat(delta))
     fit = None
     if context.plain["optimizer"].get("scale") == "fit":
         fit = context.store.find("fits", context.fit_content()).info["scale"]
@@ -139,25 +136,12 @@ def summary(context, records) -> dict:
         "accuracy": by_label,
         "coefficient": coefficients,
         "curve": curves,
-        "task_vector": mean,
+        "norm": sum(float(v.norm()) for v in vectors) / len(vectors),
+        "mean_abs": sum(float(v.abs().mean()) for v in vectors) / len(vectors),
         "fitted_b": fit,
+        "expert_seconds": [context.expert(task).info["wall_seconds"] for task in context.tasks],
+        "steps": context.settings.steps,
     }
-
-
-def prepare() -> None:
-    """Draw all tasks before the processes part, so that they share them."""
-    from hydra import compose, initialize_config_dir
-
-    from mergekit_lab.paths import conf_dir
-    from mergekit_lab.stages.checking import build
-    from mergekit_lab.tasks import PARTS
-
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("main", ["suite=glyphs8"])
-    for node in cfg.suite.tasks.values():
-        task = build(node)
-        [task.split(part) for part in PARTS]
-        task.fingerprint()
 
 
 def main() -> None:
@@ -167,42 +151,39 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="cells at most")
+    parser.add_argument("--arms", nargs="+", help="these only, in this order of importance")
     parser.add_argument("overrides", nargs="*", help="further overrides of every cell")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     done = json.loads(options.out.read_text())["cells"] if options.out.exists() else []
     ready = {(c["arm"], c["seed"]) for c in done}
-    left = [cell for cell in cells() if cell not in ready][: options.limit]
+    order = cells()
+    if options.arms:
+        order = [(arm, seed) for arm in options.arms for seed in SEEDS if (arm, seed) in order]
+    left = [cell for cell in order if cell not in ready][: options.limit]
     deadline = time.time() + 60 * options.minutes
     begun = time.time()
-    prepare()
-    print(f"tasks drawn in {time.time() - begun:.0f} s; {len(left)} cells", flush=True)
+    print(f"{len(left)} cells", flush=True)
     jobs = [(arm, seed, options.store.resolve(), options.overrides, deadline) for arm, seed in left]
-    context = multiprocessing.get_context("fork")
-    with context.Pool(options.processes, maxtasksperchild=8) as pool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.processes) as pool:
         for found in pool.imap_unordered(run_cell, jobs, chunksize=1):
             if found is None:
                 continue
             done.append(found)
             mean = {k: 100 * sum(v.values()) / len(v) for k, v in found["accuracy"].items()}
             shown = " ".join(f"{k} {v:.1f}" for k, v in mean.items() if not k.endswith("_fixed"))
-            print(
-                f"{time.time() - begun:5.0f} s {found['arm']} {found['seed']}: {shown}; {found['stages']}",
-                flush=True,
+            took = (
+                f"{time.time() - begun:.0f} s, {found['seconds']:.0f} s, experts {found['expert_seconds'][-1]}"
             )
-            options.out.write_text(json.dumps({"fixed": FIXED, "machine": machine(), "cells": done}) + "\n")
+            print(f"{took} s, {found['arm']}, seed {found['seed']}: {shown}", flush=True)
+            options.out.write_text(json.dumps({"fixed": FIXED, "cells": done}) + "\n")
 
 
 def machine() -> str:
-    import subprocess
-
     import torch
 
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        card = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        card = "CPU"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{card}, torch {torch.__version__}"
 
 
