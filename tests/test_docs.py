@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/mergers.md", "docs/merging_checkpoints.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/mergers.md", "docs/merging_checkpoints.md", "docs/finetuning.md"]
+)
 def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-NEVER = sys.maxsize
+NEVER = 10**9
 """Steps between validations, and batches of an epoch, where a clock decides instead."""
 
 

@@ -95,7 +95,7 @@ def finetune(
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
     callbacks: list[Any] = [best, latest] if clock is None else [clock, best, latest]
     if options["enable_progress_bar"]:
-        callbacks.append(RichProgressBar(leave=False))
+        callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
     try:
         lit = lightning.Trainer(
             **options,
@@ -132,3 +132,11 @@ def finetune(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
     return Finetuned(state, module.curve, accuracy, step)
+
+
+class _OpenProgressBar(RichProgressBar):
+    """Counts steps without a last one, which a clock does not know."""
+
+    @property
+    def total_train_batches(self) -> float:
+        return float("inf")

@@ -127,6 +127,22 @@ def test_a_linearised_model_is_the_derivative_along_the_change_of_weights(which)
         assert (at(1.0) - value - slope).abs().max() > 1e-3
 
 
+def test_mixed_precision_computes_the_same_expansion_roughly() -> None:
+    tangent, x = Tangent(tower().visual), pixels()
+    found = []
+    with torch.no_grad():
+        [p.add_(0.01 * torch.randn_like(p)) for p in tangent.parameters()]
+    for mixed in (False, True):
+        tangent.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            out = tangent(x)
+        (out.float() * torch.linspace(-1, 1, 64)).sum().backward()
+        found.append(
+            torch.cat([out.detach().float().flatten(), *(p.grad.flatten() for p in tangent.parameters())])
+        )
+    assert 1e-4 < (found[0] - found[1]).norm() / found[0].norm() < 0.05
+
+
 def test_gradients_of_a_linearised_model_do_not_depend_on_where_its_weights_are() -> None:
     x = pixels()
     gradients = []

@@ -41,6 +41,17 @@ def manifests(store: Path, kind: str) -> list[dict]:
     return [json.loads(f.read_text()) for f in (store / kind).glob("*/manifest.json")]
 
 
+@pytest.mark.parametrize("finetuning", FINETUNINGS)
+def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
+    overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
+    made = go(tmp_path / "run", tmp_path / "store", *overrides)
+    base, expert = BASE.image_encoder().state_dict(), load_state(made.expert("digits"))
+    assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
+    moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
+    projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
+    assert moved == (projections if finetuning in ("attention_linear", "lora") else set(base))
+
+
 def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
     overrides = ["finetuning=linearised", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)

@@ -170,9 +170,8 @@ def test_a_run_under_a_clock_that_was_cut_goes_on_with_the_seconds_it_had_left(
     with pytest.raises(Cut):
         run(tmp_path / "cut", head, Timed(seconds), OPTIMIZERS["sam"], settings, on_metrics=cut)
     seconds.now += 1000
-    again = run(
-        tmp_path / "cut", head, Timed(seconds), OPTIMIZERS["sam"], settings, lambda m, s: steps.append(s)
-    )
+    watched = {"on_metrics": lambda m, s: steps.append(s), "enable_progress_bar": True}
+    again = run(tmp_path / "cut", head, Timed(seconds), OPTIMIZERS["sam"], settings, **watched)
     assert min(steps) > 2
     assert again.step == whole.step
     assert all(torch.equal(again.state[n], t) for n, t in whole.state.items())
