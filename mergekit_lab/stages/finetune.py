@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import DictConfig
+from torch import Tensor
 
-from mergekit_lab.checkpoints import write_tensors
+from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
-from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.context import Context
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.training import Settings, finetune
@@ -97,11 +98,11 @@ def _fit(run: Context) -> Mapping[str, float]:
         vectors = []
         for number, task in enumerate(run.tasks, start=1):
             pilot = train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
-            state = load_state(pilot)
-            vectors.append({name: state[name] - base for name, base in run.base_state.items()})
-        moved = {name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)}
-        trained = [{name: vector[name] for name in moved} for vector in vectors]
-        return asdict(fit_offset(trained, run.cfg.optimizer.distribution))
+            vectors.append(_TaskVector(open_checkpoint(pilot.file("model.safetensors"), task), run.base_state))
+        moved = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
+        for vector in vectors:
+            vector.names = moved
+        return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
 
     found = run.obtain("fits", run.fit_content(), make).info
     log.info(
@@ -109,6 +110,24 @@ def _fit(run: Context) -> Mapping[str, float]:
         *(found[name] for name in ("distribution", "loc", "scale", "ks_distance", "mean_log_likelihood")),
     )
     return found
+
+
+class _TaskVector(Mapping[str, Tensor]):
+    """An expert's change of the base by name, read when it is asked for."""
+
+    def __init__(self, expert: Checkpoint, base: Mapping[str, Tensor]) -> None:
+        self.expert = expert
+        self.base = base
+        self.names = list(base)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.expert[name] - self.base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def _say(title: str, artefact: Artefact) -> None:
