@@ -9,7 +9,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/mergers.md", "docs/merging_checkpoints.md", "docs/curvature.md"]
+    "page",
+    [
+        "README.md",
+        "docs/mergers.md",
+        "docs/merging_checkpoints.md",
+        "docs/curvature.md",
+        "docs/finetuning.md",
+    ],
 )
 def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

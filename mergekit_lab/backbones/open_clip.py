@@ -14,12 +14,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize
 
+from mergekit_lab.backbones.attention import keep_differentiable
 from mergekit_lab.errors import InputError, listing, suggestion
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -31,8 +32,11 @@ class ImageEncoder(nn.Module):
 
     Parameters and buffers in `state_dict` are named as in open_clip's whole model (`visual.…`), so a
     checkpoint of this module merges with, and loads into, any other of the same architecture.
+
+    core: the submodule that is linearised; preprocessing and the features' normalisation are not.
     """
 
+    core: ClassVar[str] = "visual"
     mean: Tensor
     std: Tensor
 
@@ -45,12 +49,9 @@ class ImageEncoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> "ImageEncoder":
-        """As usual, but attention keeps the training path: it has no dropout here, and in evaluation mode
-        `nn.MultiheadAttention` may pick a fused kernel without a derivative under `torch.func` transforms."""
+        """As usual, but attention stays differentiable by `torch.func`."""
         super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.MultiheadAttention) and module.dropout == 0:
-                module.training = True
+        keep_differentiable(self)
         return self
 
     def forward(self, images: Tensor) -> Tensor:

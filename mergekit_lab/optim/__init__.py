@@ -6,7 +6,7 @@ step, one file each holds the rest; `docs/optimizers.md` shows how to add one.
 """
 
 from mergekit_lab.optim.asam import ASAM
-from mergekit_lab.optim.checks import refuse_accumulation
+from mergekit_lab.optim.checks import gradient_evaluations, refuse_accumulation
 from mergekit_lab.optim.fit import OffsetFit, fit_offset
 from mergekit_lab.optim.friendly_sam import FriendlySAM
 from mergekit_lab.optim.mergopt import MergOPT
@@ -32,5 +32,6 @@ __all__ = [
     "MergOPT",
     "OffsetFit",
     "fit_offset",
+    "gradient_evaluations",
     "refuse_accumulation",
 ]

@@ -1,6 +1,7 @@
 """The two-evaluation step of the SAM family: the first gradient says where to go, the second what to do."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,10 @@ class AscentOptimizer(WrappedOptimizer):
     @property
     def evaluations_per_step(self) -> int:
         return 2
+
+    @property
+    def gradient_evaluations(self) -> Fraction:
+        return 1 + Fraction(str(self.ascent_fraction)) if self.perturbs else Fraction(1)
 
     @property
     def perturbs(self) -> bool:

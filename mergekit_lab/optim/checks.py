@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 from mergekit_lab.errors import InputError, suggestion
@@ -37,6 +38,14 @@ def require_flag(name: str, value: Any) -> None:
     """Raise `InputError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be true or false")
+
+
+def gradient_evaluations(optimizer: Any) -> Fraction:
+    """Gradients of a whole batch that a step of any torch optimizer costs: 1, unless it says otherwise.
+
+    SAM costs 2, with `ascent_fraction=0.25` 5/4, `MergOPT(worst_of=n)` n + 1.
+    """
+    return Fraction(getattr(optimizer, "gradient_evaluations", 1))
 
 
 def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:

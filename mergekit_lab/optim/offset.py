@@ -27,8 +27,7 @@ class OffsetOptimizer(WrappedOptimizer):
     Call `eval()` before evaluating, saving or loading weights: in train mode the model holds the offset
     point. `state_dict()` may be taken in either mode, for it does not depend on where the weights are.
 
-    The offset covers the parameters that require a gradient. Extra memory: one copy of them, while they are
-    away from θ.
+    The offset covers the parameters that require a gradient. Extra memory: one copy of them.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.

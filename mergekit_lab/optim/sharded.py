@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WHOLE = (Tensor, torch.nn.Parameter)
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this process holds only a part of `tensor`, or one of several copies."""
-    return hasattr(tensor, "to_local")
+    return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

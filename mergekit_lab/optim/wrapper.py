@@ -9,6 +9,8 @@ Legend: θ the weights the base optimizer updates; P their number of entries.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +29,9 @@ STATE_KEY = "wrapper"
 
 
 class SavedWeights:
-    """A copy of θ, kept while a method has moved the weights.
+    """A copy of θ while a method has moved the weights; its memory is kept for the next time.
+
+    To allocate a tensor a parameter in every step costs more than the copying where a GPU waits for its CPU.
 
     Changed in place only: Lightning hands out a stand-in whose attributes are not the optimizer's own, and a
     method called on it must still reach this copy.
@@ -35,6 +39,12 @@ class SavedWeights:
 
     def __init__(self) -> None:
         self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._memory: dict[Tensor, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedWeights":
+        copied = SavedWeights()
+        copied._kept = deepcopy(self._kept, memo)
+        return copied
 
     @property
     def held(self) -> bool:
@@ -43,16 +53,29 @@ class SavedWeights:
 
     def save(self, params: list[Tensor]) -> list[Tensor]:
         """Copy `params`, and return the copies (same shapes, dtypes and devices)."""
-        copies = [p.detach().clone() for p in params]
+        copies = [p.detach().clone() for p in params] if self._kept else self._copied(params)
         self._kept.append((list(params), copies))
         return copies
 
+    def _copied(self, params: list[Tensor]) -> list[Tensor]:
+        memory = self._memory
+        if len(memory) != len(params) or not all(p in memory and _alike(memory[p], p) for p in params):
+            memory.clear()
+            memory.update({p: p.detach().clone() for p in params})
+        elif params:
+            torch._foreach_copy_(local(list(memory.values())), local([p.detach() for p in memory]))
+        return [memory[p] for p in params]
+
     def restore(self) -> None:
-        """Put the copies back, bit for bit, and drop them. Does nothing when none is held."""
+        """Put the copies back, bit for bit. Does nothing when none is held."""
         while self._kept:
             params, copies = self._kept.pop()
             if params:
                 torch._foreach_copy_(local(params), local(copies))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 class WrappedOptimizer(Optimizer):
@@ -115,6 +138,11 @@ class WrappedOptimizer(Optimizer):
     def evaluations_per_step(self) -> int:
         """How often a step calls its closure, at most."""
         return 1
+
+    @property
+    def gradient_evaluations(self) -> Fraction:
+        """Gradients of a whole batch that a step costs; a part of a batch counts as that part."""
+        return Fraction(self.evaluations_per_step)
 
     @property
     def drops_gradients(self) -> bool:

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
+from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.stages.checking import Target, build, check_against
 from mergekit_lab.training import Settings
 
 __all__ = [
     "Curvature",
-    "Finetuning",
     "Main",
     "Search",
     "StorePlace",
     "Suite",
     "build",
     "check",
+    "evaluations_a_step",
     "optimizer_factory",
+    "wants_fit",
 ]
-
-
-@dataclass(frozen=True)
-class Finetuning:
-    """What of the backbone trains.
-
-    Args:
-        parametrisation: "full": every parameter of the image encoder.
-    """
-
-    parametrisation: str
-
-    def __post_init__(self) -> None:
-        if self.parametrisation != "full":
-            known = suggestion(self.parametrisation, ["full"])
-            raise InputError(f"finetuning.parametrisation is {self.parametrisation!r}{known}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +140,7 @@ class Main:
 
     backbone: Target
     suite: Suite
-    finetuning: Finetuning
+    finetuning: Target
     optimizer: Target
     training: Settings
     merger: Target | None
@@ -182,26 +171,60 @@ def check(cfg: DictConfig) -> None:
     check_against(cfg, Main)
     if cfg.evaluation_batch_size < 1:
         raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
-    _try_optimizer(cfg)
+    finetuning = build(cfg.finetuning)
+    if not isinstance(finetuning, Parametrisation):
+        raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrisation")
+    if wants_fit(cfg.optimizer) and isinstance(finetuning, LoRA):
+        raise InputError(
+            "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
+            "give the scale as a number"
+        )
+    Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    if cfg.training.get("budget") == "seconds" and "steps" in cfg.optimizer:
+        raise InputError(
+            f"{cfg.optimizer._target_.rpartition('.')[2]} plans over its number of steps, which "
+            "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
+        )
 
 
-def _try_optimizer(cfg: DictConfig) -> None:
-    """Build the optimizer once, on a parameter of its own, so that its complaints come before any training."""
+def evaluations_a_step(node: DictConfig) -> Fraction:
+    """What a step of an optimizer's configuration costs, in gradients of a whole batch.
+
+    Built on a parameter of its own, so that its complaints come before any training.
+    """
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
-        optimizer_factory(cfg, cfg.training.steps)([("weight", parameter)])
+        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)
+        return gradient_evaluations(made([("weight", parameter)]))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {error}") from None
 
 
-def optimizer_factory(cfg: DictConfig, steps: int) -> Any:
+def wants_fit(node: DictConfig) -> bool:
+    """Whether an optimizer's configuration leaves the size of its offsets to be fitted."""
+    return bool(node.get("scale") == "fit")
+
+
+def optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float] | None = None) -> Any:
     """The optimizer group as a callable of named parameters; `_partial_` is set by its file.
 
     Args:
-        cfg: the composed configuration.
+        node: the optimizer's configuration.
         steps: of this training, for optimizers that plan over them (the joint model takes more than an expert).
+        fit: `loc` and `scale` in place of `scale: fit`.
     """
-    made = build(cfg.optimizer)
+    made = build(node)
     if not isinstance(made, partial):
         raise InputError("the optimizer's configuration must say `_partial_: true`")
+    if wants_fit(node):
+        if node.get("task_vectors") is not None or node.get("loc"):
+            raise InputError(
+                "optimizer.scale=fit finds loc and the task vectors itself: set loc=0, task_vectors=null"
+            )
+        if fit is None:
+            raise InputError("optimizer.scale=fit is not fitted yet")
+        made = partial(made, loc=fit["loc"], scale=fit["scale"])
     return partial(made, steps=steps) if "steps" in made.keywords else made
+
+
+_ANY_FIT = {"loc": 0.0, "scale": 1.0}

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from mergekit_lab.backbones import Parametrisation
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
-from mergekit_lab.stages.config import Search
+from mergekit_lab.stages.config import Search, evaluations_a_step, wants_fit
 from mergekit_lab.store import Artefact, Store, content_key
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import Settings
+from mergekit_lab.training.clock import machine
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +64,13 @@ class Context:
         self.choices = choices
         self.folder = folder
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
-        self.settings = Settings(**plain["training"])
+        self.settings = Settings(**plain["training"]).planned(evaluations_a_step(cfg.optimizer))
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = resolve_device(wanted if cfg.device == "auto" else cfg.device)
         self.backbone = build(cfg.backbone)
+        self.parametrisation: Parametrisation = build(cfg.finetuning)
         self.tasks: dict[str, Task] = {name: build(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")
@@ -96,8 +99,11 @@ class Context:
 
     @cached_property
     def encoder(self) -> nn.Module:
-        """One image encoder for all evaluations; its weights are whatever was loaded last."""
-        encoder: nn.Module = self.backbone.image_encoder()
+        """One image encoder for all evaluations; its weights are whatever was loaded last.
+
+        It computes what experts compute: of linearised experts, the expansion around the backbone's weights.
+        """
+        encoder = self.parametrisation.computing(self.backbone.image_encoder())
         return encoder.to(self.device)
 
     @cached_property
@@ -126,26 +132,54 @@ class Context:
     def fingerprint(self, task: str) -> str:
         return self.tasks[task].fingerprint()
 
-    def _training_content(self, settings: Settings) -> dict[str, Any]:
-        return {
+    def _training_content(self, settings: Settings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+        content = {
             "backbone": self.backbone_content,
             "finetuning": self.plain["finetuning"],
-            "optimizer": self.plain["optimizer"],
-            "training": {name: getattr(settings, name) for name in self.plain["training"]},
+            "optimizer": optimizer,
+            "training": asdict(settings),
             "seed": self.seed,
         }
+        if settings.seconds is not None:
+            content["machine"] = machine(self.plain["trainer"]["accelerator"])
+        return content
+
+    def _for_task(self, task: str) -> dict[str, Any]:
+        return {"task": task, "data": self.fingerprint(task)}
 
     def expert_content(self, task: str) -> dict[str, Any]:
-        return self._training_content(self.settings) | {"task": task, "data": self.fingerprint(task)}
+        return self._training_content(self.settings, self.optimizer_content) | self._for_task(task)
+
+    @cached_property
+    def optimizer_content(self) -> dict[str, Any]:
+        """The optimizer's configuration as it enters keys; with what its offsets are fitted to, if they are."""
+        given: dict[str, Any] = self.plain["optimizer"]
+        if not wants_fit(self.cfg.optimizer):
+            return given
+        return given | {"pilots": {task: content_key(self.pilot_content(task)) for task in self.tasks}}
+
+    @cached_property
+    def pilot_settings(self) -> Settings:
+        return Settings(**self.plain["training"]).planned(evaluations_a_step(self.cfg.optimizer.base))
+
+    def pilot_content(self, task: str) -> dict[str, Any]:
+        """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
+        return self._training_content(self.pilot_settings, self.plain["optimizer"]["base"]) | self._for_task(
+            task
+        )
+
+    def fit_content(self) -> dict[str, Any]:
+        return {name: self.optimizer_content[name] for name in ("distribution", "pilots")}
 
     @property
     def joint_settings(self) -> Settings:
-        """As many steps as all experts together."""
-        return replace(self.settings, steps=self.settings.steps * len(self.tasks))
+        """The budget of all experts together."""
+        return self.settings.times(len(self.tasks))
 
     def joint_content(self) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}
-        return self._training_content(self.joint_settings) | {"tasks": list(data), "data": data}
+        content = self._training_content(self.joint_settings, self.optimizer_content)
+        return content | {"tasks": list(data), "data": data}
 
     def side_content(self, kind: str, task: str) -> dict[str, Any]:
         """What names an expert's Fisher or Grams."""
@@ -158,6 +192,7 @@ class Context:
         experts = {task: content_key(self.expert_content(task)) for task in self.tasks}
         content = {
             "base": self.backbone_content,
+            "finetuning": self.plain["finetuning"],
             "order": list(experts),
             "experts": experts,
             "method": method,

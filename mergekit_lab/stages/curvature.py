@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from mergekit_lab.backbones import Classifier
 from mergekit_lab.checkpoints import write_tensors
@@ -46,7 +46,7 @@ def _maker(run: Context, kind: str, task: str) -> Any:
             found = diagonal_fisher(
                 model, batches, sampled=settings.sampled, seed=run.seed, chunk=settings.chunk
             )
-            tensors = _of_all_tensors(run, found)
+            tensors = _of_all_tensors(run, encoder, found)
             trace = sum(float(value.sum()) for value in found.values())
         else:
             found = input_grams(model, batches)
@@ -67,9 +67,12 @@ def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Itera
         yield split.images[part].to(run.device) / 255, split.labels[part].to(run.device)
 
 
-def _of_all_tensors(run: Context, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_all_tensors(run: Context, encoder: nn.Module, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
-    named = {name.removeprefix(_INSIDE): value for name, value in fisher.items()}
+    names = {parameter: name for name, parameter in encoder.state_dict(keep_vars=True).items()}
+    named = {
+        names[p]: fisher[_INSIDE + own] for own, p in encoder.named_parameters() if _INSIDE + own in fisher
+    }
     still = {
         n: torch.zeros_like(t) for n, t in run.base_state.items() if t.is_floating_point() and n not in named
     }

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.stages.config import optimizer_factory
+from omegaconf import DictConfig
+from torch import Tensor
+
+from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
+from mergekit_lab.optim import fit_offset
+from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
@@ -21,40 +26,108 @@ CURVE = "curve.json"
 
 
 def stage_finetune(run: Context) -> None:
+    if run.settings.seconds is not None:
+        log.info(
+            "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
+        )
+    fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
+    train = Training(run, run.cfg.optimizer, run.settings, fit)
     for number, task in enumerate(run.tasks, start=1):
-        title = f"expert {number}/{len(run.tasks)} {task}"
-        _say(title, run.obtain("experts", run.expert_content(task), _maker(run, title, [task], run.settings)))
+        train.expert(f"expert {number}/{len(run.tasks)} {task}", run.expert_content(task), task)
     if run.cfg.joint:
         title = f"joint model of {len(run.tasks)} tasks"
-        _say(
-            title,
-            run.obtain("joint", run.joint_content(), _maker(run, title, list(run.tasks), run.joint_settings)),
-        )
+        joint = Training(run, run.cfg.optimizer, run.joint_settings, fit)
+        _say(title, run.obtain("joint", run.joint_content(), joint.maker(title, list(run.tasks))))
 
 
-def _maker(run: Context, title: str, tasks: list[str], settings: Settings) -> Any:
+@dataclass(frozen=True)
+class Training:
+    """How models of a run are trained.
+
+    Attributes:
+        optimizer: its configuration.
+        settings: planned.
+        fit: `loc` and `scale` of offsets that are fitted, else None.
+    """
+
+    run: Context
+    optimizer: DictConfig
+    settings: Settings
+    fit: Mapping[str, float] | None = None
+
+    def expert(self, title: str, content: Mapping[str, Any], task: str) -> Artefact:
+        artefact = self.run.obtain("experts", content, self.maker(title, [task]))
+        _say(title, artefact)
+        return artefact
+
+    def maker(self, title: str, tasks: list[str]) -> Callable[[Workplace], Mapping[str, Any]]:
+        run, settings = self.run, self.settings
+
+        def make(place: Workplace) -> Mapping[str, Any]:
+            budget = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
+            log.info("%s: training %s", title, budget)
+            prefix = tasks[0] if len(tasks) == 1 else "joint"
+            model = run.parametrisation.trainable(run.backbone.image_encoder(), run.seed)
+            done = finetune(
+                model,
+                {task: run.head(task) for task in tasks},
+                {task: run.tasks[task].split("train") for task in tasks},
+                {task: run.tasks[task].split("validation") for task in tasks},
+                optimizer_factory(self.optimizer, settings.steps, self.fit),
+                settings,
+                seed=run.seed,
+                resume=place.resume,
+                trainer={**run.plain["trainer"], "enable_progress_bar": run.cfg.progress},
+                on_metrics=lambda metrics, step: run.tracker.log(
+                    {f"{prefix}/{name}": value for name, value in metrics.items()}, step
+                ),
+            )
+            model.cpu().load_state_dict(done.state)
+            write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
+            (place.out / CURVE).write_text(json.dumps(done.curve))
+            return {"val_accuracy": done.val_accuracy, "step": done.step}
+
+        return make
+
+
+def _fit(run: Context) -> Mapping[str, float]:
+    """The distribution of the task vectors of the base optimizer's experts, which are trained if need be."""
+
     def make(place: Workplace) -> Mapping[str, Any]:
-        log.info("%s: training %d steps", title, settings.steps)
-        prefix = tasks[0] if len(tasks) == 1 else "joint"
-        done = finetune(
-            run.backbone.image_encoder(),
-            {task: run.head(task) for task in tasks},
-            {task: run.tasks[task].split("train") for task in tasks},
-            {task: run.tasks[task].split("validation") for task in tasks},
-            optimizer_factory(run.cfg, settings.steps),
-            settings,
-            seed=run.seed,
-            resume=place.resume,
-            trainer={**run.plain["trainer"], "enable_progress_bar": run.cfg.progress},
-            on_metrics=lambda metrics, step: run.tracker.log(
-                {f"{prefix}/{name}": value for name, value in metrics.items()}, step
-            ),
-        )
-        write_tensors(place.out / "model.safetensors", done.state)
-        (place.out / CURVE).write_text(json.dumps(done.curve))
-        return {"val_accuracy": done.val_accuracy, "step": done.step}
+        train = Training(run, run.cfg.optimizer.base, run.pilot_settings)
+        vectors = []
+        for number, task in enumerate(run.tasks, start=1):
+            pilot = train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
+            vectors.append(_TaskVector(open_checkpoint(pilot.file("model.safetensors"), task), run.base_state))
+        moved = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
+        for vector in vectors:
+            vector.names = moved
+        return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
 
-    return make
+    found = run.obtain("fits", run.fit_content(), make).info
+    log.info(
+        "offsets: %s, loc %.2e, scale %.2e, Kolmogorov-Smirnov distance %.3f, mean log-likelihood %.3f",
+        *(found[name] for name in ("distribution", "loc", "scale", "ks_distance", "mean_log_likelihood")),
+    )
+    return found
+
+
+class _TaskVector(Mapping[str, Tensor]):
+    """An expert's change of the base by name, read when it is asked for."""
+
+    def __init__(self, expert: Checkpoint, base: Mapping[str, Tensor]) -> None:
+        self.expert = expert
+        self.base = base
+        self.names = list(base)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.expert[name] - self.base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def _say(title: str, artefact: Artefact) -> None:

@@ -1,7 +1,8 @@
 """Fine-tune an image encoder on one task, or on several at once, with Lightning."""
 
 from mergekit_lab.training.data import StepBatches, TaskData
-from mergekit_lab.training.fit import Finetuned, Settings, finetune
+from mergekit_lab.training.fit import Finetuned, finetune
 from mergekit_lab.training.module import FinetuneModule
+from mergekit_lab.training.settings import Settings
 
 __all__ = ["FinetuneModule", "Finetuned", "Settings", "StepBatches", "TaskData", "finetune"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,70 +17,12 @@ from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Split
+from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
+from mergekit_lab.training.settings import Settings
 
 log = logging.getLogger(__name__)
-
-_KEEP = ("best", "last")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What decides a fine-tuning, beside the optimizer, the data and the backbone.
-
-    Args:
-        steps: optimizer steps, at least 1.
-        batch_size: images a step.
-        lr, weight_decay: for the optimizers, whose configurations refer to them.
-        warmup_steps: linear warm-up, at most `steps`.
-        clip_norm: largest gradient norm, or None.
-        label_smoothing: in [0, 1).
-        precision: Lightning's name: "32-true" or "bf16-mixed". fp16 scaling cannot step with a closure.
-        validations: how often validation runs; lowered to the next number that divides `steps`.
-        keep: the weights that are kept: "best" on validation, or "last".
-    """
-
-    steps: int
-    batch_size: int
-    lr: float
-    weight_decay: float
-    warmup_steps: int = 0
-    clip_norm: float | None = 1.0
-    label_smoothing: float = 0.0
-    precision: str = "32-true"
-    validations: int = 5
-    keep: str = "best"
-
-    def __post_init__(self) -> None:
-        for name, low in {"steps": 1, "batch_size": 1, "lr": 0, "weight_decay": 0, "validations": 1}.items():
-            if not low <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"training.{name} is {getattr(self, name)}; it must be at least {low}, and finite"
-                )
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise InputError(
-                f"training.warmup_steps is {self.warmup_steps}; "
-                f"it must be in [0, training.steps = {self.steps}]"
-            )
-        if not 0 <= self.label_smoothing < 1:
-            raise InputError(f"training.label_smoothing is {self.label_smoothing}; it must be in [0, 1)")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive, or null")
-        if self.keep not in _KEEP:
-            raise InputError(f"training.keep is {self.keep!r}; it must be one of {', '.join(_KEEP)}")
-        if self.precision not in ("32-true", "bf16-mixed", "64-true"):
-            raise InputError(
-                f"training.precision is {self.precision!r}; it must be 32-true, bf16-mixed or 64-true: fp16 "
-                "gradient scaling steps without a closure, which SAM and its kin need"
-            )
-
-    @property
-    def validate_every(self) -> int:
-        """Steps between validations; the last is after the last step."""
-        return next(
-            self.steps // n for n in range(min(self.validations, self.steps), 0, -1) if self.steps % n == 0
-        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +30,7 @@ class Finetuned:
     """What a fine-tuning gives.
 
     Attributes:
-        state: the encoder's state dict, on the CPU.
+        state: the state dict of what was trained, on the CPU.
         curve: points `{"step", "train_loss", "lr", "val_accuracy"}`, the last three where measured.
         val_accuracy: of `state`, in [0, 1], mean over tasks.
         step: at which `state` was taken.
@@ -117,28 +58,32 @@ def finetune(
     """Train `encoder` in place and return the weights to keep.
 
     Args:
-        encoder: as pretrained.
+        encoder: as pretrained; its parameters that require a gradient train.
         heads, train, validation: by task name.
         make_optimizer: builds the optimizer from named parameters.
-        settings: see `Settings`.
+        settings: see `Settings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
         trainer: further arguments of `lightning.Trainer` (accelerator, devices).
         on_metrics: called with every point of the curve.
     """
+    clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
     module = FinetuneModule(
         encoder,
         heads,
         make_optimizer,
         steps=settings.steps,
         warmup_steps=settings.warmup_steps,
+        clock=clock,
+        accumulate=settings.accumulate,
         clip_norm=settings.clip_norm,
         label_smoothing=settings.label_smoothing,
         seed=seed,
         record_every=max(1, settings.steps // 50),
         on_metrics=on_metrics,
     )
-    data = TaskData(train, validation, batch_size=settings.batch_size, steps=settings.steps, seed=seed)
+    steps = settings.steps if clock is None else NEVER
+    data = TaskData(train, validation, batch_size=settings.batch_size, steps=steps, seed=seed)
     best = ModelCheckpoint(
         resume,
         filename="best",
@@ -148,15 +93,16 @@ def finetune(
     )
     latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
-    callbacks: list[Any] = [best, latest]
+    callbacks: list[Any] = [best, latest] if clock is None else [clock, best, latest]
     if options["enable_progress_bar"]:
-        callbacks.append(RichProgressBar(leave=False))
+        callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
     try:
         lit = lightning.Trainer(
             **options,
-            max_steps=settings.steps,
+            max_steps=-1 if clock else settings.steps,
+            max_epochs=-1,
             precision=settings.precision,  # type: ignore[arg-type]
-            val_check_interval=settings.validate_every,
+            val_check_interval=NEVER if clock else settings.validate_every,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             logger=False,
@@ -186,3 +132,11 @@ def finetune(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
     return Finetuned(state, module.curve, accuracy, step)
+
+
+class _OpenProgressBar(RichProgressBar):
+    """Counts steps without a last one, which a clock does not know."""
+
+    @property
+    def total_train_batches(self) -> float:
+        return float("inf")

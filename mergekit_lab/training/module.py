@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim import refuse_accumulation
 from mergekit_lab.optim.wrapper import WrappedOptimizer
+from mergekit_lab.training.clock import Clock
 from mergekit_lab.training.data import Batch
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -34,6 +34,8 @@ class FinetuneModule(lightning.LightningModule):
         heads: frozen `[C, D]` by task.
         make_optimizer: builds the optimizer from named parameters.
         steps, warmup_steps: of the schedule; the rate is 0 at `steps`.
+        clock: if given, it says how far the schedule is, in place of the number of steps done.
+        accumulate: micro-batches that the batch of every evaluation is cut into.
         clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
         label_smoothing: in [0, 1).
         seed: of everything random in a step (dropout): each step seeds anew from (seed, step), so that a
@@ -50,6 +52,8 @@ class FinetuneModule(lightning.LightningModule):
         *,
         steps: int,
         warmup_steps: int = 0,
+        clock: Clock | None = None,
+        accumulate: int = 1,
         clip_norm: float | None = None,
         label_smoothing: float = 0.0,
         seed: int = 0,
@@ -65,6 +69,8 @@ class FinetuneModule(lightning.LightningModule):
         self.make_optimizer = make_optimizer
         self.steps = steps
         self.warmup_steps = warmup_steps
+        self.clock = clock
+        self.accumulate = accumulate
         self.clip_norm = clip_norm
         self.label_smoothing = label_smoothing
         self.seed = seed
@@ -79,35 +85,66 @@ class FinetuneModule(lightning.LightningModule):
         return self.encoder(images) @ head.T
 
     def configure_optimizers(self) -> Any:
+        if self.trainer.accumulate_grad_batches > 1:
+            raise InputError(
+                "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
+                "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
+            )
         named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
-        refuse_accumulation(optimizer, self.trainer.accumulate_grad_batches)
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.stays_in_train_mode = False
             optimizer.base.register_step_pre_hook(self._clip)
-        schedule = LambdaLR(optimizer, lambda step: cosine_with_warmup(step, self.steps, self.warmup_steps))
+        schedule = LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        done = step if self.clock is None else self.clock.fraction * self.steps
+        return cosine_with_warmup(done, self.steps, self.warmup_steps)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed((self.seed * 1_000_003 + self.global_step) % (1 << 63))
         self._first_loss = None
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        if self.trainer.accumulate_grad_batches > 1 and isinstance(optimizer, WrappedOptimizer):
-            optimizer.train()
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        batch = self._share(batch)
+        """The loss of the whole batch; its gradient is that of the last micro-batch, the others' are added."""
+        self.optimizers(use_pl_optimizer=False).zero_grad()  # type: ignore[union-attr]
+        *others, last = self._micro_batches(self._share(batch))
+        before = torch.zeros((), device=self.device)
+        for part in others:
+            loss = self._loss(part)
+            with torch.autocast(self.device.type, enabled=False):
+                loss.backward()
+            before = before + loss.detach()
+        loss = self._loss(last)
+        if others:
+            loss = loss + before
+        if self._first_loss is None:
+            self._first_loss = loss.detach()
+        return loss
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
+        """The batch in up to `accumulate` parts, each with the number of images in all of them."""
         total = sum(len(labels) for _, labels in batch.values())
+        cut = {
+            task: list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
+            for task, (x, y) in batch.items()
+        }
+        count = max(map(len, cut.values()))
+        return [({t: parts[i] for t, parts in cut.items() if i < len(parts)}, total) for i in range(count)]
+
+    def _loss(self, part: tuple[Batch, int]) -> Tensor:
+        batch, total = part
         losses = [
             functional.cross_entropy(self.logits(x, task), y, label_smoothing=self.label_smoothing)
             * len(y)
             / total
             for task, (x, y) in batch.items()
         ]
-        loss = torch.stack(losses).sum()
-        if self._first_loss is None:
-            self._first_loss = loss.detach()
-        return loss
+        return torch.stack(losses).sum()
 
     def _share(self, batch: Batch) -> Batch:
         """The part of the batch that the optimizer asks for: all of it, but in a cheaper ascent."""
@@ -179,7 +216,7 @@ class FinetuneModule(lightning.LightningModule):
         self.curve = [dict(point) for point in checkpoint["curve"]]
 
 
-def cosine_with_warmup(step: int, steps: int, warmup_steps: int) -> float:
+def cosine_with_warmup(step: float, steps: int, warmup_steps: int) -> float:
     """The factor on the learning rate: 0 to 1 linearly over the warm-up, then a half cosine to 0 at `steps`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps

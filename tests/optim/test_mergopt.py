@@ -274,12 +274,14 @@ def test_noise_has_the_distribution_it_is_named_after(distribution: str, dtype: 
     assert abs(z.abs().mean() - expected) < 0.01
 
 
-def test_laplace_draws_are_finite_at_the_end_of_the_uniform_range(monkeypatch) -> None:
-    monkeypatch.setattr(Tensor, "uniform_", lambda self, *_, **__: self.fill_(-1.0))
-    for dtype in (torch.float32, torch.float64):
-        z = sample(4, torch.Generator(), dtype, distribution="laplace", loc=0.0, scale=1.0)
-        assert torch.isfinite(z).all()
-        assert (z < -16).all()
+@pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
+def test_a_negative_scale_negates_the_draws_about_their_mean(distribution: str) -> None:
+    def draw(scale: float) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return sample(9, generator, torch.float64, distribution=distribution, loc=0.5, scale=scale)
+
+    torch.testing.assert_close(draw(-0.25) - 0.5, 0.5 - draw(0.25))
+    assert torch.equal(draw(0.0), torch.full((9,), 0.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

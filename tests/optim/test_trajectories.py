@@ -62,7 +62,17 @@ def test_printed_asam_equals_a_dense_loop() -> None:
         assert_close(problem.weights(), weights, TOLERANCE)
 
 
-@pytest.mark.parametrize("entries_per_draw", [7, 2**24], ids=["many draws", "one draw"])
+def drawn_together(weights: dict[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Names of neighbours with at most so many entries in all."""
+    groups: list[list[str]] = [[]]
+    for name, w in weights.items():
+        if groups[-1] and sum(weights[n].numel() for n in groups[-1]) + w.numel() > most:
+            groups.append([])
+        groups[-1].append(name)
+    return groups
+
+
+@pytest.mark.parametrize("entries_per_draw", [70, 2**24], ids=["many draws", "one draw"])
 def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "ENTRIES_PER_DRAW", entries_per_draw)
     problem = Problem()
@@ -82,10 +92,14 @@ def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.
         experts = hashed(3, step, "experts") % 5 + 1
         generator = torch.Generator().manual_seed(hashed(3, step, "offset"))
         away = {}
-        for name, w in weights.items():
-            u = torch.empty(w.numel(), dtype=torch.float64).uniform_(-1, 1, generator=generator).view(w.shape)
-            z = loc - scale * u.sign() * torch.log(1 - u.abs())
-            away[name] = w + (experts * alpha - 1) * z
+        for names in drawn_together(weights, entries_per_draw):
+            sizes = [weights[name].numel() for name in names]
+            first, second = (
+                torch.empty(sum(sizes), dtype=torch.float64).exponential_(1.0, generator=generator)
+                for _ in range(2)
+            )
+            for name, z in zip(names, (loc + scale * (first - second)).split(sizes), strict=True):
+                away[name] = weights[name] + (experts * alpha - 1) * z.view(weights[name].shape)
         momentum_step(weights, velocity, gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)

@@ -59,7 +59,7 @@ def test_every_field_of_a_method_stands_in_its_file(file: Path) -> None:
 
 @pytest.mark.parametrize("option", [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))])
 def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
-    make = optimizer_factory(composed([f"optimizer={option}"])[0], steps=100)
+    make = optimizer_factory(composed([f"optimizer={option}"])[0].optimizer, steps=100)
     optimizer = make(list(encoder.named_parameters()))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
@@ -114,7 +114,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
         ("training.precision=16-mixed", "fp16 gradient scaling"),
         ("curvature.samples=0", "curvature.samples is 0"),
-        ("finetuning.parametrisation=fulll", "did you mean 'full'"),
+        ("+finetuning.parametrisation=full", "unknown key 'finetuning.parametrisation'"),
         ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
         ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
         ("training.lr=${nowhere}", "does not resolve"),

@@ -1,0 +1,150 @@
+"""Fine-tuning in the tangent space: the model's first-order expansion around its pretrained weights.
+
+Ortiz-Jimenez, Favero, Frossard: Task Arithmetic in the Tangent Space (NeurIPS 2023), section 5; FTTS in the
+SAFT paper (Lee et al., ICLR 2025), appendix A.1. Reference implementation: gortizji/tangent_task_arithmetic.
+
+    f_lin(x; θ) = f(x; θ0) + ∇f(x; θ0) (θ − θ0)
+
+by one forward-mode product (`torch.func.jvp`). As there, the weights that train are θ, which begin at θ0 and
+which weight decay acts on, and the normalisation of an image's features stays outside the expansion. An expert
+stays linear at evaluation, and so does a merge of experts: it is the expansion at the merged θ. Where we
+differ: any model that returns tensors, also in a structure, can be expanded.
+
+Fused attention has no forward-mode derivative, so attention is computed by its formula here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+
+from mergekit_lab.backbones.attention import keep_differentiable
+from mergekit_lab.backbones.parametrisation import Parametrisation
+from mergekit_lab.errors import InputError, listing
+
+
+class Tangent(nn.Module):
+    """A model's expansion around the weights it has now, with the model's own state dict.
+
+    The wrapped model's parameters are θ, and train. θ0 is kept beside them in buffers that are not saved: a
+    state dict of this module has the wrapped model's names and is loaded into either.
+
+    Extra memory: a copy of the parameters, and the tangents of activations.
+
+    Args:
+        model: returns a tensor, or tensors in a structure that torch's pytrees know (transformers' outputs).
+
+    Raises:
+        InputError: running statistics (batch norm) are changed by a forward pass and have no expansion.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        running = [n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        if running:
+            raise InputError(
+                f"a model with running statistics cannot be linearised, and {listing(running)} keep some: "
+                "take finetuning=full"
+            )
+        _load_rules()
+        self.model = model
+        for place, parameter in enumerate(model.parameters()):
+            self.register_buffer(f"origin_{place}", parameter.detach().clone(), persistent=False)
+        self.register_state_dict_post_hook(_without_own_name)
+        self.register_load_state_dict_pre_hook(_with_own_name)
+        keep_differentiable(self)
+
+    def train(self, mode: bool = True) -> Tangent:
+        """As usual, but attention stays differentiable."""
+        super().train(mode)
+        keep_differentiable(self)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The expansion of each tensor that the model returns.
+
+        Raises:
+            InputError: `labels`, for a loss is no output to expand, or `use_cache=True`.
+        """
+        kwargs = self._accepted(kwargs)
+        weights = dict(self.model.named_parameters())
+        origin = {name: getattr(self, f"origin_{place}") for place, name in enumerate(weights)}
+        change = {name: p - origin[name] for name, p in weights.items()}
+
+        def outputs(values: dict[str, Tensor]) -> Any:
+            return functional_call(self.model, values, args, kwargs)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            value, slope = jvp(outputs, (origin,), (change,))  # type: ignore[misc]
+        return tree_map(torch.add, value, slope)
+
+    def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if kwargs.get("labels") is not None:
+            raise InputError(
+                "a linearised model does not take labels, because its loss would be linearised too: compute "
+                "the loss of the logits that it returns"
+            )
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            if kwargs.get("use_cache"):
+                raise InputError("a linearised model keeps no cache: leave use_cache out")
+            return {**kwargs, "use_cache": False}
+        return kwargs
+
+
+@cache
+def _load_rules() -> None:
+    """torch loads its forward-mode rules at the first use, with a warning about how they are written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+        jvp(torch.sin, (torch.zeros(1),), (torch.zeros(1),))
+
+
+def _without_own_name(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    own = f"{prefix}model."
+    for name in [n for n in state if n.startswith(own)]:
+        state[prefix + name.removeprefix(own)] = state.pop(name)
+
+
+def _with_own_name(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in [n for n in state if n.startswith(prefix)]:
+        state[f"{prefix}model.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+@dataclass(frozen=True)
+class Linearised(Parametrisation):
+    """The model's expansion around its pretrained weights trains, and computes.
+
+    A model with an attribute `core` names by it the submodule that is expanded; others are expanded whole.
+    """
+
+    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        return self.computing(model)
+
+    def computing(self, model: nn.Module) -> nn.Module:
+        core = getattr(model, "core", None)
+        if core is None:
+            return Tangent(model)
+        setattr(model, core, Tangent(model.get_submodule(core)))
+        return model
+
+
+def linearised_model(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """The expansion of a pretrained model at the weights of a linearised expert, or of a merge of such.
+
+    Args:
+        model: as pretrained, the base of the experts; becomes part of the result.
+        state: a checkpoint in the base's names.
+    """
+    made = Linearised().computing(model)
+    made.load_state_dict(state)
+    return made

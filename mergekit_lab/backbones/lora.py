@@ -1,0 +1,97 @@
+"""Low-rank adapters by peft, folded into dense weights after training so that any merger takes them.
+
+Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models (ICLR 2022): W + (alpha / rank) B A, B = 0 at the
+start. Adapters that were trained elsewhere are folded by `checkpoints/adapters.py`.
+"""
+
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.backbones.parametrisation import Parametrisation
+from mergekit_lab.errors import InputError, listing
+
+
+@dataclass(frozen=True)
+class LoRA(Parametrisation):
+    """Low-rank factors train; the expert is the base with their product folded in.
+
+    Args:
+        rank: of the factors, at least 1.
+        alpha: the product counts alpha / rank; positive.
+        targets: modules to adapt, by the ends of their names as in peft; None takes all of attention (the
+            query, key, value and output projections).
+
+    Raises:
+        InputError: a number out of range; when applied, targets that the model has not.
+    """
+
+    rank: int = 16
+    alpha: float = 16.0
+    targets: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"finetuning.rank is {self.rank}; it must be at least 1")
+        if not self.alpha > 0:
+            raise InputError(f"finetuning.alpha is {self.alpha}; it must be positive")
+        if self.targets is not None and not self.targets:
+            raise InputError("finetuning.targets is empty: name modules, or leave it null for attention")
+
+    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        targets = _attention_modules(model) if self.targets is None else list(self.targets)
+        _refuse_inner_projections(model, targets)
+        options: dict[str, Any] = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": targets}
+        config = LoraConfig(**options)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft with transformers 5
+            torch.manual_seed(seed)
+            try:
+                return get_peft_model(model, config)
+            except ValueError as error:
+                raise InputError(f"finetuning=lora cannot be applied: {error}") from None
+
+    def folded(self, model: nn.Module) -> dict[str, Tensor]:
+        merged = deepcopy(model).merge_and_unload()  # type: ignore[operator]
+        return dict(merged.state_dict())
+
+
+def _attention_modules(model: nn.Module) -> list[str]:
+    """Modules that hold the projections of attention: torch's own attention whole, else each linear layer."""
+    whole = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    single = [
+        name.removesuffix(".weight")
+        for name in attention_weights(model)
+        if not any(name.startswith(f"{module}.") for module in whole)
+    ]
+    if not whole and not single:
+        raise InputError(
+            f"finetuning=lora adapts attention by default, and {type(model).__name__} has none that is known "
+            "by its name: name modules in finetuning.targets"
+        )
+    return whole + single
+
+
+def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
+    """torch's attention reads its output projection's weights without calling it: it would miss an adapter."""
+
+    def named(module: str) -> bool:
+        return any(module == target or module.endswith(f".{target}") for target in targets)
+
+    unseen = [
+        f"{name}.out_proj"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) and named(f"{name}.out_proj") and not named(name)
+    ]
+    if unseen:
+        raise InputError(
+            f"an adapter on {listing(unseen)} alone would have no effect: name the attention module itself, "
+            "which adapts its output projection too"
+        )

@@ -1,0 +1,69 @@
+"""What of a pretrained model trains, and how what was trained becomes a checkpoint of the model's own names.
+
+A parametrisation is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`, an
+image encoder or a model of transformers: `trainable` before training, `folded` after it, and `computing` where
+checkpoints are evaluated, merged ones among them. `linearised.py` and `lora.py` have the others.
+
+Jin, Hou, Xiao, Su, Shen: Fine-tuning attention modules only: Enhancing weight disentanglement in task
+arithmetic (ICLR 2025); FTLO in the SAFT paper (Lee et al., ICLR 2025), appendix A.1.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.errors import InputError
+
+
+class Parametrisation:
+    """How a model is fine-tuned. Whatever the way, an expert is a checkpoint with the base's names."""
+
+    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        """The model to train: parameters that require a gradient are those that train.
+
+        Args:
+            model: as pretrained; it is changed and may become part of what is returned.
+            seed: of values that are drawn at the start.
+
+        Raises:
+            InputError: the parametrisation does not apply to this model.
+        """
+        return model
+
+    def folded(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state dict of what `trainable` returned, in the base's names and shapes."""
+        return dict(model.state_dict())
+
+    def computing(self, model: nn.Module) -> nn.Module:
+        """A model that computes what experts do, once it has loaded a `folded` or a merged state dict.
+
+        Args:
+            model: as pretrained; it is changed and may become part of what is returned.
+        """
+        return model
+
+
+@dataclass(frozen=True)
+class Full(Parametrisation):
+    """Every parameter trains."""
+
+
+@dataclass(frozen=True)
+class AttentionLinear(Parametrisation):
+    """Only the weights of the query, key, value and output projections of attention train, not their biases.
+
+    All other tensors of an expert are the base's, bit for bit.
+    """
+
+    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        chosen = set(attention_weights(model))
+        if not chosen:
+            raise InputError(
+                f"finetuning=attention_linear trains the projections of attention, and {type(model).__name__} "
+                "has none that is known by its name (such as attn.in_proj_weight or self_attn.q_proj.weight): "
+                "take finetuning=full"
+            )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        return model

@@ -1,0 +1,90 @@
+"""A budget of seconds: a clock that stops training, and says when to validate and how far training is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+NEVER = 10**9
+"""Steps between validations, and batches of an epoch, where a clock decides instead."""
+
+
+class Clock(Callback):
+    """Stops training after so many seconds of it, over all the runs that it took.
+
+    Validation is not counted. Seconds spent are in checkpoints, so a run that is resumed has what was left at
+    the checkpoint it goes on from. When the clock ends, and at equal parts of the budget before, validation
+    follows.
+
+    A result under a clock is not reproducible bit for bit: how many steps fit in depends on the machine and on
+    what else it does.
+
+    Args:
+        seconds: the budget, positive.
+        validations: how often validation runs, at least 1.
+    """
+
+    def __init__(self, seconds: float, validations: int) -> None:
+        self.seconds = seconds
+        self.validations = validations
+        self._spent = 0.0
+        self._since: float | None = None
+        self._validated = 0
+
+    @property
+    def fraction(self) -> float:
+        """The part of the budget that is spent, in [0, 1]."""
+        running = 0.0 if self._since is None else time.monotonic() - self._since
+        return min(1.0, (self._spent + running) / self.seconds)
+
+    def _run(self) -> None:
+        self._since = time.monotonic()
+
+    def _pause(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if self._since is not None:
+            self._spent += time.monotonic() - self._since
+        self._since = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        trainer.should_stop = self._spent >= self.seconds
+        self._run()
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        part = self.fraction
+        trainer.should_stop = part >= 1
+        due = int(part * self.validations)
+        trainer.val_check_batch = 1 if due > self._validated else NEVER
+        self._validated = max(due, self._validated)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._pause(pl_module.device)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._run()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"spent": self._spent, "validated": self._validated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._spent = state_dict["spent"]
+        self._validated = state_dict["validated"]
+
+
+def machine(accelerator: str) -> str:
+    """What a clock's result depends on beside the settings: the card's name, or "cpu" and its threads."""
+    if accelerator != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads"

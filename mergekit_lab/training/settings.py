@@ -1,0 +1,131 @@
+"""What decides a fine-tuning, beside the optimizer, the data and the backbone; budgets among it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from mergekit_lab.errors import InputError, suggestion
+
+_KEEP = ("best", "last")
+BUDGETS = ("steps", "gradient_evaluations", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides a fine-tuning, beside the optimizer, the data and the backbone.
+
+    Args:
+        steps: optimizer steps, at least 1.
+        batch_size: images a step.
+        lr, weight_decay: for the optimizers, whose configurations refer to them.
+        budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
+            whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
+        gradient_evaluations: that budget's size; None takes as many as `steps`.
+        seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
+        warmup_steps: linear warm-up, at most `steps`. It takes the same part of every budget.
+        accumulate: micro-batches that a batch is cut into, at least 1: the gradient of the whole batch in the
+            memory of a part. Every evaluation of a step, an ascent too, goes over all of them.
+        clip_norm: largest gradient norm, or None.
+        label_smoothing: in [0, 1).
+        precision: Lightning's name: "32-true" or "bf16-mixed". fp16 scaling cannot step with a closure.
+        validations: how often validation runs; lowered to the next number that divides `steps`.
+        keep: the weights that are kept: "best" on validation, or "last".
+
+    Raises:
+        InputError: a value out of range, or the size of a budget that is not the one chosen.
+    """
+
+    steps: int
+    batch_size: int
+    lr: float
+    weight_decay: float
+    budget: str = "steps"
+    gradient_evaluations: int | None = None
+    seconds: float | None = None
+    warmup_steps: int = 0
+    accumulate: int = 1
+    clip_norm: float | None = 1.0
+    label_smoothing: float = 0.0
+    precision: str = "32-true"
+    validations: int = 5
+    keep: str = "best"
+
+    def __post_init__(self) -> None:
+        lowest = {"steps": 1, "batch_size": 1, "lr": 0, "weight_decay": 0, "validations": 1, "accumulate": 1}
+        for name, low in lowest.items():
+            if not low <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"training.{name} is {getattr(self, name)}; it must be at least {low}, and finite"
+                )
+        if self.accumulate > self.batch_size:
+            raise InputError(
+                f"training.accumulate is {self.accumulate}; it must be at most training.batch_size = "
+                f"{self.batch_size}, which it cuts into micro-batches"
+            )
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise InputError(
+                f"training.warmup_steps is {self.warmup_steps}; "
+                f"it must be in [0, training.steps = {self.steps}]"
+            )
+        self._check_budget()
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"training.label_smoothing is {self.label_smoothing}; it must be in [0, 1)")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive, or null")
+        if self.keep not in _KEEP:
+            raise InputError(f"training.keep is {self.keep!r}; it must be one of {', '.join(_KEEP)}")
+        if self.precision not in ("32-true", "bf16-mixed", "64-true"):
+            raise InputError(
+                f"training.precision is {self.precision!r}; it must be 32-true, bf16-mixed or 64-true: fp16 "
+                "gradient scaling steps without a closure, which SAM and its kin need"
+            )
+
+    def _check_budget(self) -> None:
+        if self.budget not in BUDGETS:
+            raise InputError(f"training.budget is {self.budget!r}{suggestion(self.budget, BUDGETS)}")
+        for name in BUDGETS[1:]:
+            value = getattr(self, name)
+            if value is not None and self.budget != name:
+                raise InputError(
+                    f"training.{name} is {value}, and training.budget is {self.budget!r}: set "
+                    f"training.budget={name}, or leave training.{name} null"
+                )
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"training.{name} is {value}; it must be positive, and finite")
+        if self.budget == "seconds" and self.seconds is None:
+            raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
+
+    def planned(self, evaluations_a_step: Fraction) -> Settings:
+        """The same with a budget of gradient evaluations turned into as many whole steps as it allows.
+
+        Args:
+            evaluations_a_step: what the optimizer takes, `optim.gradient_evaluations`.
+
+        Raises:
+            InputError: the budget does not allow one step.
+        """
+        if self.budget != "gradient_evaluations":
+            return self
+        allowed = self.steps if self.gradient_evaluations is None else self.gradient_evaluations
+        steps = int(allowed / evaluations_a_step)
+        if steps < 1:
+            raise InputError(
+                f"{allowed} gradient evaluations do not allow one step, which takes "
+                f"{float(evaluations_a_step):g}: raise training.gradient_evaluations"
+            )
+        warmup = self.warmup_steps * steps // self.steps
+        return replace(self, budget="steps", gradient_evaluations=None, steps=steps, warmup_steps=warmup)
+
+    def times(self, factor: int) -> Settings:
+        """The same with `factor` times the budget, as a model for `factor` tasks has; of planned settings."""
+        seconds = None if self.seconds is None else self.seconds * factor
+        return replace(self, steps=self.steps * factor, seconds=seconds)
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations; the last is after the last step."""
+        return next(
+            self.steps // n for n in range(min(self.validations, self.steps), 0, -1) if self.steps % n == 0
+        )
