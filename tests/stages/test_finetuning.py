@@ -76,7 +76,7 @@ def test_fishers_of_linearised_experts_have_the_bases_names(tmp_path) -> None:
     made = go(
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
-    fisher = load_state(made.fisher("digits"), "fisher.safetensors")
+    fisher = load_state(made.side("fisher", "digits"), "fisher.safetensors")
     assert fisher.keys() == {n for n, t in BASE.image_encoder().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
