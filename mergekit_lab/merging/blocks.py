@@ -5,7 +5,6 @@ Legend: `T` experts, `*S` a tensor's shape, `n` a block's length.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.inputs import Inputs
 
@@ -224,19 +222,11 @@ class Reader:
         """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
         if not values.numel():
             return
-        lowest = 0.0 if kind == "fisher" else -math.inf
-
-        def faults(part: Tensor) -> Tensor:
-            low, high = torch.aminmax(part)
-            return ~((high - low).isfinite() & (low >= lowest))
-
-        def refuse() -> None:
-            for expert, row in zip(self.experts, values, strict=True):
-                if bool(faults(row)):
-                    found = "negative" if bool(row.isfinite().all()) else "NaN or infinite"
-                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing(names)})")
-
-        self._doubts.append((faults(values), refuse))
+        low, high = torch.aminmax(values)
+        sound = low.isfinite() & high.isfinite()
+        if kind == "fisher":
+            sound &= low >= 0
+        self._doubt(~sound, partial(self.inputs.refuse_side, kind, names))
 
     def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
@@ -251,7 +241,11 @@ class Reader:
     def expect_finite(self, names: list[str], deltas: Tensor) -> None:
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
         doubt = (deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()
-        self._doubts.append((doubt, partial(self.inputs.refuse_non_finite, names)))
+        self._doubt(doubt, partial(self.inputs.refuse_non_finite, names))
+
+    def _doubt(self, doubt: Tensor, refuse: Callable[[], None]) -> None:
+        """`refuse` reads again what it names: a doubt holds no block."""
+        self._doubts.append((doubt, refuse))
         if self.device.type == "cpu":
             self.settle()
 

@@ -61,6 +61,16 @@ class Inputs:
                     )
         raise InputError(f"the task vectors of {listing(names)} overflow {self.compute}")
 
+    def refuse_side(self, kind: str, names: Sequence[str]) -> None:
+        """Raise for the first side input of these tensors that may not be used, naming the expert."""
+        for position, expert in enumerate(self.experts):
+            for name in names:
+                values = self.sides(name)[kind][position].to(self.compute)
+                finite = bool(values.isfinite().all())
+                if not finite or (kind == "fisher" and bool((values < 0).any())):
+                    found = "negative" if finite else "NaN or infinite"
+                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing([name])})")
+
 
 def open_inputs(
     base: Source,

@@ -1,5 +1,7 @@
 """Each wrong input has one clear error that names it."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -20,8 +22,10 @@ from mergekit_lab.merging import (
     RegMean,
     TaskArithmetic,
     WeightAverage,
+    blocks,
     merge_state_dicts,
 )
+from mergekit_lab.merging.inputs import open_inputs
 
 
 def state(**changes):
@@ -211,3 +215,13 @@ def test_patterns_reach_tied_weights_under_any_of_their_names() -> None:
     only = merge_state_dicts(base, [expert], WeightAverage(), include=["head"])
     assert float(only["w"].sum()) == float(only["head"].sum()) == 6
     assert float(only["b"].sum()) == 0
+
+
+def test_a_pass_over_side_inputs_holds_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 4)
+    base = {"w": torch.zeros(40)}
+    inputs = open_inputs(base, [base, base], Fisher(), {"fisher": [{"w": torch.ones(40)}] * 2})
+    reader = blocks.Reader(inputs, Fisher(), torch.device("cpu"))
+    seen = [weakref.ref(block) for block in reader.side_blocks("fisher")]
+    assert len(seen) == 10
+    assert all(block() is None for block in seen)
