@@ -5,9 +5,13 @@ Legend: `T` experts, `*S` a tensor's shape, `n` a block's length.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from mergekit_lab.merging.inputs import Inputs
 CPU_BLOCK = 1 << 18
 """Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
 enough that its threads seldom wait for each other between two operations."""
-DEVICE_BLOCK = 1 << 24
+DEVICE_BLOCK = 1 << 23
 """The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
+_AHEAD = 3
+"""Blocks that are read from the host's memory before an accelerator asks for them."""
 
 Notes = dict[str, dict[str, object]]
 
@@ -96,17 +102,44 @@ class Reader:
         return replace(self, changes=(*self.changes, change))
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        flat = self.flat()
-        for piece in self.pieces(self.inputs.merged):
-            _, deltas = self.read(piece, flat)
+        for piece, deltas in self._deltas():
             site = self.site(piece)
             for change in self.changes:
                 deltas = change(piece[0].name, deltas, site)
             yield piece[0].name, deltas, site
 
+    def _deltas(self) -> Iterator[tuple[list[Segment], Tensor]]:
+        """Every block's task vectors; an accelerator's are read from the host while it works on others."""
+        pieces = self.pieces(self.inputs.merged)
+        if not self.fed:
+            flat = self.flat()
+            for piece in pieces:
+                yield piece, self.read(piece, flat)[1]
+            return
+        flats = threading.local()
+
+        def read(piece: list[Segment]) -> Tensor:
+            if not hasattr(flats, "own"):
+                flats.own = self.flat()
+            return self.read(piece, flats.own)[1]
+
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            coming = ((piece, pool.submit(read, piece)) for piece in pieces)
+            flying = deque(islice(coming, _AHEAD))
+            while flying:
+                piece, deltas = flying.popleft()
+                flying.extend(islice(coming, 1))
+                yield piece, deltas.result()
+
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
         for piece in self.pieces(self.inputs.merged):
             yield self._side(piece)[kind]
+
+    @cached_property
+    def fed(self) -> bool:
+        """Whether an accelerator works on what lies in the host's memory."""
+        first = next(iter(self.inputs.merged), None)
+        return first is not None and self.device.type != "cpu" and self.inputs.base[first].device.type == "cpu"
 
     def flat(self) -> Flat:
         """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
@@ -159,11 +192,11 @@ class Reader:
     def whole(self, name: str) -> tuple[Tensor, Tensor]:
         """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
         shape = self.inputs.base.specs[name].shape
-        base = self.inputs.base[name].to(self.device, self.inputs.compute)
+        base = self._stack([[self.inputs.base[name].reshape(-1)]])
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
-        deltas.sub_(base.reshape(-1))
+        deltas.sub_(base)
         self.expect_finite([name], deltas)
-        return base, deltas.view(-1, *shape)
+        return base.view(shape), deltas.view(-1, *shape)
 
     def site(self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
         """What belongs to a block; `side` reads the side inputs too."""
@@ -268,12 +301,28 @@ def _length(piece: Sequence[Segment]) -> int:
 
 def _fill(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy the parts, end to end, into the flat `out`."""
-    if len(parts) == 1:
+    if parts[0].device != out.device:
+        out.copy_(_sent(parts, out.device))
+    elif len(parts) == 1:
         out.copy_(parts[0].reshape(-1))
-    elif parts[0].device == out.device:
-        torch._foreach_copy_(shaped(out, parts), list(parts))
     else:
-        out.copy_(torch.cat([part.reshape(-1) for part in parts]))
+        torch._foreach_copy_(shaped(out, parts), list(parts))
+
+
+def _sent(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The parts, end to end, on another device, in their own dtype: converted there, half as much is sent.
+
+    From the host they go through pinned memory, so that nobody waits for the transfer.
+    """
+    from_host = parts[0].device.type == "cpu" and device.type == "cuda"
+    kind = reduce(torch.promote_types, {part.dtype for part in parts})
+    size = sum(part.numel() for part in parts)
+    whole = torch.empty(size, dtype=kind, device=parts[0].device, pin_memory=from_host)
+    first = 0
+    for part in parts:
+        whole[first : first + part.numel()].copy_(part.reshape(-1))
+        first += part.numel()
+    return whole.to(device, non_blocking=from_host)
 
 
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -73,11 +73,12 @@ class IsoCTS(SpectralMethod):
         own, common = direction_budget(r, experts, self.common)
         u, s, v = top_triplets(scaled.sum(dim=1).to(deltas.dtype if deltas.is_cuda else torch.float64), common)
         if own:
-            left = torch.empty_like(deltas)
-            for t in range(experts):
-                left[:, t] = scaled[:, t] - u @ (u.mT @ scaled[:, t])
-            apart = (x.unflatten(0, (batch, experts)) for x in top_triplets(left.flatten(0, 1), own))
-            own_u, own_s, own_v = apart
+            basis = _complement(u) if common and shape[0] <= shape[1] else None
+            apart = _apart(scaled, u) if basis is None else basis.mT[:, None] @ scaled
+            triplets = top_triplets(apart.to(deltas.dtype).flatten(0, 1), own)
+            own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in triplets)
+            if basis is not None:
+                own_u = basis[:, None] @ own_u
             u = torch.cat([own_u.movedim(1, 2).flatten(2), u], dim=-1)
             s = torch.cat([own_s.flatten(1), s], dim=-1)
             v = torch.cat([own_v.movedim(1, 2).flatten(2), v], dim=-1)
@@ -89,6 +90,23 @@ class IsoCTS(SpectralMethod):
             if min(ranks) < r:
                 site.note("rank_deficient", {"atoms": r, "u": ranks[0], "v": ranks[1]})
         return (s.mean(dim=-1)[:, None, None] * (white_u @ white_v.mT)).to(deltas.dtype)
+
+
+def _apart(deltas: Tensor, u: Tensor) -> Tensor:
+    """`δ_t` without what lies in the columns of `u` `[B, m, c]`, for `δ` `[B, T, m, n]`."""
+    return deltas - u[:, None] @ (u.mT[:, None] @ deltas)
+
+
+def _complement(u: Tensor) -> Tensor:
+    """Orthonormal columns `[B, m, m−c]` apart from those of `u` `[B, m, c]`.
+
+    In their coordinates the experts' matrices are small and of full rank, which is what factorizations on a
+    GPU want.
+    """
+    rows, columns = u.shape[1:]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(rows, rows - columns, generator=generator, dtype=u.dtype).to(u.device)
+    return polar_factor(_apart(start[None, None], u)[:, 0], u.dtype)[0]
 
 
 def direction_budget(r: int, experts: int, common: float) -> tuple[int, int]:

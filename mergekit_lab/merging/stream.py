@@ -232,10 +232,9 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
 def _results(
     readers: list[Reader], survey: Any, dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The jobs' results, in order, computed by one worker a device, or one a core."""
+    """The jobs' results, in order, computed by one worker a device, or by several where one cannot fill it."""
     jobs = _jobs(readers[0])
-    if len(readers) == 1:
-        readers = readers + [replace(readers[0]) for _ in range(_workers(readers[0]) - 1)]
+    readers = [replace(each) if number else each for each in readers for number in range(_workers(each))]
     if len(readers) == 1:
         yield from _alone(readers[0], jobs, survey, dtype)
         return
@@ -284,11 +283,14 @@ _UNSETTLED = 8
 
 def _workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
-    other; two on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
     if reader.device.type == "cpu":
         return max(1, min(torch.get_num_threads(), os.cpu_count() or 1)) if reader.method.elementwise else 1
-    first = next(iter(reader.inputs.merged), None)
-    return 2 if first and reader.inputs.base[first].device.type == "cpu" and reader.method.elementwise else 1
+    return min(_FEEDERS, os.cpu_count() or 1) if reader.fed and reader.method.elementwise else 1
+
+
+_FEEDERS = 4
+"""Workers that feed an accelerator: one cannot copy from the host's memory as fast as it works."""
 
 
 def merge_state_dicts(
