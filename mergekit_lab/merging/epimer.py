@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream, require, require_choice
-from mergekit_lab.merging.spectral import Atoms, SpectralMethod, noted_rank, whitened_atoms
+from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, whitened_atoms
 
 _COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpiMer(SpectralMethod):
+class EpiMer(AtomMethod):
     """Curvature-weighted merge in the experts' singular directions.
 
     Args:
@@ -54,7 +54,7 @@ class EpiMer(SpectralMethod):
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 
     def __post_init__(self) -> None:
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
+        super().__post_init__()
         require(self.eps > 0, "eps", self.eps, "positive")
         require_choice("aggregator", self.aggregator, ("sum", "mean"))
         require_choice("coordinates", self.coordinates, _COORDINATES)
@@ -79,14 +79,14 @@ class EpiMer(SpectralMethod):
         return means if self.normalise == "trace" else means.sqrt()
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return torch.tensordot(self._shares(site), deltas, dims=1)
+        return site.weigh(deltas).sum(dim=0) / site.weights.sum()
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         experts = deltas.shape[1]
         rank = noted_rank(bases.shape[1:], experts, self.rank, sites)
-        if rank == 0:
-            return torch.zeros_like(bases)
         atoms = whitened_atoms(deltas, rank, sites)
+        if rank == 0:
+            return atoms, atoms.sigma
         curvature = torch.stack([site.side["fisher"] for site in sites])
         shares = torch.stack([self._shares(site) for site in sites]).double()
         scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
@@ -95,14 +95,17 @@ class EpiMer(SpectralMethod):
         )
         for site, gain in zip(sites, eta.tolist(), strict=True):
             site.note("eta", gain)
-        return atoms.lift(merged * (experts if self.aggregator == "sum" else 1)).to(deltas.dtype)
+        merged = merged * (experts if self.aggregator == "sum" else 1)
+        return atoms.to(deltas.dtype), merged.to(deltas.dtype)
 
     def _shares(self, site: Site) -> Tensor:
         return site.weights / site.weights.sum()
 
     def _coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:
         """`d`, `[B, T, p]`."""
-        own = atoms.task == torch.arange(deltas.shape[1], device=atoms.task.device)[:, None]
+        experts, device = deltas.shape[1], deltas.device
+        own = torch.eye(experts, dtype=torch.bool, device=device)
+        own = own.repeat_interleave(atoms.sigma.shape[1] // experts, dim=1)
         if self.coordinates == "tagged":
             return torch.where(own, atoms.sigma[:, None], 0)
         projected = torch.stack([_project(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import ScaledMethod, Site
+from mergekit_lab.merging.contract import ScaledMethod, Site, require
 
 _NO_MATRIX = "text_projection"
 
@@ -47,7 +47,7 @@ class SpectralMethod(ScaledMethod):
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         """The merged task vector of a tensor that is no matrix."""
-        return site.weigh(deltas).mean(dim=0)
+        return site.weigh(deltas).sum(dim=0) / len(deltas)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.is_matrix(name, base.shape):
@@ -55,23 +55,51 @@ class SpectralMethod(ScaledMethod):
         return self.merge_other(name, base, deltas, site)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AtomMethod(SpectralMethod):
+    """Base of the methods whose merged matrices are sums of atoms, which can be stored as such.
+
+    Args:
+        rank: cap on the triplets an expert keeps of a matrix, at least 1; None keeps `int(r/T)`, which no cap
+            exceeds. Capped tensors, and those with `r < T` (nothing kept), are noted.
+    """
+
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
+
+    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+        """The atoms of same-shaped matrices and their merged coordinates at `α = 1`, `[B, p]`.
+
+        For the arguments see `merge_matrices`. Both are rounded to the precision of `deltas`.
+        """
+        raise NotImplementedError
+
+    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        atoms, coordinates = self.merged_atoms(bases, deltas, sites)
+        return atoms.lift(coordinates).to(deltas.dtype)
+
+
 @dataclass(frozen=True)
 class Atoms:
     """Rank-one directions of all experts, whitened together.
 
-    `p` atoms a matrix, `u_i v_iᵀ` with `u` `[B, m, p]` and `v` `[B, n, p]` whose columns are orthonormal
-    (a partial isometry where the experts' directions are not independent); `sigma` `[B, p]` their singular
-    values; `task` `[p]` the expert an atom came from.
+    `p` atoms a matrix, in the order of the experts, `k` of each: `u_i v_iᵀ` with `u` `[B, m, p]` and `v`
+    `[B, n, p]` whose columns are orthonormal (a partial isometry where the experts' directions are not
+    independent); `sigma` `[B, p]` their singular values.
     """
 
     u: Tensor
     v: Tensor
     sigma: Tensor
-    task: Tensor
 
     def lift(self, coordinates: Tensor) -> Tensor:
-        """`U_⊥ diag(d) V_⊥ᵀ` for coordinates `d` `[B, p]`: `[B, m, n]`."""
-        return (self.u * coordinates[:, None]) @ self.v.mT
+        """`U_⊥ diag(d) V_⊥ᵀ` for coordinates `d` `[B, p]`: `[B, m, n]`, in float64."""
+        return (self.u.double() * coordinates.double()[:, None]) @ self.v.double().mT
+
+    def to(self, dtype: torch.dtype) -> Atoms:
+        return Atoms(self.u.to(dtype), self.v.to(dtype), self.sigma.to(dtype))
 
 
 def rank_budget(shape: Sequence[int], experts: int, cap: int | None) -> int:
@@ -247,12 +275,15 @@ def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
 
     Args:
         deltas: `[B, T, m, n]`.
-        rank: `k ≥ 1`, with `kT ≤ r`.
+        rank: `k`, with `kT ≤ r`.
         sites: receive the note `rank_deficient` where the experts' directions are not independent.
 
     Atoms with `σ = 0` (an expert equal to the base) are zero columns.
     """
-    batch, experts = deltas.shape[:2]
+    batch, experts, m, n = deltas.shape
+    if rank == 0:
+        u, v, sigma = (deltas.new_zeros(batch, *shape, dtype=torch.float64) for shape in ((m, 0), (n, 0), (0,)))
+        return Atoms(u, v, sigma)
     u, s, v = (x.unflatten(0, (batch, experts)) for x in top_triplets(deltas.flatten(0, 1), rank))
     real = s > 0
     sigma = s.flatten(1)
@@ -264,5 +295,4 @@ def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
     ):
         if min(ranks) < sigma.shape[1]:
             site.note("rank_deficient", dict(zip(("atoms", "u", "v"), ranks, strict=True)))
-    task = torch.arange(deltas.shape[1], device=deltas.device).repeat_interleave(rank)
-    return Atoms(white_u, white_v, sigma, task)
+    return Atoms(white_u, white_v, sigma)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod, noted_rank, whitened_atoms
+from mergekit_lab.merging.contract import Site
+from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, whitened_atoms
 
 
 @dataclass(frozen=True, kw_only=True)
-class TSVM(SpectralMethod):
+class TSVM(AtomMethod):
     """`θ0 + α U_⊥ diag(σ) V_⊥ᵀ` for matrices, `θ0 + α·mean(δ)` for other tensors.
 
     Args:
@@ -28,16 +28,9 @@ class TSVM(SpectralMethod):
         weights: `λ_t` scales `δ_t` before its decomposition; 1 by default.
     """
 
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
-
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         rank = noted_rank(bases.shape[1:], deltas.shape[1], self.rank, sites)
-        if rank == 0:
-            return torch.zeros_like(bases)
         if not all(site.unit for site in sites):
             deltas = deltas * torch.stack([site.weights for site in sites])[..., None, None]
-        atoms = whitened_atoms(deltas, rank, sites)
-        return atoms.lift(atoms.sigma).to(deltas.dtype)
+        atoms = whitened_atoms(deltas, rank, sites).to(deltas.dtype)
+        return atoms, atoms.sigma
