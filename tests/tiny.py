@@ -1,9 +1,12 @@
 """A small model and task that tests of several rooms share."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.tasks import Split
+from mergekit_lab.backbones import ImageObjective
+from mergekit_lab.tasks import ImageTask, Part, Split
 
 
 class TinyEncoder(nn.Module):
@@ -24,3 +27,25 @@ def tiny_split(count: int, seed: int = 0) -> Split:
     labels = torch.arange(count) % 3
     noise = torch.randint(0, 60, (count, 3, 4, 4), generator=generator)
     return Split((noise + labels[:, None, None, None] * 90).to(torch.uint8), labels)
+
+
+@dataclass(frozen=True)
+class TinyTask(ImageTask):
+    """`tiny_split`s; the validation and test part are drawn by other seeds."""
+
+    name: str = "tiny"
+    size: int = 60
+    other_size: int = 30
+    seed: int = 0
+
+    classes = ("dark", "grey", "light")
+    templates = ("{}",)
+
+    def make(self, part: Part) -> Split:
+        if part == "train":
+            return tiny_split(self.size, self.seed)
+        return tiny_split(self.other_size, self.seed + {"validation": 9, "test": 10}[part])
+
+
+def tiny_objective(head: Tensor, size: int = 60, other_size: int = 30, seed: int = 0) -> ImageObjective:
+    return ImageObjective(TinyTask(size=size, other_size=other_size, seed=seed), head)

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measured_layers
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.evaluation import accuracy
+from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.stages.diagnose import pairs
+from mergekit_lab.tasks import Part
 
 COEFFICIENTS = (0.4, 0.6, 0.8, 1.0)
 
@@ -42,10 +43,9 @@ def context(store: str) -> Context:
         return Context(compose("main", overrides), Path("."), {})
 
 
-def value(run: Context, state: dict[str, Tensor], task: str, part: str) -> float:
-    run.encoder.load_state_dict(state)
-    split = run.tasks[task].split(part)
-    return accuracy(run.encoder, run.head(task), split.images, split.labels)
+def value(run: Context, state: dict[str, Tensor], task: str, part: Part) -> float:
+    run.model.load_state_dict(state)
+    return score(run.model, run.objective(task), part).value
 
 
 def measured(run: Context) -> Interference:

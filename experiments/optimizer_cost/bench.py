@@ -68,7 +68,7 @@ class Vision:
         self.head = torch.randn(100, 64 if small else 512, device=device)
 
     def model(self) -> nn.Module:
-        return self.backbone.image_encoder()
+        return self.backbone.model()
 
     def loss(self, model: nn.Module, fraction: float) -> Tensor:
         rows = round(fraction * len(self.labels))

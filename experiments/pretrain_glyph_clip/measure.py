@@ -21,7 +21,7 @@ from mergekit_lab import tasks as rooms
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.merging import TSVM, TaskArithmetic, WeightAverage, merge_state_dicts
 from mergekit_lab.merging.contract import Method
-from mergekit_lab.tasks import Task
+from mergekit_lab.tasks import ImageTask
 
 SUITES = {
     "glyphs8": ("Digits", "Mnist", "Latin", "Greek", "Cyrillic", "Math", "Accents", "Style"),
@@ -35,9 +35,9 @@ State = dict[str, Tensor]
 class Bench:
     """A suite's data, heads and encoder on one device."""
 
-    def __init__(self, tasks: list[Task], backbone: OpenClip, device: torch.device):
+    def __init__(self, tasks: list[ImageTask], backbone: OpenClip, device: torch.device):
         self.tasks, self.device = tasks, device
-        self.encoder = backbone.image_encoder().to(device)
+        self.encoder = backbone.model().to(device)
         self.base: State = {k: v.detach().clone() for k, v in self.encoder.state_dict().items()}
         heads = [backbone.zero_shot_head(t.classes, t.templates).to(device) for t in tasks]
         self.heads = torch.zeros(len(tasks), max(map(len, heads)), heads[0].shape[1], device=device)

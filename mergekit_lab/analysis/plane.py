@@ -3,7 +3,7 @@
 `θ0 + Σ α_t τ_t` is written into one module's tensors in place, from θ0 each time, so that no error adds up
 over a grid. One forward pass per point and task gives losses, accuracies and predictions together.
 
-Legend: A values of α, N samples, C classes.
+Legend: A values of α, N samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.backbones import Batch, Objective
+from mergekit_lab.backbones.objective import device_of, moved
+from mergekit_lab.curvature import likelihood
 from mergekit_lab.errors import InputError, listing
+from mergekit_lab.evaluation import Scores, score
+from mergekit_lab.tasks import Part
 
 
 class Weights:
@@ -55,59 +60,32 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class ImageTask:
-    """Images to evaluate on, on the model's device.
+class Sample:
+    """Samples of a task to evaluate on.
 
     Attributes:
-        head: `[C, D]`; logits are `features @ head.T`.
-        images: `[N, …]`, as the encoder takes them.
-        labels: `[N]`.
+        objective: where the model is.
+        part: train, validation or test.
+        index: which, int64 `[N]`.
     """
 
-    head: Tensor
-    images: Tensor
-    labels: Tensor
+    objective: Objective
+    part: Part
+    index: Tensor
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Of one model on one task.
-
-    Attributes:
-        loss: mean cross-entropy, in nats.
-        accuracy: in [0, 1].
-        predictions: `[N]`.
-    """
-
-    loss: float
-    accuracy: float
-    predictions: Tensor
-
-
-@torch.inference_mode()
-def score(encoder: nn.Module, task: ImageTask, batch_size: int = 512) -> Scores:
-    """Loss, accuracy and predictions of an encoder with a task's head."""
-    was_training = encoder.training
-    encoder.eval()
-    loss, found = torch.zeros((), dtype=torch.float64, device=task.labels.device), []
-    for images, labels in zip(task.images.split(batch_size), task.labels.split(batch_size), strict=True):
-        logits = (encoder(images) @ task.head.T).float()
-        loss += functional.cross_entropy(logits, labels, reduction="sum")
-        found.append(logits.argmax(dim=-1))
-    encoder.train(was_training)
-    predictions = torch.cat(found)
-    right = (predictions == task.labels).float().mean()
-    return Scores(float(loss) / len(predictions), float(right), predictions)
+    def score(self, model: nn.Module, batch_size: int = 512) -> Scores:
+        """Loss, value and predictions of a model."""
+        return score(model, self.objective, self.part, index=self.index, batch_size=batch_size, with_loss=True)
 
 
 Row = dict[str, list[float]]
-"""One row of a plane: for every measure (`loss/cars`, `accuracy/cars`, `xi`) its A values."""
+"""One row of a plane: for every measure (`loss/cars`, `value/cars`, `xi`) its A values."""
 
 
 def plane(
-    encoder: nn.Module,
+    model: nn.Module,
     weights: Weights,
-    tasks: Mapping[str, ImageTask],
+    tasks: Mapping[str, Sample],
     pair: tuple[str, str],
     alphas: Sequence[float],
     *,
@@ -122,7 +100,7 @@ def plane(
     as the distance). It lies in [0, 2].
 
     Args:
-        encoder: the module that `weights` moves.
+        model: the module that `weights` moves.
         tasks: what is evaluated; the pair among them.
         pair: the experts of the two axes.
         alphas: of both axes.
@@ -134,7 +112,7 @@ def plane(
     """
     fixed = dict(others or {})
     alone = {
-        task: [_at(encoder, weights, {task: a}, tasks[task], batch_size).predictions for a in alphas]
+        task: [_at(model, weights, {task: a}, tasks[task], batch_size).predictions for a in alphas]
         for task in pair
     }
     for i in range(start, len(alphas)):
@@ -143,39 +121,39 @@ def plane(
             weights.move({**fixed, pair[0]: alphas[i], pair[1]: alphas[j]})
             xi = 0.0
             for name, task in tasks.items():
-                scores = score(encoder, task, batch_size)
+                scores = task.score(model, batch_size)
                 row.setdefault(f"loss/{name}", []).append(scores.loss)
-                row.setdefault(f"accuracy/{name}", []).append(scores.accuracy)
+                row.setdefault(f"value/{name}", []).append(scores.value)
                 if name in pair:
                     single = alone[name][i if name == pair[0] else j]
-                    xi += float((scores.predictions != single).float().mean())
+                    xi += sum(a != b for a, b in zip(scores.predictions, single, strict=True)) / len(single)
             row.setdefault("xi", []).append(xi)
         yield row
 
 
 def _at(
-    encoder: nn.Module, weights: Weights, place: Mapping[str, float], task: ImageTask, batch_size: int
+    model: nn.Module, weights: Weights, place: Mapping[str, float], task: Sample, batch_size: int
 ) -> Scores:
     weights.move(place)
-    return score(encoder, task, batch_size)
+    return task.score(model, batch_size)
 
 
 def line(
-    encoder: nn.Module,
+    model: nn.Module,
     weights: Weights,
     label: str,
     alphas: Sequence[float],
-    tasks: Mapping[str, ImageTask],
+    tasks: Mapping[str, Sample],
     batch_size: int = 512,
 ) -> dict[str, dict[str, list[float]]]:
-    """Loss and accuracy of every task along `θ0 + α τ`: `{task: {"loss": [A], "accuracy": [A]}}`."""
-    found: dict[str, dict[str, list[float]]] = {t: {"loss": [], "accuracy": []} for t in tasks}
+    """Loss and value of every task along `θ0 + α τ`: `{task: {"loss": [A], "value": [A]}}`."""
+    found: dict[str, dict[str, list[float]]] = {t: {"loss": [], "value": []} for t in tasks}
     for alpha in alphas:
         weights.move({label: alpha})
         for name, task in tasks.items():
-            scores = score(encoder, task, batch_size)
+            scores = task.score(model, batch_size)
             found[name]["loss"].append(scores.loss)
-            found[name]["accuracy"].append(scores.accuracy)
+            found[name]["value"].append(scores.value)
     return found
 
 
@@ -194,11 +172,11 @@ def barrier(values: Sequence[float], places: Sequence[float]) -> float:
 
 @torch.inference_mode()
 def cross_task_linearity(
-    encoder: nn.Module,
+    model: nn.Module,
     blocks: Mapping[str, nn.Module],
     weights: Weights,
     pair: tuple[str, str],
-    images: Tensor,
+    samples: Sequence[Sample],
     *,
     coefficient: float = 0.3,
     batch_size: int = 256,
@@ -209,8 +187,8 @@ def cross_task_linearity(
     sample's features are all of a block's output. 0: merging weights averages features.
 
     Args:
-        blocks: modules of the encoder whose outputs are compared, by name.
-        images: what both experts see, `[N, …]`.
+        blocks: modules of the model whose outputs are compared, by name.
+        samples: what both experts see.
         coefficient: λ.
     """
     first, second = pair
@@ -220,20 +198,25 @@ def cross_task_linearity(
         {second: 2 * coefficient},
     ]
     totals = dict.fromkeys(blocks, 0.0)
-    for part in images.split(batch_size):
-        outputs = []
-        for place in places:
-            weights.move(place)
-            outputs.append(_outputs(encoder, blocks, part))
-        merged, one, other = outputs
-        for name in blocks:
-            near = functional.cosine_similarity(merged[name], (one[name] + other[name]) / 2, dim=1)
-            totals[name] += float((1 - near).sum())
-    return {name: total / len(images) for name, total in totals.items()}
+    for sample in samples:
+        for part in sample.index.split(batch_size):
+            batch = moved(sample.objective.batch(sample.part, part), device_of(model))
+            outputs = []
+            for place in places:
+                weights.move(place)
+                outputs.append(_outputs(model, sample.objective, blocks, batch))
+            merged, one, other = outputs
+            for name in blocks:
+                near = functional.cosine_similarity(merged[name], (one[name] + other[name]) / 2, dim=1)
+                totals[name] += float((1 - near).sum())
+    count = sum(len(sample.index) for sample in samples)
+    return {name: total / count for name, total in totals.items()}
 
 
-def _outputs(encoder: nn.Module, blocks: Mapping[str, nn.Module], images: Tensor) -> dict[str, Tensor]:
-    """What each block gives for the images, `[N, …]` flattened, in float32."""
+def _outputs(
+    model: nn.Module, objective: Objective, blocks: Mapping[str, nn.Module], batch: Batch
+) -> dict[str, Tensor]:
+    """What each block gives for a batch, `[N, …]` flattened, in float32."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -245,7 +228,7 @@ def _outputs(encoder: nn.Module, blocks: Mapping[str, nn.Module], images: Tensor
 
     handles = [block.register_forward_hook(keep(name)) for name, block in blocks.items()]
     try:
-        encoder(images)
+        likelihood.scores(objective.scored(model), batch, objective.causal)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,17 +1,23 @@
-"""Pretrained models to fine-tune: image encoders, frozen heads for their features, and what of them trains."""
+"""Pretrained models to fine-tune, how they learn a task, and what of them trains."""
 
+from .classification import Classifier, ImageObjective
 from .linearised import Linearised, Tangent, linearised_model
 from .lora import LoRA
-from .open_clip import Classifier, ImageEncoder, OpenClip
+from .objective import Backbone, Batch, Objective
+from .open_clip import ImageEncoder, OpenClip
 from .parametrisation import AttentionLinear, Full, Parametrisation
 
 __all__ = [
     "AttentionLinear",
+    "Backbone",
+    "Batch",
     "Classifier",
     "Full",
     "ImageEncoder",
+    "ImageObjective",
     "Linearised",
     "LoRA",
+    "Objective",
     "OpenClip",
     "Parametrisation",
     "Tangent",

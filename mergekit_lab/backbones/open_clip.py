@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize
 
 from mergekit_lab.backbones.attention import keep_differentiable
+from mergekit_lab.backbones.classification import ImageObjective
+from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.tasks import ImageTask, Task
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SHIPPED = {"glyph-clip": "glyph_clip"}
@@ -66,27 +69,8 @@ class ImageEncoder(nn.Module):
         return normalize(self.visual((images - self.mean) / self.std), dim=-1)
 
 
-class Classifier(nn.Module):
-    """An encoder with a frozen head: `forward(images)` gives logits `[N, C] = features @ head.T`.
-
-    encoder: gives features `[N, D]`. head: `[C, D]`. The head is no parameter and stays out of `state_dict`:
-    what is trained, saved and merged is the encoder alone.
-    """
-
-    head: Tensor
-
-    def __init__(self, encoder: nn.Module, head: Tensor):
-        super().__init__()
-        self.encoder = encoder
-        self.register_buffer("head", head.detach().clone(), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.encoder(images)
-        return features @ self.head.T
-
-
 @dataclass(frozen=True)
-class OpenClip:
+class OpenClip(Backbone):
     """A pretrained CLIP model by open_clip's names.
 
     architecture: a name from `open_clip.list_models()`, or `glyph-clip`, the small model that ships.
@@ -103,11 +87,24 @@ class OpenClip:
     weights: str | None
     seed: int = 0
 
-    def image_encoder(self) -> ImageEncoder:
+    def model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
         visual = deepcopy(_model(self).visual)
         size = visual.image_size if isinstance(visual.image_size, tuple) else (visual.image_size,) * 2
         return ImageEncoder(visual.requires_grad_(True), size, visual.image_mean, visual.image_std)
+
+    def check(self, task: Task) -> None:
+        if not isinstance(task, ImageTask):
+            raise InputError(
+                f"{self.architecture} reads images, and task {task.name!r} is a {type(task).__name__}: "
+                "take a suite of images, or a language model as the backbone"
+            )
+
+    def objective(self, task: Task) -> ImageObjective:
+        """The task with its zero-shot head."""
+        self.check(task)
+        assert isinstance(task, ImageTask)
+        return ImageObjective(task, self.zero_shot_head(task.classes, task.templates))
 
     @torch.no_grad()
     def zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:

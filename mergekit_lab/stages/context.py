@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Parametrisation
+from mergekit_lab.backbones import Backbone, Objective, Parametrisation
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method, resolve_device
@@ -69,11 +69,13 @@ class Context:
         self.seed: int = cfg.seed
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = resolve_device(wanted if cfg.device == "auto" else cfg.device)
-        self.backbone = build(cfg.backbone)
+        self.backbone: Backbone = build(cfg.backbone)
         self.parametrisation: Parametrisation = build(cfg.finetuning)
         self.tasks: dict[str, Task] = {name: build(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")
+        for task in self.tasks.values():
+            self.backbone.check(task)
         self.mergers = self._mergers()
         self.tracker: Tracker = build(cfg.logger)
         self.timings: dict[str, Timing] = {}
@@ -98,29 +100,26 @@ class Context:
     # --- parts of the backbone ------------------------------------------------------------------------
 
     @cached_property
-    def encoder(self) -> nn.Module:
-        """One image encoder for all evaluations; its weights are whatever was loaded last.
+    def model(self) -> nn.Module:
+        """One model for all evaluations; its weights are whatever was loaded last.
 
         It computes what experts compute: of linearised experts, the expansion around the backbone's weights.
         """
-        encoder = self.parametrisation.computing(self.backbone.image_encoder())
-        return encoder.to(self.device)
+        return self.parametrisation.computing(self.backbone.model()).to(self.device)
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
         """`θ0`, on the CPU."""
-        return {n: t.detach().cpu().clone() for n, t in self.backbone.image_encoder().state_dict().items()}
+        return {n: t.detach().cpu().clone() for n, t in self.backbone.model().state_dict().items()}
 
-    def head(self, task: str) -> Tensor:
-        """The frozen zero-shot head of a task, `[C, D]`."""
-        if task not in self._heads:
-            self._heads[task] = self.backbone.zero_shot_head(
-                self.tasks[task].classes, self.tasks[task].templates
-            )
-        return self._heads[task]
+    def objective(self, task: str) -> Objective:
+        """How the backbone learns a task and is scored on it; on the run's device."""
+        if task not in self._objectives:
+            self._objectives[task] = self.backbone.objective(self.tasks[task])
+        return self._objectives[task].to(self.device)
 
     @cached_property
-    def _heads(self) -> dict[str, Tensor]:
+    def _objectives(self) -> dict[str, Objective]:
         return {}
 
     # --- what things are called in the store ------------------------------------------------------------
@@ -145,7 +144,26 @@ class Context:
         return content
 
     def _for_task(self, task: str) -> dict[str, Any]:
-        return {"task": task, "data": self.fingerprint(task)}
+        return {"task": task, "data": self.fingerprint(task)} | self._learning([task])
+
+    def _learning(self, tasks: Iterable[str]) -> dict[str, Any]:
+        """How the backbone learns these tasks, where there is more than one way.
+
+        Scoring is part of it only where validation chooses the weights that are kept.
+        """
+        found: dict[str, Any] = {}
+        for task in tasks:
+            how = self.backbone.learning(self.tasks[task])
+            if self.settings.keep == "best":
+                how = how | self.scoring(task)
+            if how:
+                found[task] = how
+        return {"learning": found} if found else {}
+
+    def scoring(self, task: str) -> dict[str, Any]:
+        """What decides a score beside model and data, where there is more than one way."""
+        how = self.backbone.scoring(self.tasks[task])
+        return {"scoring": how} if how else {}
 
     def expert_content(self, task: str) -> dict[str, Any]:
         return self._training_content(self.settings, self.optimizer_content) | self._for_task(task)
@@ -179,7 +197,7 @@ class Context:
     def joint_content(self) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}
         content = self._training_content(self.joint_settings, self.optimizer_content)
-        return content | {"tasks": list(data), "data": data}
+        return content | {"tasks": list(data), "data": data} | self._learning(data)
 
     def side_content(self, kind: str, task: str) -> dict[str, Any]:
         """What names an expert's Fisher or Grams."""
@@ -203,7 +221,9 @@ class Context:
 
     def search_content(self, merger: Merger) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}
-        return self.merge_content(merger, merger.content) | {"data": data, "grid": self.search.coefficients}
+        content = self.merge_content(merger, merger.content)
+        scoring = {task: how for task in data if (how := self.scoring(task))}
+        return content | {"data": data, "grid": self.search.coefficients} | scoring
 
     # --- artefacts --------------------------------------------------------------------------------------
 

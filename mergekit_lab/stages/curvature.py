@@ -10,7 +10,8 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Classifier
+from mergekit_lab.backbones import Batch
+from mergekit_lab.backbones.objective import moved
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, input_grams
 from mergekit_lab.stages.config import Curvature
@@ -18,8 +19,6 @@ from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
-
-_INSIDE = "encoder."
 
 
 def stage_curvature(run: Context) -> None:
@@ -37,20 +36,26 @@ def stage_curvature(run: Context) -> None:
 def _maker(run: Context, kind: str, task: str) -> Any:
     def make(place: Workplace) -> Mapping[str, Any]:
         settings = Curvature(**run.plain["curvature"])
-        encoder = run.encoder
-        encoder.load_state_dict(load_state(run.expert(task)))
-        model = Classifier(encoder, run.head(task)).to(run.device)
-        count = settings.count(len(run.tasks[task].split("train")))
+        objective = run.objective(task)
+        run.model.load_state_dict(load_state(run.expert(task)))
+        whole = objective.scored(run.model)
+        inside = prefix(whole, run.model)
+        count = settings.count(run.tasks[task].count("train"))
         batches = _batches(run, kind, task, count, settings.chunk)
         if kind == "fisher":
             found = diagonal_fisher(
-                model, batches, sampled=settings.sampled, seed=run.seed, chunk=settings.chunk
+                whole,
+                batches,
+                causal=objective.causal,
+                sampled=settings.sampled,
+                seed=run.seed,
+                chunk=settings.chunk,
             )
-            tensors = _of_all_tensors(run, encoder, found)
+            tensors = _of_all_tensors(run, {n.removeprefix(inside): v for n, v in found.items()})
             trace = sum(float(value.sum()) for value in found.values())
         else:
-            found = input_grams(model, batches)
-            tensors = {name.removeprefix(_INSIDE): value for name, value in found.items()}
+            found = input_grams(whole, batches)
+            tensors = {name.removeprefix(inside): value for name, value in found.items()}
             trace = sum(float(value.trace()) for value in found.values())
         write_tensors(place.out / f"{kind}.safetensors", tensors)
         return {"samples": count, "trace": trace}
@@ -58,21 +63,24 @@ def _maker(run: Context, kind: str, task: str) -> Any:
     return make
 
 
-def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `count` training images of the run's shuffle, as float images and labels."""
-    split = run.tasks[task].split("train")
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(run.seed))
+def prefix(whole: nn.Module, model: nn.Module) -> str:
+    """What stands before the names of `model`'s parameters in `whole`, which holds it."""
+    name = next(name for name, module in whole.named_modules() if module is model)
+    return f"{name}." if name else ""
+
+
+def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
+    """The first `count` training samples of the run's shuffle, on its device."""
+    order = torch.randperm(run.tasks[task].count("train"), generator=torch.Generator().manual_seed(run.seed))
     parts = order[:count].split(size)
     for part in track(parts, f"{kind} of {task}", disable=not run.cfg.progress, transient=True):
-        yield split.images[part].to(run.device) / 255, split.labels[part].to(run.device)
+        yield moved(run.objective(task).batch("train", part), run.device)
 
 
-def _of_all_tensors(run: Context, encoder: nn.Module, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_all_tensors(run: Context, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
-    names = {parameter: name for name, parameter in encoder.state_dict(keep_vars=True).items()}
-    named = {
-        names[p]: fisher[_INSIDE + own] for own, p in encoder.named_parameters() if _INSIDE + own in fisher
-    }
+    names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
+    named = {names[p]: fisher[own] for own, p in run.model.named_parameters() if own in fisher}
     still = {
         n: torch.zeros_like(t) for n, t in run.base_state.items() if t.is_floating_point() and n not in named
     }

@@ -14,14 +14,12 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from mergekit_lab.evaluation import accuracy
+from mergekit_lab.evaluation import score
 from mergekit_lab.stages.context import Context, Merger, load_state
 from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.tasks import Part
 
 log = logging.getLogger(__name__)
-
-METRIC = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -77,22 +75,24 @@ def evaluation_content(run: Context, subject: Subject, task: str, part: Part) ->
         "task": task,
         "data": run.fingerprint(task),
         "split": part,
-        "metric": METRIC,
-    }
+        "metric": run.tasks[task].metric,
+    } | run.scoring(task)
 
 
 def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
-    """A model's accuracy on one part of one task, as an artefact: `info["value"]`."""
+    """A model on one part of one task, as an artefact: `info["value"]`, and all its `info["metrics"]`."""
 
     def make(_: Any) -> Mapping[str, Any]:
-        split = run.tasks[task].split(part)
-        run.encoder.load_state_dict(subject.state())
+        run.model.load_state_dict(subject.state())
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        value = accuracy(
-            run.encoder, run.head(task), split.images, split.labels, batch_size=run.cfg.evaluation_batch_size
-        )
-        return {"value": value, "images": len(split), "peak_memory_bytes": _peak_memory(run.device)}
+        found = score(run.model, run.objective(task), part, batch_size=run.cfg.evaluation_batch_size)
+        return {
+            "value": found.value,
+            "metrics": dict(found.metrics),
+            "samples": len(found.predictions),
+            "peak_memory_bytes": _peak_memory(run.device),
+        }
 
     return run.obtain("evaluations", evaluation_content(run, subject, task, part), make)
 

@@ -67,12 +67,10 @@ class Training:
             budget = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
             log.info("%s: training %s", title, budget)
             prefix = tasks[0] if len(tasks) == 1 else "joint"
-            model = run.parametrisation.trainable(run.backbone.image_encoder(), run.seed)
+            model = run.parametrisation.trainable(run.backbone.model(), run.seed)
             done = finetune(
                 model,
-                {task: run.head(task) for task in tasks},
-                {task: run.tasks[task].split("train") for task in tasks},
-                {task: run.tasks[task].split("validation") for task in tasks},
+                {task: run.objective(task) for task in tasks},
                 optimizer_factory(self.optimizer, settings.steps, self.fit),
                 settings,
                 seed=run.seed,

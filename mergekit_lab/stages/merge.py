@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import track
 
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.evaluation import Candidate, accuracy, best_candidate, normalised
+from mergekit_lab.evaluation import Candidate, best_candidate, normalised, score
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.stages.context import Context, Merger
 from mergekit_lab.stages.evaluate import Subject, evaluate
@@ -105,17 +105,14 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
     moved = {n: t for n, t in unit.items() if t.is_floating_point()}
     delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in moved.items()}
     base = {n: run.base_state[n].double().to(run.device) for n in moved}
-    encoder, curve = run.encoder, []
+    model = run.model
+    curve: list[Candidate] = []
     grid = run.search.coefficients
     for alpha in track(grid, f"coefficient of {merger.label}", disable=not run.cfg.progress, transient=True):
         candidate = {n: (base[n] + alpha * delta[n]).to(moved[n].dtype) for n in moved}
-        encoder.load_state_dict(unit | candidate)
-        values = {}
-        for name, task in run.tasks.items():
-            split = task.split("validation")
-            values[name] = accuracy(
-                encoder, run.head(name), split.images, split.labels, batch_size=run.cfg.evaluation_batch_size
-            )
+        model.load_state_dict(unit | candidate)
+        size = run.cfg.evaluation_batch_size
+        values = {t: score(model, run.objective(t), "validation", batch_size=size).value for t in run.tasks}
         curve.append(Candidate(alpha, values, normalised(values, experts)))
     best = best_candidate(curve)
     points: list[dict[str, Any]] = [

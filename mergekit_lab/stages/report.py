@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, compare, print_table, write_report
 from mergekit_lab.stages.context import Context
-from mergekit_lab.stages.evaluate import METRIC, Subject, evaluation_content, subjects
+from mergekit_lab.stages.evaluate import Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
 from mergekit_lab.stages.merge import chosen_coefficient
 from mergekit_lab.store import Artefact
@@ -76,7 +76,7 @@ def _record(
         coefficient=chosen_coefficient(run, subject.merger) if subject.merger else None,
         task=task,
         split="test",
-        metric=METRIC,
+        metric=run.tasks[task].metric,
         value=found.info["value"],
         expert_value=expert_value,
         zero_shot_value=zero_shot_value,

@@ -1,9 +1,9 @@
-"""What to learn: classification tasks with class names, prompt templates and three parts each."""
+"""What to learn: tasks of three parts each, of images with class names."""
 
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
 from .pretraining import held_out
-from .task import PARTS, Part, Split, Task, image_digests, shared_images
+from .task import PARTS, ImageTask, Part, Split, Task, image_digests, shared_images
 
 __all__ = [
     "PARTS",
@@ -13,6 +13,7 @@ __all__ = [
     "GlyphTask",
     "Greek",
     "Handwriting",
+    "ImageTask",
     "Latin",
     "Math",
     "Mnist",

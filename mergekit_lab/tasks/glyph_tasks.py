@@ -21,7 +21,7 @@ from mergekit_lab.errors import InputError, suggestion
 
 from .glyphs import Face, characters, digest, faces, stack
 from .looks import LOOKS, draw
-from .task import PARTS, Part, Split, Task
+from .task import PARTS, ImageTask, Part, Split
 
 Pair = tuple[Face, int]
 Pairs = dict[Part, tuple[tuple[Pair, ...], ...]]
@@ -34,7 +34,7 @@ _FAMILIES: dict[Part, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class GlyphTask(Task):
+class GlyphTask(ImageTask):
     """A task drawn from font glyphs.
 
     look: a name in `tasks.looks.LOOKS`. seed draws distortions, colours and grain, not which glyph stands in

@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from mergekit_lab.errors import InputError
 
-from .task import PARTS, Part, Split, Task
+from .task import PARTS, ImageTask, Part, Split
 
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -62,7 +62,7 @@ def stratified(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, 
 
 
 @dataclass(frozen=True)
-class Handwriting(Task):
+class Handwriting(ImageTask):
     """Ten digits, grey, resized to 32×32. Sizes are images; `seed` draws the parts."""
 
     seed: int = 0

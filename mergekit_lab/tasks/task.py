@@ -1,13 +1,15 @@
-"""What a task is: images with labels in three parts, class names and prompt templates.
+"""What a task is: samples in three parts, and the name of what scores them. Images with class names among them.
 
-Legend: N images, C classes, H×W pixels. Nothing here reads a configuration or a model.
+Legend: N images, C classes, H×W pixels. Nothing here reads a configuration or a model; how a backbone learns a
+task and is scored on it is said by its `Objective`.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -42,27 +44,38 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The images and labels at these places."""
+        return self.images[index], self.labels[index]
+
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A classification task: subclass it, name the classes, make the three parts.
+    """What is to be learnt: three parts of samples. `ImageTask` and `TextTask` are the kinds there are.
 
     A subclass is a frozen dataclass whose fields are its hyper-parameters, so equal tasks have equal data.
-    `templates` are prompts with one `{}` for the class name; a zero-shot head averages over them.
-    `rendered` says that the images are drawn by this package, not taken from people or cameras.
     """
 
     name: str
 
-    classes: ClassVar[tuple[str, ...]]
-    templates: ClassVar[tuple[str, ...]]
-    rendered: ClassVar[bool] = False
+    @property
+    @abstractmethod
+    def metric(self) -> str:
+        """The name of what scores it: a value of at most 1, more is better."""
 
     @abstractmethod
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> Any:
         """Build one part from the fields alone: the same fields give the same bytes."""
 
-    def split(self, part: Part) -> Split:
+    @abstractmethod
+    def digest(self) -> str:
+        """What `fingerprint` says, computed."""
+
+    @abstractmethod
+    def check(self, part: Part, split: Any) -> None:
+        """Raise `InputError` for a part that does not fit the task."""
+
+    def split(self, part: Part) -> Any:
         """The part `train`, `validation` or `test`, built once per process.
 
         Raises `InputError` for any other part.
@@ -71,37 +84,74 @@ class Task(ABC):
             raise InputError(f"task {self.name!r} has no part {part!r}{suggestion(str(part), PARTS)}")
         return _made(self, part)
 
+    def count(self, part: Part) -> int:
+        """How many samples a part has."""
+        return len(self.split(part))
+
     def fingerprint(self) -> str:
-        """SHA-256 over name, classes, templates and the bytes of all three parts (64 hex digits).
+        """SHA-256 over everything of the task that a model is trained and scored with (64 hex digits)."""
+        return _fingerprint(self)
+
+
+@dataclass(frozen=True)
+class ImageTask(Task):
+    """A classification task: subclass it, name the classes, make the three parts.
+
+    `templates` are prompts with one `{}` for the class name; a zero-shot head averages over them.
+    `rendered` says that the images are drawn by this package, not taken from people or cameras.
+    """
+
+    classes: ClassVar[tuple[str, ...]]
+    templates: ClassVar[tuple[str, ...]]
+    rendered: ClassVar[bool] = False
+
+    @property
+    def metric(self) -> str:
+        return "accuracy"
+
+    @abstractmethod
+    def make(self, part: Part) -> Split:
+        """Build one part from the fields alone: the same fields give the same bytes."""
+
+    def split(self, part: Part) -> Split:
+        split: Split = super().split(part)
+        return split
+
+    def check(self, part: Part, split: Split) -> None:
+        low, high = int(split.labels.min()), int(split.labels.max())
+        if low < 0 or high >= len(self.classes):
+            count = len(self.classes)
+            raise InputError(
+                f"task {self.name!r} names {count} classes, but labels of {part!r} span {low} … {high}"
+            )
+
+    def digest(self) -> str:
+        """Over name, classes, templates and the bytes of all three parts.
 
         Rendered images go through floating-point resampling: the digest is the same wherever Pillow, FreeType,
         torch and the kind of processor are the same, and may differ elsewhere.
         """
-        return _fingerprint(self)
+        digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
+        for part in PARTS:
+            split = self.split(part)
+            digest.update(repr((part, tuple(split.images.shape))).encode())
+            digest.update(split.images.contiguous().numpy().data)
+            digest.update(split.labels.contiguous().numpy().data)
+        return digest.hexdigest()
 
 
 @cache
-def _made(task: Task, part: Part) -> Split:
-    split = task.make(part)
+def _made(task: Task, part: Part) -> Sized:
+    split: Sized = task.make(part)
     if len(split) == 0:
         raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
-    low, high = int(split.labels.min()), int(split.labels.max())
-    if low < 0 or high >= len(task.classes):
-        raise InputError(
-            f"task {task.name!r} names {len(task.classes)} classes, but labels of {part!r} span {low} … {high}"
-        )
+    task.check(part, split)
     return split
 
 
 @cache
 def _fingerprint(task: Task) -> str:
-    digest = hashlib.sha256(repr((task.name, task.classes, task.templates)).encode())
-    for part in PARTS:
-        split = task.split(part)
-        digest.update(repr((part, tuple(split.images.shape))).encode())
-        digest.update(split.images.contiguous().numpy().data)
-        digest.update(split.labels.contiguous().numpy().data)
-    return digest.hexdigest()
+    return task.digest()
 
 
 def image_digests(images: Tensor) -> list[bytes]:
@@ -110,7 +160,7 @@ def image_digests(images: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
 
 
-def shared_images(task: Task) -> dict[tuple[Part, Part], int]:
+def shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images of one part stand in another, for the three pairs of parts; all zero means no leak."""
     seen = {part: set(image_digests(task.split(part).images)) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]

@@ -1,4 +1,4 @@
-"""Fine-tune an image encoder on one task, or on several at once, with Lightning."""
+"""Fine-tune a model on one task, or on several at once, with Lightning."""
 
 from mergekit_lab.training.data import StepBatches, TaskData
 from mergekit_lab.training.fit import Finetuned, finetune

@@ -1,7 +1,7 @@
 """Batches as a pure function of (seed, step), so that resuming needs no state.
 
-A batch is a mapping from task name to its images and labels. One task is the plain case; for joint training
-every batch holds a share of each task.
+A batch is a mapping from task name to what its objective makes of the places chosen. One task is the plain
+case; for joint training every batch holds a share of each task.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import lightning
 import torch
 from torch import Tensor
 
-from mergekit_lab.tasks import Split
+from mergekit_lab.backbones import Objective
+from mergekit_lab.backbones.objective import Batch
+from mergekit_lab.tasks import Part
 
-Batch = dict[str, tuple[Tensor, Tensor]]
+_POOL = 50
+"""Batches that are sorted by length together."""
 
 
 class StepBatches:
     """An iterable of exactly `steps` training batches, starting at any of them.
 
     Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
-    alone. With `world` processes each takes its share of the same batch.
+    alone. Where an objective knows lengths, samples of about one length share a batch. With `world` processes
+    each takes its share of the same batch.
 
     Args:
-        splits: the training parts by task.
-        batch_size: images a step over all tasks and processes; tasks take equal shares, at least one each.
+        objectives: by task; batches are of their training parts.
+        batch_size: samples a step over all tasks and processes; tasks take equal shares, at least one each.
         steps: how many batches there are; what `len` says, wherever iteration starts.
         seed: of the order.
         start: the first step to yield.
@@ -34,7 +38,7 @@ class StepBatches:
 
     def __init__(
         self,
-        splits: Mapping[str, Split],
+        objectives: Mapping[str, Objective],
         batch_size: int,
         steps: int,
         seed: int,
@@ -42,8 +46,8 @@ class StepBatches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.splits = dict(splits)
-        self.share = max(1, batch_size // len(splits))
+        self.objectives = dict(objectives)
+        self.share = max(1, batch_size // len(objectives))
         self.steps = steps
         self.seed = seed
         self.start = start
@@ -54,7 +58,7 @@ class StepBatches:
     def __len__(self) -> int:
         return self.steps
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Batch]]:
         for step in range(self.start, self.steps):
             yield self.batch(step)
 
@@ -65,61 +69,86 @@ class StepBatches:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Nothing to restore."""
 
-    def batch(self, step: int) -> Batch:
-        """The batch of one step, images uint8 `[n, 3, H, W]` and labels int64 `[n]` by task."""
+    def batch(self, step: int) -> dict[str, Batch]:
+        """The batch of one step, by task."""
+        return {task: self.objectives[task].batch("train", index) for task, index in self.places(step).items()}
+
+    def places(self, step: int) -> dict[str, Tensor]:
+        """Which samples of each task's training part one step takes, int64."""
         result = {}
-        for position, (name, split) in enumerate(self.splits.items()):
+        for position, (name, objective) in enumerate(self.objectives.items()):
             first = step * self.share
-            places = torch.arange(first, first + self.share)[self.rank :: self.world]
-            index = torch.stack([self._place(position, len(split), int(p)) for p in places])
-            result[name] = (split.images[index], split.labels[index])
+            chosen = torch.arange(first, first + self.share)[self.rank :: self.world]
+            size = objective.task.count("train")
+            result[name] = torch.stack([self._place(position, objective, size, int(p)) for p in chosen])
         return result
 
-    def _place(self, task: int, size: int, place: int) -> Tensor:
+    def _place(self, task: int, objective: Objective, size: int, place: int) -> Tensor:
         turn, offset = divmod(place, size)
         if (task, turn) not in self._order:
             self._order = {k: v for k, v in self._order.items() if k[0] != task or k[1] == turn - 1}
             mixed = (self.seed * 1_000_003 + task) * 1_000_003 + turn
             generator = torch.Generator().manual_seed(mixed % (1 << 63))
-            self._order[task, turn] = torch.randperm(size, generator=generator)
+            order = torch.randperm(size, generator=generator)
+            lengths = objective.lengths("train")
+            self._order[task, turn] = (
+                order if lengths is None else by_length(order, lengths, self.share, generator)
+            )
         return self._order[task, turn][offset]
 
 
-class InOrder:
-    """All images of the parts once, task after task.
+def by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+    """An order in which samples of about one length are neighbours, and still a random one.
+
+    Every pool of 50 batches is sorted by length and cut into batches, whose order is shuffled; what fills no
+    batch comes last.
 
     Args:
-        splits: parts by task.
-        batch_size: images at a time.
+        order: a random permutation, `[size]`.
+        lengths: of all samples, `[size]`.
+    """
+    whole = []
+    for pool in order[: len(order) // batch_size * batch_size].split(_POOL * batch_size):
+        whole += pool[lengths[pool].argsort(stable=True)].split(batch_size)
+    mixed = [whole[i] for i in torch.randperm(len(whole), generator=generator).tolist()]
+    return torch.cat([*mixed, order[len(whole) * batch_size :]])
+
+
+class InOrder:
+    """The places of all samples of the validation parts once, task after task.
+
+    Args:
+        objectives: by task.
+        batch_size: samples at a time.
     """
 
-    def __init__(self, splits: Mapping[str, Split], batch_size: int) -> None:
-        self.splits = dict(splits)
+    part: Part = "validation"
+
+    def __init__(self, objectives: Mapping[str, Objective], batch_size: int) -> None:
+        self.sizes = {name: objective.task.count(self.part) for name, objective in objectives.items()}
         self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return sum(-(-len(split) // self.batch_size) for split in self.splits.values())
+        return sum(-(-size // self.batch_size) for size in self.sizes.values())
 
-    def __iter__(self) -> Iterator[Batch]:
-        for name, split in self.splits.items():
-            for start in range(0, len(split), self.batch_size):
-                part = slice(start, start + self.batch_size)
-                yield {name: (split.images[part], split.labels[part])}
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for name, size in self.sizes.items():
+            for index in torch.arange(size).split(self.batch_size):
+                yield {name: index}
 
 
 class TaskData(lightning.LightningDataModule):
     """Training batches by step, and the validation parts in order.
 
     Args:
-        train, validation: parts by task name.
+        objectives: by task.
         batch_size, steps, seed: see `StepBatches`.
-        validation_batch_size: images at a time in validation.
+        validation_batch_size: samples at a time in validation.
     """
 
     def __init__(
         self,
-        train: Mapping[str, Split],
-        validation: Mapping[str, Split],
+        objectives: Mapping[str, Objective],
         *,
         batch_size: int,
         steps: int,
@@ -127,8 +156,7 @@ class TaskData(lightning.LightningDataModule):
         validation_batch_size: int = 512,
     ) -> None:
         super().__init__()
-        self.train = dict(train)
-        self.validation = dict(validation)
+        self.objectives = dict(objectives)
         self.batch_size = batch_size
         self.steps = steps
         self.seed = seed
@@ -139,7 +167,7 @@ class TaskData(lightning.LightningDataModule):
         start, rank, world = (
             (trainer.global_step, trainer.global_rank, trainer.world_size) if trainer else (0, 0, 1)
         )
-        return StepBatches(self.train, self.batch_size, self.steps, self.seed, start, rank, world)
+        return StepBatches(self.objectives, self.batch_size, self.steps, self.seed, start, rank, world)
 
     def val_dataloader(self) -> InOrder:
-        return InOrder(self.validation, self.validation_batch_size)
+        return InOrder(self.objectives, self.validation_batch_size)

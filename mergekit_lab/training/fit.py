@@ -15,8 +15,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from torch import Tensor, nn
 
+from mergekit_lab.backbones import Objective
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks import Split
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
@@ -32,7 +32,7 @@ class Finetuned:
     Attributes:
         state: the state dict of what was trained, on the CPU.
         curve: points `{"step", "train_loss", "lr", "val_accuracy"}`, the last three where measured.
-        val_accuracy: of `state`, in [0, 1], mean over tasks.
+        val_accuracy: of `state`: the tasks' metric on validation, at most 1, mean over tasks.
         step: at which `state` was taken.
     """
 
@@ -43,10 +43,8 @@ class Finetuned:
 
 
 def finetune(
-    encoder: nn.Module,
-    heads: Mapping[str, Tensor],
-    train: Mapping[str, Split],
-    validation: Mapping[str, Split],
+    model: nn.Module,
+    objectives: Mapping[str, Objective],
     make_optimizer: MakeOptimizer,
     settings: Settings,
     *,
@@ -55,11 +53,11 @@ def finetune(
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Finetuned:
-    """Train `encoder` in place and return the weights to keep.
+    """Train `model` in place and return the weights to keep.
 
     Args:
-        encoder: as pretrained; its parameters that require a gradient train.
-        heads, train, validation: by task name.
+        model: as pretrained; its parameters that require a gradient train.
+        objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         settings: see `Settings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
@@ -69,8 +67,8 @@ def finetune(
     """
     clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
     module = FinetuneModule(
-        encoder,
-        heads,
+        model,
+        objectives,
         make_optimizer,
         steps=settings.steps,
         warmup_steps=settings.warmup_steps,
@@ -83,7 +81,7 @@ def finetune(
         on_metrics=on_metrics,
     )
     steps = settings.steps if clock is None else NEVER
-    data = TaskData(train, validation, batch_size=settings.batch_size, steps=steps, seed=seed)
+    data = TaskData(objectives, batch_size=settings.batch_size, steps=steps, seed=seed)
     best = ModelCheckpoint(
         resume,
         filename="best",
@@ -116,7 +114,7 @@ def finetune(
     last = resume / "last.ckpt"
     if last.exists():
         log.info("resuming from %s", last)
-    encoder.train()
+    model.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
@@ -126,7 +124,7 @@ def finetune(
     kept = torch.load(
         best.best_model_path if settings.keep == "best" else last, weights_only=True, map_location="cpu"
     )
-    state = {n.removeprefix("encoder."): v for n, v in kept["state_dict"].items() if n.startswith("encoder.")}
+    state = {n.removeprefix("model."): v for n, v in kept["state_dict"].items()}
     step = int(kept["global_step"])
     accuracy = next(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0

@@ -1,4 +1,4 @@
-"""The LightningModule: an image encoder that trains, frozen heads, any of our optimizers.
+"""The LightningModule: a model that trains by the objectives of its tasks, with any of our optimizers.
 
 Optimizers that evaluate a batch twice call `training_step` twice. Everything here that must happen once a
 step (recording the loss, clipping the gradient that the weights follow) is tied to the right one of the two.
@@ -13,25 +13,27 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics.classification import MulticlassAccuracy
 
+from mergekit_lab.backbones import Objective
+from mergekit_lab.backbones.objective import Batch, cut, samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import Clock
-from mergekit_lab.training.data import Batch
+
+Batches = dict[str, Batch]
+"""A batch a task."""
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 OnMetrics = Callable[[dict[str, float], int], None]
 
 
 class FinetuneModule(lightning.LightningModule):
-    """Cross-entropy of `features @ head.T`, cosine schedule with linear warm-up.
+    """The mean of the objectives' losses over all items of a batch; cosine schedule with linear warm-up.
 
     Args:
-        encoder: maps images to features `[N, D]`; all its parameters that require gradients are trained.
-        heads: frozen `[C, D]` by task.
+        model: all its parameters that require gradients are trained.
+        objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         steps, warmup_steps: of the schedule; the rate is 0 at `steps`.
         clock: if given, it says how far the schedule is, in place of the number of steps done.
@@ -46,8 +48,8 @@ class FinetuneModule(lightning.LightningModule):
 
     def __init__(
         self,
-        encoder: nn.Module,
-        heads: Mapping[str, Tensor],
+        model: nn.Module,
+        objectives: Mapping[str, Objective],
         make_optimizer: MakeOptimizer,
         *,
         steps: int,
@@ -61,11 +63,9 @@ class FinetuneModule(lightning.LightningModule):
         on_metrics: OnMetrics | None = None,
     ) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.tasks = list(heads)
-        for position, head in enumerate(heads.values()):
-            self.register_buffer(f"head_{position}", head.detach().clone(), persistent=False)
-        self.accuracies = nn.ModuleList(MulticlassAccuracy(len(h), average="micro") for h in heads.values())
+        self.model = model
+        self.tasks = list(objectives)
+        self._objectives = nn.ModuleList(objectives.values())
         self.make_optimizer = make_optimizer
         self.steps = steps
         self.warmup_steps = warmup_steps
@@ -78,11 +78,11 @@ class FinetuneModule(lightning.LightningModule):
         self.on_metrics = on_metrics
         self.curve: list[dict[str, float]] = []
         self._first_loss: Tensor | None = None
+        self._predicted: dict[str, tuple[list[Any], list[Tensor]]] = {}
 
-    def logits(self, images: Tensor, task: str) -> Tensor:
-        """`[N, C]` for images of one task."""
-        head = getattr(self, f"head_{self.tasks.index(task)}")
-        return self.encoder(images) @ head.T
+    def objective(self, task: str) -> Objective:
+        found: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
+        return found
 
     def configure_optimizers(self) -> Any:
         if self.trainer.accumulate_grad_batches > 1:
@@ -90,7 +90,7 @@ class FinetuneModule(lightning.LightningModule):
                 "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
                 "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
             )
-        named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.stays_in_train_mode = False
@@ -102,57 +102,66 @@ class FinetuneModule(lightning.LightningModule):
         done = step if self.clock is None else self.clock.fraction * self.steps
         return cosine_with_warmup(done, self.steps, self.warmup_steps)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        torch.manual_seed((self.seed * 1_000_003 + self.global_step) % (1 << 63))
+    def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
+        seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
+        torch.manual_seed(seed)
+        for place, task in enumerate(batch):
+            own = (seed * len(self.tasks) + place) * self.trainer.world_size + self.global_rank
+            batch[task] = self.objective(task).augmented(batch[task], own % (1 << 63))
         self._first_loss = None
 
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
         """The loss of the whole batch; its gradient is that of the last micro-batch, the others' are added."""
         self.optimizers(use_pl_optimizer=False).zero_grad()  # type: ignore[union-attr]
-        *others, last = self._micro_batches(self._share(batch))
+        batch = self._share(batch)
+        total = self._items(batch)
+        *others, last = self._micro_batches(batch)
         before = torch.zeros((), device=self.device)
         for part in others:
-            loss = self._loss(part)
+            loss = self._loss(part, total)
             with torch.autocast(self.device.type, enabled=False):
                 loss.backward()
             before = before + loss.detach()
-        loss = self._loss(last)
+        loss = self._loss(last, total)
         if others:
             loss = loss + before
         if self._first_loss is None:
             self._first_loss = loss.detach()
         return loss
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
-        """The batch in up to `accumulate` parts, each with the number of images in all of them."""
-        total = sum(len(labels) for _, labels in batch.values())
-        cut = {
-            task: list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
-            for task, (x, y) in batch.items()
-        }
-        count = max(map(len, cut.values()))
-        return [({t: parts[i] for t, parts in cut.items() if i < len(parts)}, total) for i in range(count)]
+    def _items(self, batch: Batches) -> int | Tensor:
+        """What losses are divided by: the mean over processes, for gradients will be averaged over them."""
+        total = sum(self.objective(task).items(part) for task, part in batch.items())
+        if self.trainer.world_size == 1:
+            return total
+        shared = torch.as_tensor(total, dtype=torch.float32, device=self.device)
+        return self.trainer.strategy.reduce(shared, reduce_op="mean")
 
-    def _loss(self, part: tuple[Batch, int]) -> Tensor:
-        batch, total = part
+    def _micro_batches(self, batch: Batches) -> list[Batches]:
+        """The batch in up to `accumulate` parts."""
+        parts: list[Batches] = [{} for _ in range(self.accumulate)]
+        for task, whole in batch.items():
+            size = -(-samples(whole) // self.accumulate)
+            for place, start in enumerate(range(0, samples(whole), size)):
+                parts[place][task] = cut(whole, start, start + size)
+        return [part for part in parts if part]
+
+    def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
-            functional.cross_entropy(self.logits(x, task), y, label_smoothing=self.label_smoothing)
-            * len(y)
-            / total
-            for task, (x, y) in batch.items()
+            self.objective(task).loss(self.model, part, label_smoothing=self.label_smoothing) / total
+            for task, part in batch.items()
         ]
         return torch.stack(losses).sum()
 
-    def _share(self, batch: Batch) -> Batch:
+    def _share(self, batch: Batches) -> Batches:
         """The part of the batch that the optimizer asks for: all of it, but in a cheaper ascent."""
         share = getattr(self.optimizers(use_pl_optimizer=False), "batch_fraction", 1.0)
         if share >= 1:
             return batch
-        counts = {task: max(1, round(share * len(y))) for task, (_, y) in batch.items()}
-        return {task: (x[: counts[task]], y[: counts[task]]) for task, (x, y) in batch.items()}
+        return {task: cut(part, 0, max(1, round(share * samples(part)))) for task, part in batch.items()}
 
     def configure_gradient_clipping(
         self,
@@ -165,7 +174,7 @@ class FinetuneModule(lightning.LightningModule):
 
     def _clip(self, *_: Any) -> None:
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.encoder.parameters(), self.clip_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
 
     def on_train_start(self) -> None:
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -173,7 +182,7 @@ class FinetuneModule(lightning.LightningModule):
             model = self.trainer.strategy.model
             optimizer.attach(self if model is None else model)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         step = self.global_step
         if step % self.record_every and step != self.steps:
             return
@@ -186,15 +195,20 @@ class FinetuneModule(lightning.LightningModule):
             )
         self._record({"train_loss": loss, "lr": rate})
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        for task, (images, labels) in batch.items():
-            metric = self.accuracies[self.tasks.index(task)]
-            metric.update(self.logits(images, task), labels)  # type: ignore[operator]
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        for task, index in batch.items():
+            predictions, places = self._predicted.setdefault(task, ([], []))
+            places.append(index.cpu())
+            predictions += self.objective(task).predict(self.model, "validation", places[-1])
 
     def on_validation_epoch_end(self) -> None:
-        values = [float(metric.compute()) for metric in self.accuracies]  # type: ignore[operator]
-        for metric in self.accuracies:
-            metric.reset()  # type: ignore[operator]
+        values = []
+        for task, (predictions, places) in self._predicted.items():
+            objective = self.objective(task)
+            values.append(
+                objective.measure(predictions, "validation", torch.cat(places))[objective.task.metric]
+            )
+        self._predicted = {}
         mean = sum(values) / len(values)
         self.log("val_accuracy", mean, logger=False, sync_dist=False)
         if not self.trainer.sanity_checking:

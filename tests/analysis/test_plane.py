@@ -2,20 +2,20 @@
 
 import pytest
 import torch
-from tiny import TinyEncoder, tiny_split
+from tiny import TinyEncoder, TinyTask, tiny_objective
 from torch import nn
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import (
-    ImageTask,
+    Sample,
     Weights,
     barrier,
     blocks_of,
     cross_task_linearity,
     line,
     plane,
-    score,
 )
+from mergekit_lab.backbones import Objective
 
 HEAD = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -29,12 +29,11 @@ def experts(model: nn.Module, names=("a", "b", "c"), scale: float = 0.3):
     return base, found
 
 
-def tasks(names=("a", "b")) -> dict[str, ImageTask]:
-    found = {}
-    for seed, name in enumerate(names):
-        split = tiny_split(31, seed)
-        found[name] = ImageTask(HEAD + seed, split.images, split.labels)
-    return found
+def tasks(names=("a", "b")) -> dict[str, Sample]:
+    return {
+        name: Sample(tiny_objective(HEAD + seed, size=31, seed=seed), "train", torch.arange(31))
+        for seed, name in enumerate(names)
+    }
 
 
 def at(base, ends, **alphas):
@@ -64,14 +63,15 @@ def test_a_state_that_lacks_tensors_is_named() -> None:
 
 def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
     model, task = TinyEncoder().train(), tasks()["b"]
-    small, large = score(model, task, 4), score(model, task, 100)
+    small, large = task.score(model, 4), task.score(model, 100)
     model.eval()
+    images, labels = task.objective.batch("train", task.index)
     with torch.no_grad():
-        logits = model(task.images) @ task.head.T
-    assert large.loss == pytest.approx(float(nn.functional.cross_entropy(logits, task.labels)), rel=1e-6)
+        logits = model(images) @ (HEAD + 1).T
+    assert large.loss == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-6)
     assert small.loss == pytest.approx(large.loss, rel=1e-6)
-    assert large.accuracy == pytest.approx(float((logits.argmax(-1) == task.labels).float().mean()))
-    assert torch.equal(small.predictions, large.predictions)
+    assert large.value == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
+    assert small.predictions == large.predictions
 
 
 def test_a_plane_has_every_points_loss_and_disagreement() -> None:
@@ -83,24 +83,20 @@ def test_a_plane_has_every_points_loss_and_disagreement() -> None:
 
     def predicted(state, name):
         model.load_state_dict(state)
-        return score(model, both[name])
+        return both[name].score(model)
 
     for i, first in enumerate(alphas):
         for j, second in enumerate(alphas):
             merged = at(base, ends, a=first, b=second, c=0.3)
             scores = {name: predicted(merged, name) for name in both}
-            xi = sum(
-                float(
-                    (scores[name].predictions != predicted(at(base, ends, **{name: a}), name).predictions)
-                    .float()
-                    .mean()
-                )
-                for name, a in (("a", first), ("b", second))
-            )
+            xi = 0.0
+            for name, a in (("a", first), ("b", second)):
+                alone = predicted(at(base, ends, **{name: a}), name).predictions
+                xi += sum(x != y for x, y in zip(scores[name].predictions, alone, strict=True)) / 31
             assert rows[i]["xi"][j] == pytest.approx(xi)
             for name in both:
                 assert rows[i][f"loss/{name}"][j] == pytest.approx(scores[name].loss, rel=1e-5)
-                assert rows[i][f"accuracy/{name}"][j] == pytest.approx(scores[name].accuracy)
+                assert rows[i][f"value/{name}"][j] == pytest.approx(scores[name].value)
     assert max(v for row in rows for v in row["xi"]) > 0
 
 
@@ -136,6 +132,20 @@ def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
     assert barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
 
 
+class Rows(Objective):
+    """Nine random rows, which a model maps to its logits."""
+
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+
+    def __init__(self) -> None:
+        super().__init__(TinyTask())
+
+    def batch(self, part, index):
+        return self.x[index], torch.zeros(len(index), dtype=torch.int64)
+
+    items = loss = predict = measure = None
+
+
 class Deep(nn.Module):
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
@@ -152,10 +162,11 @@ class Deep(nn.Module):
 def test_ctl_is_its_definition_per_block() -> None:
     model = Deep(nn.Tanh())
     base, ends = experts(model, ("a", "b"))
-    x = torch.randn(9, 6)
+    x = Rows.x
+    samples = [Sample(Rows(), "train", torch.arange(9))]
     blocks = blocks_of(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
-    found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), x, batch_size=4)
+    found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4)
 
     def features(state):
         model.load_state_dict(state)

@@ -42,7 +42,7 @@ KINDS = {
 
 def tower() -> nn.Module:
     """A tower of open_clip's, 1 M parameters, with random weights."""
-    return OpenClip("glyph-clip", None).image_encoder()
+    return OpenClip("glyph-clip", None).model()
 
 
 def llama() -> nn.Module:

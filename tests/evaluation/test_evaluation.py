@@ -1,24 +1,34 @@
 import pytest
+import torch
 from sklearn.metrics import accuracy_score
-from tiny import tiny_split
+from tiny import tiny_objective
 
 from mergekit_lab import InputError
-from mergekit_lab.evaluation import Candidate, accuracy, best_candidate, normalised
+from mergekit_lab.evaluation import Candidate, best_candidate, normalised, score
 
 
 def test_accuracy_equals_scikit_learns_for_any_batch_size(encoder, head) -> None:
-    split = tiny_split(50)
+    objective = tiny_objective(head, other_size=50)
+    split = objective.task.split("test")
     encoder.eval()
     predicted = (encoder(split.images) @ head.T).argmax(-1)
     wanted = accuracy_score(split.labels, predicted)
     for size in (1, 7, 50, 512):
-        assert accuracy(encoder, head, split.images, split.labels, batch_size=size) == pytest.approx(wanted)
+        found = score(encoder, objective, "test", batch_size=size)
+        assert found.value == found.metrics["accuracy"] == pytest.approx(wanted)
+        assert found.predictions == predicted.tolist()
+
+
+def test_a_part_of_the_samples_is_scored_in_the_order_they_are_named(encoder, head) -> None:
+    objective = tiny_objective(head, other_size=50)
+    whole = score(encoder, objective, "test").predictions
+    index = torch.tensor([40, 3, 17])
+    assert score(encoder, objective, "test", index=index).predictions == [whole[i] for i in index]
 
 
 def test_evaluation_leaves_the_mode_and_gradients_alone(encoder, head) -> None:
     encoder.train()
-    split = tiny_split(5)
-    accuracy(encoder, head, split.images, split.labels)
+    score(encoder, tiny_objective(head), "validation", with_loss=True)
     assert encoder.training
     assert all(p.grad is None for p in encoder.parameters())
 

@@ -77,7 +77,7 @@ def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None
     assert len(list((store / "analyses").iterdir())) == before
     (entry,) = data["pairs"]
     assert entry["pair"] == ["digits", "latin"]
-    assert set(entry["measures"]) == {"xi", "loss/digits", "loss/latin", "accuracy/digits", "accuracy/latin"}
+    assert set(entry["measures"]) == {"xi", "loss/digits", "loss/latin", "value/digits", "value/latin"}
 
 
 def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
@@ -113,14 +113,14 @@ def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     at_one = sweep["mergers"]["task_arithmetic"]
     assert sweep["alphas"] == [0.0, 1.0, 2.0]
     wanted = next(p["normalised"] for p in searched if p["coefficient"] == 1.0)
-    found = sum(at_one[t]["accuracy"][1] / sweep["experts"][t] for t in at_one) / 2
+    found = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
     assert found == pytest.approx(wanted, abs=1e-6)
     barrier = analyse(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
     merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
     for task, entry in barrier["tasks"].items():
-        assert entry["accuracy"][-1] == pytest.approx(experts[task], abs=1e-6)
-        assert entry["accuracy"][0] == pytest.approx(merged[task], abs=1e-6)
+        assert entry["value"][-1] == pytest.approx(experts[task], abs=1e-6)
+        assert entry["value"][0] == pytest.approx(merged[task], abs=1e-6)
         assert entry["barrier"] >= 0
 
 

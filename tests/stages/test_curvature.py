@@ -38,7 +38,7 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     from mergekit_lab.backbones import OpenClip
     from mergekit_lab.merging import RegMean, merge_state_dicts
 
-    base = OpenClip("glyph-clip", "asset:glyph_clip").image_encoder().state_dict()
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
     expert_keys = [r.model_key for r in records if r.kind == "expert"]
     order = {
         e: g

@@ -9,7 +9,7 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, linearised_model
-from mergekit_lab.evaluation import accuracy
+from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
@@ -45,7 +45,7 @@ def manifests(store: Path, kind: str) -> list[dict]:
 def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
-    base, expert = BASE.image_encoder().state_dict(), load_state(made.expert("digits"))
+    base, expert = BASE.model().state_dict(), load_state(made.expert("digits"))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
     projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
@@ -60,13 +60,12 @@ def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weigh
     (merged,) = manifests(tmp_path / "store", "merged")
     assert merged["content"]["finetuning"] == {"_target_": "mergekit_lab.backbones.Linearised"}
     state = load_state(made.store.find("merged", merged["content"]))
-    split = made.tasks["latin"].split("test")
 
     def rate(model) -> float:
-        return accuracy(model, made.head("latin"), split.images, split.labels)
+        return score(model, made.objective("latin"), "test").value
 
-    assert rate(linearised_model(BASE.image_encoder(), state)) == pytest.approx(record.value)
-    dense = BASE.image_encoder()
+    assert rate(linearised_model(BASE.model(), state)) == pytest.approx(record.value)
+    dense = BASE.model()
     dense.load_state_dict(state)
     assert rate(dense) != pytest.approx(record.value)
 
@@ -77,7 +76,7 @@ def test_fishers_of_linearised_experts_have_the_bases_names(tmp_path) -> None:
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
     fisher = load_state(made.side("fisher", "digits"), "fisher.safetensors")
-    assert fisher.keys() == {n for n, t in BASE.image_encoder().state_dict().items() if t.is_floating_point()}
+    assert fisher.keys() == {n for n, t in BASE.model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
 
@@ -173,7 +172,7 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     fitted = [*only, "optimizer=mergopt", "optimizer.scale=fit"]
     made = go(tmp_path / "run", store, *fitted)
     pilot = load_state(context(tmp_path, store, *only).expert("digits"))
-    base = BASE.image_encoder().state_dict()
+    base = BASE.model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
     found = made.store.find("fits", made.fit_content()).info
     assert (found["loc"], found["scale"]) == (wanted.loc, wanted.scale)

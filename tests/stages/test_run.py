@@ -59,7 +59,7 @@ def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
 
 
 def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
-    from mergekit_lab.evaluation import accuracy
+    from mergekit_lab.evaluation import score
     from mergekit_lab.stages.context import Context
 
     folder, store = finished
@@ -67,18 +67,15 @@ def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
     context = Context(cfg, folder, choices)
     record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "latin")
     model = open_checkpoint(store / "merged" / record.model_key)
-    context.encoder.load_state_dict({name: model[name] for name in model})
-    split = context.tasks["latin"].split("test")
-    assert accuracy(context.encoder, context.head("latin"), split.images, split.labels) == pytest.approx(
-        record.value
-    )
+    context.model.load_state_dict({name: model[name] for name in model})
+    assert score(context.model, context.objective("latin"), "test").value == pytest.approx(record.value)
 
 
 def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
     first, store = finished
     monkeypatch.setattr("mergekit_lab.stages.finetune.finetune", None)
     monkeypatch.setattr("mergekit_lab.stages.merge.merge_state_dicts", None)
-    monkeypatch.setattr("mergekit_lab.stages.evaluate.accuracy", None)
+    monkeypatch.setattr("mergekit_lab.stages.evaluate.score", None)
     go(tmp_path, store)
     again, before = (read_records(p / "records.jsonl") for p in (tmp_path, first))
     assert all(r.reused for r in again)
@@ -107,7 +104,7 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
     experts = [store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"]
     from mergekit_lab.backbones import OpenClip
 
-    base = OpenClip("glyph-clip", "asset:glyph_clip").image_encoder().state_dict()
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
     wanted = merge_state_dicts(base, experts, WeightAverage())
     stored = open_checkpoint(store / "merged" / key)
     assert all(torch.equal(stored[name], value) for name, value in wanted.items())

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks import Part, Split, Task, image_digests, shared_images
+from mergekit_lab.tasks import ImageTask, Part, Split, image_digests, shared_images
 
 
 @dataclass(frozen=True)
-class Brightness(Task):
+class Brightness(ImageTask):
     """Dark or light; `leak` puts one training image into the test part, `shift` moves the labels."""
 
     name: str = "brightness"

@@ -1,9 +1,16 @@
 """The order of the data is a function of (seed, step)."""
 
 import torch
-from tiny import tiny_split
+from tiny import TinyTask, tiny_objective
 
+from mergekit_lab.backbones import ImageObjective
 from mergekit_lab.training import StepBatches
+
+HEAD = torch.zeros(3, 8)
+
+
+def data(size: int, seed: int = 0):
+    return tiny_objective(HEAD, size, seed=seed)
 
 
 def flat(batches, task: str = "a") -> torch.Tensor:
@@ -11,8 +18,9 @@ def flat(batches, task: str = "a") -> torch.Tensor:
 
 
 def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
-    split = tiny_split(12)
-    seen = flat(StepBatches({"a": split}, batch_size=4, steps=6, seed=0))
+    objective = data(12)
+    split = objective.task.split("train")
+    seen = flat(StepBatches({"a": objective}, batch_size=4, steps=6, seed=0))
     everything = split.images.flatten(1).float().mean(1).sort().values
     assert torch.equal(seen[:12].sort().values, everything)
     assert torch.equal(seen[12:].sort().values, everything)
@@ -20,7 +28,7 @@ def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
 
 
 def test_starting_later_gives_the_same_batches() -> None:
-    splits = {"a": tiny_split(10), "b": tiny_split(7, seed=1)}
+    splits = {"a": data(10), "b": data(7, seed=1)}
     whole = list(StepBatches(splits, 6, steps=9, seed=3))
     later = list(StepBatches(splits, 6, steps=9, seed=3, start=5))
     assert torch.equal(flat(whole[5:], "b"), flat(later, "b"))
@@ -28,17 +36,50 @@ def test_starting_later_gives_the_same_batches() -> None:
 
 
 def test_the_seed_decides_the_order() -> None:
-    split = {"a": tiny_split(12)}
+    split = {"a": data(12)}
     assert not torch.equal(flat(StepBatches(split, 4, 3, seed=0)), flat(StepBatches(split, 4, 3, seed=1)))
 
 
 def test_processes_share_one_batch_without_overlap() -> None:
-    split = {"a": tiny_split(16)}
+    split = {"a": data(16)}
     one = StepBatches(split, 8, 1, seed=0).batch(0)["a"][0]
     parts = [StepBatches(split, 8, 1, seed=0, rank=r, world=2).batch(0)["a"][0] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), one)
 
 
 def test_joint_batches_hold_equal_shares_of_each_task() -> None:
-    batch = StepBatches({"a": tiny_split(9), "b": tiny_split(30)}, 10, 4, seed=0).batch(2)
+    batch = StepBatches({"a": data(9), "b": data(30)}, 10, 4, seed=0).batch(2)
     assert [len(labels) for _, labels in batch.values()] == [5, 5]
+
+
+class Sized(ImageObjective):
+    """Images that are said to have these lengths."""
+
+    known = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(0))
+
+    def lengths(self, part):
+        return self.known
+
+
+def places(batches: StepBatches) -> list[torch.Tensor]:
+    return [batches.places(step)["a"] for step in range(batches.steps)]
+
+
+def test_samples_of_about_one_length_share_a_batch_and_every_pass_still_shows_all() -> None:
+    objective = Sized(TinyTask(size=403), HEAD)
+    grouped = StepBatches({"a": objective}, batch_size=4, steps=202, seed=0)
+    seen = places(grouped)
+    spread = [int(Sized.known[i].max() - Sized.known[i].min()) for i in seen[:100]]
+    assert sum(spread) / 100 < 5
+    assert len(torch.cat(seen)[:403].unique()) == 403
+    means = torch.tensor([float(Sized.known[i].float().mean()) for i in seen[:100]])
+    assert not torch.equal(means, means.sort().values)
+    assert not torch.equal(torch.cat(seen)[:403], torch.cat(seen)[403:806])
+
+
+def test_grouped_batches_too_are_a_function_of_seed_and_step_and_shared_without_overlap() -> None:
+    objective = {"a": Sized(TinyTask(size=403), HEAD)}
+    whole = places(StepBatches(objective, 4, 130, seed=2))
+    assert torch.equal(StepBatches(objective, 4, 130, seed=2, start=120).places(125)["a"], whole[125])
+    parts = [StepBatches(objective, 4, 130, seed=2, rank=r, world=2).places(125)["a"] for r in range(2)]
+    assert torch.equal(torch.stack(parts, dim=1).flatten(), whole[125])

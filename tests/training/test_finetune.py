@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import TinyEncoder, tiny_split
+from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
@@ -35,9 +35,7 @@ SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_st
 def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",)):
     return finetune(
         TinyEncoder(),
-        dict.fromkeys(tasks, head),
-        {task: tiny_split(60) for task in tasks},
-        {task: tiny_split(30, seed=9) for task in tasks},
+        {task: tiny_objective(head) for task in tasks},
         make_optimizer,
         settings,
         seed=0,
@@ -144,7 +142,7 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
     settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
     sam = partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25)
     finetune(
-        Watched(), {"a": head}, {"a": tiny_split(60)}, {"a": tiny_split(30)}, sam, settings,
+        Watched(), {"a": tiny_objective(head)}, sam, settings,
         seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
     )  # fmt: skip
     assert seen == [2, 8, 2, 8]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.analysis.plane import ImageTask
+from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.store import content_key
@@ -68,13 +68,18 @@ def states(run: Context, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     return {task: load_state(run.expert(task)) for task in tasks}
 
 
-def image_task(run: Context, task: str, part: Part, samples: int | None) -> ImageTask:
-    """The first `samples` images of a part of a task (of the run's shuffle), on the run's device."""
-    split = run.tasks[task].split(part)
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(run.seed))[:samples]
-    return ImageTask(
-        run.head(task).to(run.device), split.images[order].to(run.device), split.labels[order].to(run.device)
-    )
+def sample(run: Context, task: str, part: Part, samples: int | None) -> Sample:
+    """The first `samples` samples of a part of a task, of the run's shuffle."""
+    objective = run.objective(task)
+    order = torch.randperm(objective.task.count(part), generator=torch.Generator().manual_seed(run.seed))
+    return Sample(objective, part, order[:samples])
+
+
+def data_content(run: Context, tasks: Iterable[str]) -> dict[str, Any]:
+    """What names the data of these tasks, and how they are scored."""
+    names = list(tasks)
+    how = {task: {"metric": run.tasks[task].metric, **run.scoring(task)} for task in names}
+    return {"data": {task: run.fingerprint(task) for task in names}, "scores": how}
 
 
 def check_tasks(run: Context, names: Iterable[str], what: str) -> None:

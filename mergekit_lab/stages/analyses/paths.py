@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import track
 
 from mergekit_lab.analysis.plane import Weights, barrier, line
-from mergekit_lab.backbones import Classifier
+from mergekit_lab.backbones.objective import moved
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
 from mergekit_lab.stages.analyses.contract import (
@@ -17,11 +17,12 @@ from mergekit_lab.stages.analyses.contract import (
     Data,
     Drawing,
     check_tasks,
+    data_content,
     experts_content,
     grid,
-    image_task,
     keep,
     resumed,
+    sample,
     states,
 )
 from mergekit_lab.stages.context import Context, load_state
@@ -31,18 +32,17 @@ from mergekit_lab.tasks import Part
 
 
 def _data(run: Context, part: Part, samples: int | None) -> dict[str, Any]:
-    prints = {task: run.fingerprint(task) for task in run.tasks}
-    return {"data": prints, "part": part, "samples": samples, "seed": run.seed}
+    return {**data_content(run, run.tasks), "part": part, "samples": samples, "seed": run.seed}
 
 
 @dataclass(frozen=True)
 class AlphaSweep(Analysis):
-    """Accuracy and loss of every merger of the run that has a coefficient, over a grid of it.
+    """Value and loss of every merger of the run that has a coefficient, over a grid of it.
 
     Args:
         low, high, points: of the coefficient.
         part: train, validation or test; a coefficient must not be chosen on test.
-        samples: images a task, at most.
+        samples: of each task, at most.
     """
 
     low: float = 0.0
@@ -64,17 +64,17 @@ class AlphaSweep(Analysis):
 
     def compute(self, run: Context, resume: Path) -> Data:
         content = self.content(run)
-        images = {task: image_task(run, task, self.part, self.samples) for task in run.tasks}
+        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
         size = run.cfg.evaluation_batch_size
         own = {}
-        weights = Weights(run.encoder, run.base_state, states(run, run.tasks))
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
         for task in run.tasks:
-            own[task] = line(run.encoder, weights, task, [1.0], {task: images[task]}, size)[task]["accuracy"][0]
+            own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
         found: Data = {"alphas": content["alphas"], "experts": own, "mergers": {}}
         for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
             unit = merge_at(run, run.mergers[label], 1.0)
-            weights = Weights(run.encoder, run.base_state, {label: unit})
-            found["mergers"][label] = line(run.encoder, weights, label, found["alphas"], images, size)
+            weights = Weights(run.model, run.base_state, {label: unit})
+            found["mergers"][label] = line(run.model, weights, label, found["alphas"], chosen, size)
         return found
 
     def draw(self, data: Data) -> Drawing:
@@ -84,14 +84,14 @@ class AlphaSweep(Analysis):
         curves = {}
         for label, tasks in data["mergers"].items():
             shares = [
-                [value / max(data["experts"][t], 1e-9) for value in scores["accuracy"]]
+                [value / max(data["experts"][t], 1e-9) for value in scores["value"]]
                 for t, scores in tasks.items()
             ]
             curves[label] = (alphas, [100 * sum(point) / len(point) for point in zip(*shares, strict=True)])
-        panels: list[Any] = [Lines("all tasks", "α", "accuracy (% of the experts')", curves)]
+        panels: list[Any] = [Lines("all tasks", "α", "value (% of the experts')", curves)]
         for label, tasks in data["mergers"].items():
-            each = {t: (alphas, [100 * v for v in scores["accuracy"]]) for t, scores in tasks.items()}
-            panels.append(Lines(label, "α", "accuracy (%)", each))
+            each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
+            panels.append(Lines(label, "α", "value (%)", each))
         return Drawing(f"Coefficient sweep on {self.part}", panels, {})
 
 
@@ -103,7 +103,7 @@ class LossBarrier(Analysis):
         merger: whose model; null: the run's first merger.
         points: on the way, both ends included.
         part: train, validation or test.
-        samples: images a task, at most.
+        samples: of each task, at most.
     """
 
     merger: str | None = None
@@ -136,9 +136,9 @@ class LossBarrier(Analysis):
         places = grid(0.0, 1.0, self.points)
         found: Data = {"merger": label, "places": places, "tasks": {}}
         for task, state in states(run, run.tasks).items():
-            weights = Weights(run.encoder, merged, {task: state})
-            images = {task: image_task(run, task, self.part, self.samples)}
-            curve = line(run.encoder, weights, task, places, images, run.cfg.evaluation_batch_size)[task]
+            weights = Weights(run.model, merged, {task: state})
+            chosen = {task: sample(run, task, self.part, self.samples)}
+            curve = line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
             found["tasks"][task] = {**curve, "barrier": barrier(curve["loss"], places)}
         return found
 
@@ -160,7 +160,7 @@ class HessianPath(Analysis):
     Args:
         tasks: which; null: all of the run.
         points: from λ = 0 to 1, both included.
-        samples: images of the task's training part.
+        samples: of the task's training part.
         iterations: Lanczos products at most, and vectors of the model's size in memory.
         tolerance: of the eigenvalue's residual, relative.
         products: of the trace's estimate; 0 leaves it out.
@@ -186,7 +186,7 @@ class HessianPath(Analysis):
             "samples": self.samples,
             "lanczos": [self.iterations, self.tolerance],
             "products": self.products,
-            "data": {task: run.fingerprint(task) for task in names},
+            **data_content(run, names),
             "seed": run.seed,
             **experts_content(run, names),
         }
@@ -195,7 +195,7 @@ class HessianPath(Analysis):
         names, places = self._tasks(run), grid(0.0, 1.0, self.points)
         file = resume / "points.jsonl"
         points: list[Data] = resumed(file)
-        weights = Weights(run.encoder, run.base_state, states(run, names))
+        weights = Weights(run.model, run.base_state, states(run, names))
         left = [(task, at) for task in names for at in places][len(points) :]
         for task, at in track(left, "Hessian", disable=not run.cfg.progress, transient=True):
             weights.move({task: at})
@@ -205,9 +205,10 @@ class HessianPath(Analysis):
         return {"places": places, "points": points}
 
     def _point(self, run: Context, task: str) -> Data:
-        images = image_task(run, task, "train", self.samples)
-        batches = list(zip(images.images.split(64), images.labels.split(64), strict=True))
-        hessian = Hessian(Classifier(run.encoder, images.head).to(run.device), batches)
+        chosen = sample(run, task, "train", self.samples)
+        objective = chosen.objective
+        batches = [moved(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
+        hessian = Hessian(objective.scored(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
             hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )

@@ -15,11 +15,12 @@ from mergekit_lab.stages.analyses.contract import (
     Data,
     Drawing,
     chosen_pairs,
+    data_content,
     experts_content,
     grid,
-    image_task,
     keep,
     resumed,
+    sample,
     states,
 )
 from mergekit_lab.stages.context import Context
@@ -28,7 +29,7 @@ from mergekit_lab.tasks import Part
 
 @dataclass(frozen=True)
 class _OnPlane(Analysis):
-    """Losses, accuracies and ξ at `θ0 + α1 τ1 + α2 τ2` for pairs of experts.
+    """Losses, values and ξ at `θ0 + α1 τ1 + α2 τ2` for pairs of experts.
 
     Args:
         pairs: `[[a, b], …]`; null: the run's first two tasks.
@@ -37,7 +38,7 @@ class _OnPlane(Analysis):
             ξ_all.
         tasks: "pair" evaluates on the pair's tasks, "all" on every task of the run.
         part: train, validation or test.
-        samples: images a task, at most.
+        samples: of each task, at most.
         box: where coefficients are searched, `[low, high]`, drawn in red; null draws none.
     """
 
@@ -66,7 +67,7 @@ class _OnPlane(Analysis):
             "alphas": grid(self.low, self.high, self.points),
             "others": self.others,
             "tasks": self.tasks,
-            "data": {task: run.fingerprint(task) for task in names},
+            **data_content(run, names),
             "part": self.part,
             "samples": self.samples,
             "seed": run.seed,
@@ -76,16 +77,16 @@ class _OnPlane(Analysis):
     def compute(self, run: Context, resume: Path) -> Data:
         content = self.content(run)
         ends = states(run, content["experts"])
-        weights = Weights(run.encoder, run.base_state, ends)
-        images = {task: image_task(run, task, self.part, self.samples) for task in content["data"]}
+        weights = Weights(run.model, run.base_state, ends)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in content["data"]}
         found: Data = {"alphas": content["alphas"], "pairs": []}
         for pair in content["pairs"]:
             file = resume / f"{pair[0]}+{pair[1]}.jsonl"
             rows: list[Row] = resumed(file)
             others = {task: self.others for task in ends if task not in pair and self.others}
-            on = {t: images[t] for t in (images if self.tasks == "all" else pair)}
+            on = {t: chosen[t] for t in (chosen if self.tasks == "all" else pair)}
             left = plane(
-                run.encoder, weights, on, pair, found["alphas"],
+                run.model, weights, on, pair, found["alphas"],
                 others=others, start=len(rows), batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip
             for row in track(

@@ -22,9 +22,10 @@ from mergekit_lab.stages.analyses.contract import (
     Data,
     Drawing,
     chosen_pairs,
+    data_content,
     every_pair,
     experts_content,
-    image_task,
+    sample,
     states,
 )
 from mergekit_lab.stages.context import Context
@@ -115,13 +116,13 @@ class TaskVectors(Analysis):
 
 @dataclass(frozen=True)
 class CrossTaskLinearity(Analysis):
-    """CTL per block for pairs of experts, on images of both tasks.
+    """CTL per block for pairs of experts, on samples of both tasks.
 
     Args:
         pairs: `[[a, b], …]`; null: every pair of the run.
         coefficient: λ.
         part: train, validation or test.
-        samples: images of each task.
+        samples: of each task.
     """
 
     pairs: list[list[str]] | None = None
@@ -142,7 +143,7 @@ class CrossTaskLinearity(Analysis):
             "analysis": "ctl",
             "pairs": pairs,
             "coefficient": self.coefficient,
-            "data": {task: run.fingerprint(task) for task in names},
+            **data_content(run, names),
             "part": self.part,
             "samples": self.samples,
             "seed": run.seed,
@@ -152,15 +153,13 @@ class CrossTaskLinearity(Analysis):
     def compute(self, run: Context, resume: Path) -> Data:
         pairs = self._pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
-        weights = Weights(run.encoder, run.base_state, states(run, names))
-        blocks = blocks_of(run.encoder)
-        images = {task: image_task(run, task, self.part, self.samples).images for task in names}
+        weights = Weights(run.model, run.base_state, states(run, names))
+        blocks = blocks_of(run.model)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in names}
         found: Data = {"blocks": list(blocks), "pairs": []}
         for pair in pairs:
-            both = torch.cat([images[task] for task in pair])
-            values = cross_task_linearity(
-                run.encoder, blocks, weights, pair, both, coefficient=self.coefficient
-            )
+            both = [chosen[task] for task in pair]
+            values = cross_task_linearity(run.model, blocks, weights, pair, both, coefficient=self.coefficient)
             found["pairs"].append({"pair": list(pair), "values": list(values.values())})
         return found
 

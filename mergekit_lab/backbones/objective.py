@@ -1,0 +1,142 @@
+"""How a backbone learns a task and is scored on it: all that training, evaluation and analyses know of data.
+
+A `Backbone` gives models and, for a task, an `Objective`. Samples are named by a part of the task and their
+places in it, so that whoever chooses them (an order of training, a chunk of an evaluation) knows neither images
+nor text. What becomes of them is the objective's own affair: reading, tokenizing, augmenting, decoding.
+
+Legend: N samples of a batch, M items of a batch: what its loss is averaged over (images, answer tokens).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from mergekit_lab.tasks import Part, Task
+
+Batch = tuple[Any, Tensor] | Mapping[str, Any]
+"""Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them. What is of a
+sample lies in dimension 0 of a tensor."""
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """What a model makes of some samples.
+
+    Attributes:
+        loss: the sum over items, a scalar.
+        items: how many.
+        predictions: one a sample, of a kind that `Objective.measure` reads and `==` compares.
+    """
+
+    loss: Tensor
+    items: int | Tensor
+    predictions: list[Any]
+
+
+class Objective(nn.Module, ABC):
+    """One task for one backbone. It moves to a device as modules do, has no parameters and no state dict.
+
+    Attributes:
+        causal: the logits at a token are of the next one (a decoder-only language model).
+    """
+
+    causal: ClassVar[bool] = False
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+    @abstractmethod
+    def batch(self, part: Part, index: Tensor) -> Batch:
+        """The samples at these places of a part, on the CPU, for `loss`; a function of its arguments alone."""
+
+    def augmented(self, batch: Batch, seed: int) -> Batch:
+        """A training batch with what chance adds to it, on its device; a function of its arguments alone.
+
+        Called once a step, so that a method that evaluates twice sees the same batch twice.
+        """
+        return batch
+
+    def lengths(self, part: Part) -> Tensor | None:
+        """What every sample of a part costs, `[size]`, if like ones are to share a batch; else None."""
+        return None
+
+    @abstractmethod
+    def items(self, batch: Batch) -> int | Tensor:
+        """M: what the batch's loss is averaged over, at least 1."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
+        """The loss, summed over the batch's items."""
+
+    def scored(self, model: nn.Module) -> nn.Module:
+        """A module that holds `model`, or is it, and maps a batch's inputs to the logits of its labels."""
+        return model
+
+    @abstractmethod
+    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[Any]:
+        """What the model answers for these samples, one a sample."""
+
+    def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
+        """Loss and predictions together."""
+        batch = moved(self.batch(part, index), device_of(model))
+        return Assessed(self.loss(model, batch), self.items(batch), self.predict(model, part, index))
+
+    @abstractmethod
+    def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
+        """How good these predictions are, by name of the metric; `task.metric` among them."""
+
+
+class Backbone(ABC):
+    """A pretrained model to fine-tune. A subclass is a frozen dataclass of what names it."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh copy of the pretrained model: its state dict is what is trained, stored and merged."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """What makes this backbone this one, by content: no path enters it."""
+
+    @abstractmethod
+    def check(self, task: Task) -> None:
+        """Refuse, by an `InputError`, a task that this backbone cannot learn; without loading anything."""
+
+    @abstractmethod
+    def objective(self, task: Task) -> Objective:
+        """How this backbone learns the task and is scored on it."""
+
+    def learning(self, task: Task) -> dict[str, Any]:
+        """What decides what is learnt, beside the weights, the task's data and the training settings."""
+        return {}
+
+    def scoring(self, task: Task) -> dict[str, Any]:
+        """What decides a score, beside the model, the task's data and the metric."""
+        return {}
+
+
+def samples(batch: Batch) -> int:
+    """N."""
+    return len(batch["labels"] if isinstance(batch, Mapping) else batch[1])
+
+
+def cut(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start … stop−1` of a batch."""
+    return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) else x, batch)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
