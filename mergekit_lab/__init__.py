@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "merge": "mergekit_lab.stages.checkpoint_merge",
+    "expand": "mergekit_lab.stages.expand",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",
     "InputError": "mergekit_lab.errors",

@@ -13,7 +13,14 @@ from mergekit_lab.checkpoints.inspection import (
     size_text,
     written_specs,
 )
-from mergekit_lab.checkpoints.publish import check_out, copy_model_files, copy_tokenizer_files, new_folder
+from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
+from mergekit_lab.checkpoints.publish import (
+    RECORD,
+    check_out,
+    copy_model_files,
+    copy_tokenizer_files,
+    new_folder,
+)
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
 from mergekit_lab.checkpoints.vocabulary import reconcile
@@ -21,8 +28,11 @@ from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
     "MAX_SHARD_BYTES",
+    "RECORD",
     "Card",
     "Checkpoint",
+    "LowRank",
+    "LowRankRecord",
     "Report",
     "ShardedWriter",
     "TensorSpec",

@@ -15,6 +15,7 @@ from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, open_index
 from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
+from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.errors import InputError
 
 _INDEX = "model.safetensors.index.json"
@@ -35,10 +36,11 @@ def open_checkpoint(
     Args:
         source: a state dict; a folder with safetensors (an index and its shards, or one file) or with
             `pytorch_model.bin` (sharded or not); a file `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt` (a
-            Lightning checkpoint's `state_dict`); a PEFT adapter's folder, folded into `base`; or, as a string,
-            a hub id `org/name` or `org/name@revision`. A `Checkpoint` is returned as it is.
+            Lightning checkpoint's `state_dict`); a folder of a PEFT adapter or of low-rank factors, folded
+            into `base`; or, as a string, a hub id `org/name` or `org/name@revision`. A `Checkpoint` is returned
+            as it is.
         label: what messages call it; the path by default.
-        base: what an adapter is folded into; other sources do not need it.
+        base: what an adapter or low-rank factors are folded into; other sources do not need it.
         headers_only: do not download the tensors of a hub id that is not cached.
 
     Raises:
@@ -59,6 +61,8 @@ def open_checkpoint(
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)
+        if (path / RECORD_FILE).is_file():
+            return _open_low_rank(path, base, label)
         return _open_folder(label, path)
     if path.suffix == ".safetensors":
         return Safetensors(label, path)
@@ -70,6 +74,12 @@ def open_checkpoint(
         f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
         f"{', '.join(sorted(PICKLED))}"
     )
+
+
+def _open_low_rank(path: Path, base: Checkpoint | None, label: str) -> Checkpoint:
+    if base is None:
+        raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")
+    return LowRank(path, base, label)
 
 
 def find_source(source: str | Path, weights: bool = True) -> Path:

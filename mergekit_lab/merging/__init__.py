@@ -14,6 +14,7 @@ from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
+from mergekit_lab.merging.low_rank import factor_method, merged_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.slerp import SLERP
@@ -45,8 +46,10 @@ __all__ = [
     "Stream",
     "TaskArithmetic",
     "WeightAverage",
+    "factor_method",
     "learn_coefficients",
     "merge_state_dicts",
+    "merged_factors",
     "merged_tensors",
     "resolve_device",
 ]

@@ -78,8 +78,8 @@ class EpiMer(AtomMethod):
         means = totals / stream.entries
         return means if self.normalise == "trace" else means.sqrt()
 
-    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return site.weigh(deltas).sum(dim=0) / site.weights.sum()
+    def divisor(self, site: Site) -> Tensor:
+        return site.weights.sum()
 
     def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         experts = deltas.shape[1]

@@ -47,7 +47,7 @@ class SpectralMethod(ScaledMethod):
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         """The merged task vector of a tensor that is no matrix."""
-        return site.weigh(deltas).sum(dim=0) / len(deltas)
+        return site.weigh(deltas).mean(dim=0)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.is_matrix(name, base.shape):
@@ -75,6 +75,13 @@ class AtomMethod(SpectralMethod):
         For the arguments see `merge_matrices`. Both are rounded to the precision of `deltas`.
         """
         raise NotImplementedError
+
+    def divisor(self, site: Site) -> Tensor:
+        """What the sum of `λ_t δ_t` is divided by where a tensor is no matrix; 0-d."""
+        return site.weights.new_tensor(len(site.experts))
+
+    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        return site.weigh(deltas).sum(dim=0) / self.divisor(site)
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         atoms, coordinates = self.merged_atoms(bases, deltas, sites)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +24,7 @@ from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader, shaped
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.inputs import Source, Sources, open_inputs
+from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
 
 STACK_BYTES = 1 << 30
@@ -90,10 +90,7 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        pairs = [reader.whole(name) for name in names]
-        bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
-        sites = [reader.whole_site(name, survey) for name in names]
-        reader.settle()
+        bases, deltas, sites = stacked(reader, names, survey)
         for name, base, merged in zip(names, bases, method.merge_matrices(bases, deltas, sites), strict=True):
             _add(out[name], base, merged, method.scale)
     else:
@@ -106,6 +103,15 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
     for name in names:
         _check_range(name, out[name])
     return list(out.items())
+
+
+def stacked(reader: Reader, names: list[str], survey: Any) -> tuple[Tensor, Tensor, list[Site]]:
+    """Same-shaped tensors of one job, found sound: `θ0 [B, *S]`, `δ [B, T, *S]` and their sites."""
+    pairs = [reader.whole(name) for name in names]
+    bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
+    sites = [reader.whole_site(name, survey) for name in names]
+    reader.settle()
+    return bases, deltas, sites
 
 
 def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
@@ -179,8 +185,17 @@ def merged_tensors(
     of it. What is copied from the base comes first, then what is merged; tied names follow each other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
-    readers = [Reader(inputs, method, each, notes={} if notes is None else notes) for each in _devices(device)]
+    readers = readers_of(inputs, method, device, notes)
     return _generate(readers, method.survey(readers[0]), dtype)
+
+
+def readers_of(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
+    """One for each device, with one place for their notes."""
+    wanted = [device] if isinstance(device, str | torch.device) else device
+    if not wanted:
+        raise InputError("device is an empty list")
+    shared: Notes = {} if notes is None else notes
+    return [Reader(inputs, method, resolve_device(each), notes=shared) for each in wanted]
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -202,13 +217,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _devices(device: Devices) -> list[torch.device]:
-    wanted = [resolve_device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
-    if not wanted:
-        raise InputError("device is an empty list")
-    return wanted
-
-
 def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     inputs = readers[0].inputs
     others: dict[str, list[str]] = {}
@@ -224,19 +232,20 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
         if name not in merged and name not in inputs.tied:
             kept = inputs.base[name].clone()
             yield from with_tied(name, kept.to(dtype) if dtype and spec.dtype.is_floating_point else kept)
-    for results in _results(readers, survey, dtype):
+    for results in results_of(readers, lambda reader, names: _run(reader, names, survey, dtype)):
         for name, tensor in results:
             yield from with_tied(name, tensor)
 
 
-def _results(
-    readers: list[Reader], survey: Any, dtype: torch.dtype | None
-) -> Iterator[list[tuple[str, Tensor]]]:
+Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
+
+
+def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results, in order, computed by one worker a device, or by several where one cannot fill it."""
     jobs = _jobs(readers[0])
     readers = [replace(each) if number else each for each in readers for number in range(_workers(each))]
     if len(readers) == 1:
-        yield from _alone(readers[0], jobs, survey, dtype)
+        yield from _alone(readers[0], jobs, run)
         return
     free: SimpleQueue[Reader] = SimpleQueue()
     for reader in readers:
@@ -245,7 +254,7 @@ def _results(
     def work(job: list[str]) -> list[tuple[str, Tensor]]:
         reader = free.get()
         try:
-            result = _run(reader, job, survey, dtype)
+            result = run(reader, job)
             reader.settle()
             return result
         finally:
@@ -265,13 +274,11 @@ def _results(
                 future.cancel()
 
 
-def _alone(
-    reader: Reader, jobs: list[list[str]], survey: Any, dtype: torch.dtype | None
-) -> Iterator[list[tuple[str, Tensor]]]:
+def _alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
     every = 1 if reader.device.type == "cpu" else _UNSETTLED
     for number, job in enumerate(jobs, start=1):
-        result = _run(reader, job, survey, dtype)
+        result = run(reader, job)
         if number % every == 0 or number == len(jobs):
             reader.settle()
         yield result

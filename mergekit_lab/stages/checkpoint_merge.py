@@ -1,7 +1,7 @@
 """Merge checkpoints into a folder: what was prepared streams through the merge into its place.
 
-Nothing is loaded whole: the files to be written are planned from headers, and tensors go to their place as they
-    come.
+Nothing is loaded whole: the files to be written are planned from headers, and tensors go to their place as
+they come.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import (
     MAX_SHARD_BYTES,
     Card,
+    LowRankRecord,
     ShardedWriter,
     check_out,
     copy_model_files,
@@ -31,8 +32,8 @@ from mergekit_lab.checkpoints import (
     new_folder,
     versions,
 )
-from mergekit_lab.errors import InputError
-from mergekit_lab.merging import Method, merged_tensors
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.merging import Method, factor_method, merged_factors, merged_tensors
 from mergekit_lab.merging.inputs import Source, Sources
 from mergekit_lab.stages.checkpoint_inputs import Devices, Prepared, prepare
 
@@ -54,6 +55,7 @@ def merge(
     tokenizer_from: str | Path | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    format: str = "dense",
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
 ) -> Path:
@@ -74,6 +76,8 @@ def merge(
             default.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
+        format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
+            with every expert's share apart; `expand` makes the model of them.
         metrics: numbers for the model card.
         progress: show a bar.
 
@@ -90,7 +94,9 @@ def merge(
         base, experts, method, statistics=statistics, include=include, exclude=exclude, dtype=dtype,
         device=device, embeddings=embeddings, tokenizer_from=tokenizer_from, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    return write(prepared, Path(out), overwrite=overwrite, metrics=metrics or {}, progress=progress)
+    return write(
+        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
+    )
 
 
 def write(
@@ -98,6 +104,7 @@ def write(
     out: Path,
     *,
     overwrite: bool = False,
+    format: str = "dense",
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
     recipe: str | None = None,
@@ -105,8 +112,13 @@ def write(
     """Merge what was prepared into `out`; see `merge`."""
     out = out.expanduser()
     check_out(out, overwrite, input_files(prepared))
-    tied = prepared.base.tied()
-    specs, limit, stem = prepared.plan(list(tied))
+    check_format(prepared, format)
+    if format == "dense":
+        specs, limit, stem = prepared.plan(list(prepared.base.tied()))
+        tensors = merged_tensors(**_arguments(prepared), dtype=prepared.dtype)
+    else:
+        specs, tensors = merged_factors(**_arguments(prepared))
+        limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     _check_room(out, sum(spec.nbytes for spec in specs.values()))
     with new_folder(out, overwrite) as folder:
         with (
@@ -115,25 +127,50 @@ def write(
             Progress(disable=not progress, transient=True) as bar,
         ):
             task = bar.add_task(f"merging into {out.name}", total=sum(s.numel for s in specs.values()))
-            for name, tensor in _merged(prepared):
+            for name, tensor in tensors:
                 if name in specs:
                     put(name, tensor)
                     bar.advance(task, tensor.numel())
-        _copy_files(prepared, folder)
+        if format == "dense":
+            _copy_files(prepared, folder)
+        else:
+            _low_rank_record(prepared).write(folder)
         _card(prepared, out.name, metrics or {}, recipe).write(folder)
     return out
 
 
-def _merged(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
-    return merged_tensors(
-        prepared.base,
-        prepared.experts,
-        prepared.method,
-        statistics=prepared.side,
-        dtype=prepared.dtype,
-        device=prepared.device,
-        include=prepared.include,
-        exclude=prepared.exclude,
+def _arguments(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "base": prepared.base,
+        "experts": prepared.experts,
+        "method": prepared.method,
+        "statistics": prepared.side,
+        "device": prepared.device,
+        "include": prepared.include,
+        "exclude": prepared.exclude,
+    }
+
+
+def check_format(prepared: Prepared, format: str) -> None:
+    """Refuse a format that there is not, or that does not hold this merge."""
+    if format not in _FORMATS:
+        raise InputError(f"format is {format!r}{suggestion(format, _FORMATS)}")
+    if format == "low_rank":
+        factor_method(prepared.method)
+        if prepared.vocabulary is not None:
+            raise InputError("format=low_rank adds to the base as it is: its vocabulary cannot grow")
+
+
+_FORMATS = ("dense", "low_rank")
+
+
+def _low_rank_record(prepared: Prepared) -> LowRankRecord:
+    return LowRankRecord(
+        experts=list(prepared.experts),
+        coefficient=prepared.method.scale,
+        dtype=None if prepared.dtype is None else str(prepared.dtype).removeprefix("torch."),
+        tied=prepared.base.tied(),
+        base=fingerprint(prepared.origin, prepared.base_source),
     )
 
 

@@ -14,7 +14,7 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import Method
 from mergekit_lab.stages.checking import Target, build, without_null_coefficient
 from mergekit_lab.stages.checkpoint_inputs import Prepared, prepare
-from mergekit_lab.stages.checkpoint_merge import write
+from mergekit_lab.stages.checkpoint_merge import check_format, write
 from mergekit_lab.stages.estimate import report
 from mergekit_lab.stages.recipe import read_recipe
 
@@ -38,6 +38,7 @@ class MergeCheckpoints:
         embeddings: intersect, pad or base, where vocabularies differ.
         tokenizer_from: a folder, a hub id or an expert's name.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
+        format: dense, or low_rank: what a spectral merge adds to the base, in factors.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -55,6 +56,7 @@ class MergeCheckpoints:
     embeddings: str | None
     tokenizer_from: str | None
     dtype: str | None
+    format: str
     dry_run: bool
     overwrite: bool
     max_shard_bytes: int
@@ -79,6 +81,7 @@ def run_merge_checkpoints(cfg: DictConfig) -> None:
     given = MergeCheckpoints(**plain)
     prepared, text = _prepare(given, cfg)
     out = Path(given.out) if given.out else None
+    check_format(prepared, given.format)
     if given.dry_run:
         found = report(prepared, out)
         print(found.text())
@@ -87,7 +90,7 @@ def run_merge_checkpoints(cfg: DictConfig) -> None:
         return
     if out is None:
         raise InputError("out is not set: out=<folder>")
-    write(prepared, out, overwrite=given.overwrite, progress=given.progress, recipe=text)
+    write(prepared, out, overwrite=given.overwrite, format=given.format, progress=given.progress, recipe=text)
     for note in prepared.notes:
         log.info("%s", note)
     total = sum(path.stat().st_size for path in out.expanduser().iterdir())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mergekit_lab.stages.context import Context
 
 log = logging.getLogger(__name__)
-_ALONE = ("merge_checkpoints", "diagnose")
+_ALONE = ("merge_checkpoints", "expand", "diagnose")
 
 
 def _stage(name: str) -> Callable[[Context], None]:
@@ -88,6 +88,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
 def _run_alone(name: str, cfg: DictConfig, folder: Path) -> None:
     """The stages on checkpoints have configurations of their own, without backbone and tasks."""
     from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
+    from mergekit_lab.stages.expand import Expand, run_expand
     from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
 
     if stage_list(cfg, [*STAGES, *_ALONE]) != [name]:
@@ -97,6 +98,9 @@ def _run_alone(name: str, cfg: DictConfig, folder: Path) -> None:
     if name == "diagnose":
         check_against(cfg, Diagnose)
         run_diagnose(cfg, folder)
+    elif name == "expand":
+        check_against(cfg, Expand)
+        run_expand(cfg)
     else:
         check_against(cfg, MergeCheckpoints)
         run_merge_checkpoints(cfg)

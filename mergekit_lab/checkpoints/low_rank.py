@@ -1,0 +1,149 @@
+"""Merged models stored as low-rank factors of what is added to the base, expanded as they are read.
+
+A folder holds `factors.safetensors` (sharded where it is large) and `low_rank.json`, which says what they
+belong to. Every expert's share is apart, so any of them can be left out.
+
+Legend: `T` experts, `m×n` a matrix, `p` atoms of it, `p/T` an expert, `α` the coefficient.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints.card import fingerprint
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
+from mergekit_lab.checkpoints.files import Safetensors, open_index
+from mergekit_lab.checkpoints.inspection import written_specs
+from mergekit_lab.errors import InputError, listing, suggestion
+
+RECORD_FILE = "low_rank.json"
+LEFT, RIGHT, COORDINATES = ".u", ".v", ".coordinates"
+PARTS, DIVISOR = ".parts", ".divisor"
+
+
+@dataclass(frozen=True)
+class LowRankRecord:
+    """What factors belong to.
+
+    Attributes:
+        experts: their names, in the order of the atoms.
+        coefficient: `α`.
+        dtype: of the expanded floating-point tensors; None: the base's own.
+        tied: second names of weights, each with the first.
+        base: its fingerprint.
+    """
+
+    experts: Sequence[str]
+    coefficient: float
+    dtype: str | None
+    tied: Mapping[str, str]
+    base: Mapping[str, Any]
+
+    stem: ClassVar[str] = "factors"
+
+    def write(self, folder: Path) -> None:
+        (folder / RECORD_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path, label: str) -> LowRankRecord:
+        try:
+            content = json.loads((folder / RECORD_FILE).read_text())
+            return cls(**content)
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{label}: {folder / RECORD_FILE} cannot be read ({error})") from None
+
+
+class LowRank(Computed):
+    """A base with low-rank factors added.
+
+    Attributes:
+        coefficient: `α`.
+        dtype: of the floating-point tensors; None: the base's own.
+
+    Args:
+        folder: the factors.
+        base: what they were made on.
+        label: what messages call the result.
+        tasks: the experts whose shares are added; None: all.
+        coefficient: `α` in place of the stored one.
+
+    Raises:
+        InputError: another base, an unknown expert, damaged files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base: Checkpoint,
+        label: str,
+        tasks: Sequence[str] | None = None,
+        coefficient: float | None = None,
+    ) -> None:
+        self.record = LowRankRecord.read(folder, label)
+        _check_base(self.record.base, base, label)
+        unknown = [task for task in tasks or () if task not in self.record.experts]
+        if unknown:
+            near = suggestion(unknown[0], self.record.experts)
+            raise InputError(f"{label} has no share of {listing(unknown)}{near}")
+        if coefficient is not None and not math.isfinite(coefficient):
+            raise InputError(f"coefficient is {coefficient}; it must be finite")
+        file = folder / f"{LowRankRecord.stem}.safetensors"
+        index = file.with_name(f"{file.name}.index.json")
+        sharded = index.is_file()
+        self._factors = open_index(label, index) if sharded else Safetensors(label, file)
+        self._tasks = None if tasks is None else [list(self.record.experts).index(task) for task in tasks]
+        self.coefficient = self.record.coefficient if coefficient is None else coefficient
+        self._base = base
+        self.dtype: torch.dtype | None = getattr(torch, self.record.dtype) if self.record.dtype else None
+        super().__init__(label, written_specs(base, self.dtype), self._factors.files, base.folder)
+
+    def tied(self) -> dict[str, str]:
+        return dict(self.record.tied)
+
+    def compute(self, name: str) -> Tensor:
+        base, kind = self._base[name], self.specs[name].dtype
+        delta = self._delta(self.record.tied.get(name, name))
+        if delta is None or self.coefficient == 0:
+            return base.to(kind)
+        exact = torch.float64 if kind == torch.float64 else delta.dtype
+        return torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient).to(kind)
+
+    def _delta(self, name: str) -> Tensor | None:
+        """The merged task vector at `α = 1`; None where nothing is added."""
+        found = {kind: self._factors.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        left, right, coordinates = (found[kind] for kind in (LEFT, RIGHT, COORDINATES))
+        if left is not None and right is not None and coordinates is not None:
+            left, right, coordinates = (self._chosen(x, -1) for x in (left, right, coordinates))
+            lifted = (left.double() * coordinates.double()) @ right.double().mT
+            return lifted.to(left.dtype)
+        parts, divisor = found[PARTS], found[DIVISOR]
+        if parts is None or divisor is None:
+            return None
+        return self._chosen(parts, 0).sum(dim=0) / divisor
+
+    def _chosen(self, values: Tensor, dim: int) -> Tensor:
+        """The chosen experts' equal shares of a dimension."""
+        if self._tasks is None:
+            return values
+        shares = values.tensor_split(len(self.record.experts), dim=dim)
+        return torch.cat([shares[t] for t in self._tasks], dim=dim)
+
+
+def _check_base(wanted: Mapping[str, Any], base: Checkpoint, label: str) -> None:
+    found = fingerprint(base)
+
+    def hashes(print_: Mapping[str, Any]) -> list[tuple[int, str]]:
+        files = print_.get("files", {}).values()
+        return sorted((file["bytes"], file.get("sha256") or file["sampled_sha256"]) for file in files)
+
+    known = hashes(wanted) and hashes(found)
+    if wanted["layout_sha256"] != found["layout_sha256"] or (known and hashes(wanted) != hashes(found)):
+        raise InputError(f"{label} holds factors for another base ({wanted['label']}), not {base.label}")

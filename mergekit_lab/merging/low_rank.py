@@ -1,0 +1,95 @@
+"""A spectral merge as what is added to the base, in factors: small, and every expert's share apart.
+
+Of a matrix the atoms `U [m, p]`, `V [n, p]` and their coordinates `d [p]` (`Δ = U diag(d) Vᵀ`, the experts'
+atoms side by side, equally many of each); of any other tensor every expert's task vector and what their sum is
+divided by. `checkpoints.low_rank` reads them back and expands them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mergekit_lab.checkpoints import TensorSpec
+from mergekit_lab.checkpoints.low_rank import COORDINATES, DIVISOR, LEFT, PARTS, RIGHT
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.blocks import Notes, Reader
+from mergekit_lab.merging.contract import Method, Segment
+from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.spectral import AtomMethod, rank_budget
+from mergekit_lab.merging.stream import Devices, readers_of, results_of, stacked
+
+
+def factor_method(method: Method) -> AtomMethod:
+    """The method as one whose result has factors.
+
+    Raises:
+        InputError: it has none.
+    """
+    if not isinstance(method, AtomMethod):
+        raise InputError(
+            f"{type(method).__name__} gives no low-rank factors: TSVM and EpiMer do; store others dense"
+        )
+    return method
+
+
+def merged_factors(
+    base: Source,
+    experts: Sources,
+    method: Method,
+    *,
+    statistics: Mapping[str, Sources] | None = None,
+    device: Devices = "cpu",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    notes: Notes | None = None,
+) -> tuple[dict[str, TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Merge, and give the factors of what is added to the base; see `merge_state_dicts` for the arguments.
+
+    Returns:
+        What every factor will be, and the factors as they are made, on the CPU, in the precision of the merge.
+        `NAME.u`, `NAME.v`, `NAME.coordinates` of a matrix, `NAME.parts` and `NAME.divisor` of another tensor.
+
+    Raises:
+        InputError: the method has no factors; and what `merge_state_dicts` refuses.
+    """
+    found = factor_method(method)
+    inputs = open_inputs(base, experts, method, statistics, include, exclude)
+    readers = readers_of(inputs, method, device, notes)
+    survey = method.survey(readers[0])
+
+    def run(reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
+        return [(name, value.cpu()) for name, value in _factors(found, reader, names, survey)]
+
+    made = (pair for results in results_of(readers, run) for pair in results)
+    return _specs(inputs, found), made
+
+
+def _specs(inputs: Inputs, method: AtomMethod) -> dict[str, TensorSpec]:
+    experts, kind = len(inputs.experts), inputs.compute
+    specs: dict[str, TensorSpec] = {}
+    for name in inputs.merged:
+        shape = inputs.base.specs[name].shape
+        if method.is_matrix(name, shape):
+            atoms = experts * rank_budget(shape, experts, method.rank)
+            shapes = {LEFT: (shape[0], atoms), RIGHT: (shape[1], atoms), COORDINATES: (atoms,)}
+        else:
+            shapes = {PARTS: (experts, *shape), DIVISOR: ()}
+        specs |= {name + suffix: TensorSpec(tuple(size), kind) for suffix, size in shapes.items()}
+    return specs
+
+
+def _factors(method: AtomMethod, reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[str, Tensor]]:
+    shape = reader.inputs.base.specs[names[0]].shape
+    if method.is_matrix(names[0], shape):
+        atoms, coordinates = method.merged_atoms(*stacked(reader, names, survey))
+        for name, u, v, d in zip(names, atoms.u, atoms.v, coordinates, strict=True):
+            yield from ((name + LEFT, u), (name + RIGHT, v), (name + COORDINATES, d))
+        return
+    for name in names:
+        _, deltas = reader.whole(name)
+        site = reader.site([Segment(name, 0, deltas[0].numel())])
+        reader.settle()
+        yield from ((name + PARTS, site.weigh(deltas)), (name + DIVISOR, method.divisor(site)))
