@@ -4,7 +4,7 @@ from mergekit_lab.merging import TIES, merge_state_dicts
 merged = merge_state_dicts(base, {"cars": cars, "dtd": dtd}, TIES(density=0.2))
 """
 
-from mergekit_lab.merging.adamerging import AdaMerging, learn_coefficients
+from mergekit_lab.merging.adamerging import AdaMerging, Learning, learn_coefficients
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.breadcrumbs import Breadcrumbs
 from mergekit_lab.merging.consensus import ConsensusTA
@@ -38,6 +38,7 @@ __all__ = [
     "Fisher",
     "IsoC",
     "IsoCTS",
+    "Learning",
     "Method",
     "ModelStock",
     "RegMean",

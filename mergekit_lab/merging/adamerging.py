@@ -21,10 +21,38 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require
+from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 
 _START = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """How coefficients are learned; the defaults are the authors'.
+
+    Args:
+        layer_wise: a coefficient for each tensor and expert; else one an expert.
+        steps: of Adam, at least 1.
+        batch_size: inputs a task and step, at least 1.
+        lr: Adam's learning rate, positive.
+        start: the coefficients before the first step, in [0, 1].
+        part: whose inputs are read, without their labels: "test", "validation" or "train".
+    """
+
+    layer_wise: bool = True
+    steps: int = 500
+    batch_size: int = 16
+    lr: float = 1e-3
+    start: float = _START
+    part: str = "test"
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "at least 1")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.lr > 0, "lr", self.lr, "positive")
+        require(0 <= self.start <= 1, "start", self.start, "in [0, 1]")
+        require_choice("part", self.part, ("test", "validation", "train"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +63,17 @@ class AdaMerging(Method):
         weights: `α`, in the place of `λ`: one an expert (task-wise), or for an expert a mapping from tensor
             name or pattern to number (layer-wise), as `learn_coefficients` returns it. What is not given is
             0.3, where learning starts.
+        learn: a run, which has models and inputs, is to learn the weights so first.
+
+    Raises:
+        InputError: both are given; at the merge, weights that were to be learned and are not.
     """
+
+    learn: Learning | None = None
+
+    def __post_init__(self) -> None:
+        if self.learn is not None and self.weights is not None:
+            raise InputError("AdaMerging's weights are given: set learn to null, or weights to null")
 
     @property
     def elementwise(self) -> bool:
@@ -43,6 +81,13 @@ class AdaMerging(Method):
 
     def default_weight(self, experts: int) -> float:
         return _START
+
+    def survey(self, stream: Stream) -> Any:
+        if self.learn is not None:
+            raise InputError(
+                "AdaMerging learns its weights from a model and inputs, which a merge of checkpoints does not "
+                "have: give weights and learn=null, or merge in a run over tasks"
+            )
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return site.weights @ deltas
@@ -69,9 +114,7 @@ def learn_coefficients(
             differentiable in the state dict, whose tensors are on `device`.
         batches: what to call it with; their number is the number of steps (the authors': 500 of 32 images a
             task, from the test inputs).
-        layer_wise: a coefficient for each tensor and expert; else one an expert.
-        lr: Adam's learning rate, positive.
-        start: the coefficients before the first step, in [0, 1].
+        layer_wise, lr, start: see `Learning`.
         device: where base and task vectors are kept: (T + 1) models, and the gradient of one.
 
     Returns:
@@ -81,8 +124,7 @@ def learn_coefficients(
     Raises:
         InputError: a value out of range, inputs that disagree, no batch, or an entropy that is not finite.
     """
-    require(lr > 0, "lr", lr, "positive")
-    require(0 <= start <= 1, "start", start, "in [0, 1]")
+    Learning(layer_wise=layer_wise, lr=lr, start=start)  # refuses what is out of range
     inputs = open_inputs(base, experts, AdaMerging())
     fixed = {n: inputs.base[n].to(device) for n in inputs.base if n not in inputs.tied}
     wide = {n: fixed[n].to(inputs.compute) for n in inputs.merged}

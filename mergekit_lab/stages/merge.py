@@ -13,9 +13,10 @@ from rich.progress import track
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.evaluation import Candidate, best_candidate, normalised, score
 from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.stages.adaptive import learn, learned_method, learning_content, learns
 from mergekit_lab.stages.context import Context, Merger
 from mergekit_lab.stages.evaluate import Subject, evaluate
-from mergekit_lab.store import Artefact
+from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ def stage_merge(run: Context) -> None:
                 len(found["curve"]),
                 100 * found["normalised"],
             )
+        if learns(merger):
+            learn(run, merger)
         merged = run.obtain("merged", merged_content(run, merger), _maker(run, merger))
         alpha = chosen_coefficient(run, merger)
         how = "found in the store" if merged.reused else f"{merged.info['wall_seconds']:.1f} s"
@@ -62,8 +65,10 @@ def _own_coefficient(method: Method) -> float | None:
 
 
 def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
-    """What names the merged model: everything that decides it, the chosen coefficient included."""
-    chosen = {"coefficient": chosen_coefficient(run, merger)} if merger.searched else {}
+    """What names the merged model: everything that decides it, what is chosen or learned included."""
+    chosen: dict[str, Any] = {"coefficient": chosen_coefficient(run, merger)} if merger.searched else {}
+    if learns(merger):
+        chosen["coefficients"] = content_key(learning_content(run, merger))
     return run.merge_content(merger, merger.content) | chosen
 
 
@@ -87,6 +92,8 @@ def _maker(run: Context, merger: Merger) -> Any:
     def make(place: Workplace) -> Mapping[str, Any]:
         alpha = chosen_coefficient(run, merger)
         method = merger.method.at(alpha) if merger.searched and alpha is not None else merger.method
+        if learns(merger):
+            method = learned_method(run, merger)
         notes: dict[str, dict[str, object]] = {}
         write_tensors(place.out / "model.safetensors", _merge(run, method, notes))
         (place.out / "notes.json").write_text(json.dumps(notes, indent=1))
