@@ -82,7 +82,9 @@ def learn(run: Context, merger: Merger) -> Artefact:
 
     artefact = run.obtain("coefficients", learning_content(run, merger), make)
     course = artefact.info["entropies"]
-    log.info("%s: entropy %.3f at first, %.3f after %d steps", merger.label, course[0], course[-1], len(course))
+    few = max(1, len(course) // 10)
+    first, last = sum(course[:few]) / few, sum(course[-few:]) / few
+    log.info("%s: entropy %.3f at first, %.3f after %d steps", merger.label, first, last, len(course))
     return artefact
 
 
