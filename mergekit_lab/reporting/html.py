@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from mergekit_lab.reporting.records import Failure, Record, Timing
-from mergekit_lab.reporting.tables import Row, Table
+from mergekit_lab.reporting.tables import Row, Table, comparison_table
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def page(
     """The whole page as text. Reads the figures' files."""
     sections = [
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>",
-        _leaderboard(table),
+        _leaderboard(table, _by_seed(table, records)),
         _figures(figures),
         _failures(failures),
         _costs(records, timings),
@@ -55,16 +55,32 @@ def page(
     )
 
 
-def _leaderboard(table: Table) -> str:
+def _by_seed(table: Table, records: Sequence[Record]) -> dict[int, Table]:
+    """The same table for every seed by itself; empty where there is one."""
+    seeds = sorted({record.seed for record in records})
+    if len(seeds) < 2:
+        return {}
+    split = table.split
+    return {
+        seed: comparison_table([r for r in records if r.seed == seed and r.split == split], like=table)
+        for seed in seeds
+    }
+
+
+def _leaderboard(table: Table, by_seed: Mapping[int, Table]) -> str:
     if not table.rows:
         return ""
     headings = "".join(_heading(name) for name in (*table.axes, "model")) + "".join(
         _heading(name, "number") for name in _means_first(table.columns, "coefficient")
     )
-    rows = "\n".join(_leaderboard_row(row) for row in table.rows)
+    rows = "\n".join(
+        _leaderboard_row(row, "" if seed is None else str(seed))
+        for seed, of_seed in [(None, table), *by_seed.items()]
+        for row in of_seed.rows
+    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return (
-        f'<h2 id="leaderboard">Leaderboard</h2>\n'
+        f'<h2 id="leaderboard">Leaderboard</h2>\n{_filters(table, by_seed)}'
         f'<div class="wide" tabindex="0" role="region" aria-labelledby="leaderboard">\n'
         f'<table class="sortable">\n<caption>Choose a heading to sort, again to reverse.</caption>\n'
         f"<thead><tr>{headings}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
@@ -72,12 +88,35 @@ def _leaderboard(table: Table) -> str:
     )
 
 
-def _leaderboard_row(row: Row) -> str:
+def _filters(table: Table, by_seed: Mapping[int, Table]) -> str:
+    """A choice for every axis with several values; shown by the script, without which nothing would happen."""
+    choices = [
+        (axis, "all", list(dict.fromkeys(row.group[place] for row in table.rows)))
+        for place, axis in enumerate(table.axes)
+    ]
+    if len(table.mergers) > 1:
+        choices.append(("merger", "all", list(table.mergers)))
+    if by_seed:
+        choices.append(("seed", "mean over seeds", [str(seed) for seed in by_seed]))
+    if not choices:
+        return ""
+    fields = "".join(
+        f'<label>{escape(name)} <select data-filter="{escape(name)}"><option value="">{nothing}</option>'
+        + "".join(f"<option>{escape(value)}</option>" for value in options)
+        + "</select></label>"
+        for name, nothing, options in choices
+    )
+    return f'<form class="filters" hidden>{fields}<output aria-live="polite"></output></form>\n'
+
+
+def _leaderboard_row(row: Row, seed: str) -> str:
     group = "".join(f"<td>{escape(name)}</td>" for name in row.group)
     chosen = _number(row.coefficient, row.coefficients[0] if row.coefficients else None)
     cells = "".join(_means_first([_number(cell.text, cell.mean, best=cell.best) for cell in row.cells], chosen))
     kind = "" if row.kind == "merged" else ' class="reference"'
-    return f'<tr{kind}>{group}<th scope="row">{escape(row.label)}</th>{cells}</tr>'
+    merger = escape(row.label) if row.kind == "merged" else ""
+    state = f' data-merger="{merger}" data-seed="{seed}"' + (" hidden" if seed else "")
+    return f'<tr{kind}{state}>{group}<th scope="row">{escape(row.label)}</th>{cells}</tr>'
 
 
 def _means_first(columns: Sequence[str], coefficient: str) -> list[str]:
@@ -185,7 +224,12 @@ main { max-width: 84rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
 p { max-width: 48rem; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; border: 1px solid var(--line); border-radius: .4rem; }
+.filters { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin: 0 0 .7rem; }
+.filters[hidden] { display: none; }
+.filters select { font: inherit; max-width: 14rem; color: inherit; background: var(--tint);
+                  border: 1px solid var(--line); border-radius: .3rem; padding: .2rem .3rem; }
+.filters output { color: var(--soft); font-size: .9rem; }
+.wide { position: relative; overflow-x: auto; border: 1px solid var(--line); border-radius: .4rem; }
 .wide > table > caption { position: sticky; left: 0; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .4rem .7rem; color: var(--soft); }
@@ -215,6 +259,30 @@ summary { cursor: pointer; font-weight: 600; margin-top: 2rem; }
 """
 
 _SCRIPT = """
+for (const form of document.querySelectorAll("form.filters")) {
+  const table = document.querySelector("table.sortable"), rows = [...table.tBodies[0].rows];
+  const selects = [...form.querySelectorAll("select")], names = selects.map(each => each.dataset.filter);
+  const titles = [...table.tHead.rows[0].cells].map(cell => cell.textContent);
+  const fits = (row, name, wanted) => {
+    if (name === "seed") return row.dataset.seed === wanted;
+    if (wanted === "") return true;
+    if (name === "merger") return row.dataset.merger === "" || row.dataset.merger === wanted;
+    return row.cells[titles.indexOf(name)].textContent === wanted;
+  };
+  const apply = () => {
+    let shown = 0;
+    for (const row of rows) {
+      row.hidden = !selects.every((each, place) => fits(row, names[place], each.value));
+      if (!names.includes("seed") && row.dataset.seed !== "") row.hidden = true;
+      shown += !row.hidden;
+    }
+    form.querySelector("output").textContent = `${shown} rows`;
+  };
+  form.hidden = false;
+  form.addEventListener("change", apply);
+  form.addEventListener("submit", event => event.preventDefault());
+  apply();
+}
 for (const table of document.querySelectorAll("table.sortable")) {
   const headings = [...table.tHead.rows[0].cells], body = table.tBodies[0];
   headings.forEach((heading, column) => heading.querySelector("button").addEventListener("click", () => {

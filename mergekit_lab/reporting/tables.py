@@ -111,10 +111,13 @@ class Table:
         return flat
 
 
-def comparison_table(records: Iterable[Record], split: str | None = None) -> Table:
+def comparison_table(
+    records: Iterable[Record], split: str | None = None, *, like: Table | None = None
+) -> Table:
     """Build the table of one split ("test" if there is one, else the first met).
 
-    Of a task with several metrics the first met counts. Raises `InputError` if no record has `split`.
+    `like` gives axes and tasks of a larger table, so that the rows of both have the same columns. Of a task
+    with several metrics the first met counts. Raises `InputError` if no record has `split`.
     """
     everything = deduplicate(records)
     splits = list(dict.fromkeys(record.split for record in everything))
@@ -128,10 +131,11 @@ def comparison_table(records: Iterable[Record], split: str | None = None) -> Tab
     shown = [record for record in of_split if record.metric == metric[record.task]]
 
     axes = tuple(axis for axis in AXES if len({getattr(record, axis) for record in shown}) > 1)
+    axes = axes if like is None else like.axes
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in shown:
         groups[tuple(getattr(record, axis) for axis in AXES)].append(record)
-    tasks = tuple(metric)
+    tasks = tuple(metric) if like is None else like.tasks
     rows: list[Row] = []
     conflicts: list[str] = []
     for members in groups.values():
