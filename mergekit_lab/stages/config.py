@@ -18,6 +18,8 @@ from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.stages.checking import Target, build, check_against
 from mergekit_lab.training import Settings
 
+STRATEGIES = ("auto", "ddp", "fsdp")
+
 __all__ = [
     "Curvature",
     "Main",
@@ -90,23 +92,33 @@ class Search:
 
 @dataclass(frozen=True)
 class Place:
-    """Where training runs: what of `lightning.Trainer` decides nothing of the result.
+    """Where and how training runs: what of `lightning.Trainer` decides nothing of the result.
 
     Args:
         accelerator: Lightning's name: auto, cpu, gpu.
-        devices: 1, or a list with one index.
+        devices: processes that train one expert together, one a device; null takes one for each of the run's
+            devices. More than 1 needs a strategy.
+        strategy: "auto", one process an expert; "ddp", the batch is spread over processes; "fsdp", the
+            weights too (FSDP2).
         deterministic: refuse operations whose result varies from run to run.
     """
 
     accelerator: str
-    devices: int | list[int]
+    devices: int | None
+    strategy: str = "auto"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.devices != 1 and not (isinstance(self.devices, list) and len(self.devices) == 1):
+        if self.strategy not in STRATEGIES:
             raise InputError(
-                f"trainer.devices is {self.devices!r}; it must be 1, or a list with one index: an expert is "
-                "trained by one process"
+                f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}"
+            )
+        if self.devices is not None and self.devices < 1:
+            raise InputError(f"trainer.devices is {self.devices}; it must be at least 1, or null")
+        if self.strategy == "auto" and self.devices != 1:
+            raise InputError(
+                f"trainer.devices is {self.devices}, and one process trains an expert: choose trainer=ddp or "
+                "trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
             )
 
 
@@ -154,8 +166,9 @@ class Main:
     store: StorePlace
     stages: list[str]
     stage: str | None
+    only: list[str] | None
     seed: int
-    device: str
+    device: str | list[str]
     evaluation_batch_size: int
     progress: bool
     run_dir: str

@@ -75,6 +75,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
                 with context.timed(name):
                     STAGES[name](context)
         finally:
+            context.close()
             context.tracker.finish()
         log.info("done in %.0f s", time.monotonic() - begun)
     except Exception as error:

@@ -11,8 +11,10 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -52,8 +54,8 @@ def finetune(
     resume: Path,
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
-) -> Finetuned:
-    """Train `model` in place and return the weights to keep.
+) -> Finetuned | None:
+    """Train `model` in place and return the weights to keep; None in all but the first of several processes.
 
     Args:
         model: as pretrained; its parameters that require a gradient train.
@@ -62,7 +64,8 @@ def finetune(
         settings: see `Settings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
-        trainer: further arguments of `lightning.Trainer` (accelerator, devices).
+        trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
+            "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.
         on_metrics: called with every point of the curve.
     """
     clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
@@ -94,9 +97,11 @@ def finetune(
     callbacks: list[Any] = [best, latest] if clock is None else [clock, best, latest]
     if options["enable_progress_bar"]:
         callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
+    options["strategy"] = _strategy(options.get("strategy", "auto"))
     try:
         lit = lightning.Trainer(
             **options,
+            plugins=LightningEnvironment(),
             max_steps=-1 if clock else settings.steps,
             max_epochs=-1,
             precision=settings.precision,  # type: ignore[arg-type]
@@ -121,6 +126,9 @@ def finetune(
         lit.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     if lit.interrupted:
         raise KeyboardInterrupt
+    lit.strategy.barrier()
+    if not lit.is_global_zero:
+        return None
     kept = torch.load(
         best.best_model_path if settings.keep == "best" else last, weights_only=True, map_location="cpu"
     )
@@ -130,6 +138,13 @@ def finetune(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
     return Finetuned(state, module.curve, accuracy, step)
+
+
+def _strategy(name: str) -> Any:
+    """Lightning's strategy; its checkpoints are whole and readable by one process, however weights are spread."""
+    if name == "fsdp":
+        return ModelParallelStrategy(tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return name
 
 
 class _OpenProgressBar(RichProgressBar):

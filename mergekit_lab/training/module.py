@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
@@ -83,6 +84,17 @@ class FinetuneModule(lightning.LightningModule):
     def objective(self, task: str) -> Objective:
         found: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return found
+
+    def configure_model(self) -> None:
+        """Spread the weights over processes, block by block, where the strategy has a mesh for it."""
+        if self.device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for blocks in [m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]:
+            for block in blocks:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> Any:
         if self.trainer.accumulate_grad_batches > 1:
@@ -210,7 +222,7 @@ class FinetuneModule(lightning.LightningModule):
             )
         self._predicted = {}
         mean = sum(values) / len(values)
-        self.log("val_accuracy", mean, logger=False, sync_dist=False)
+        self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)
         if not self.trainer.sanity_checking:
             self._record({"val_accuracy": mean})
 
