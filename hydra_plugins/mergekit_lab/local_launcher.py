@@ -53,25 +53,26 @@ class LocalLauncher(Launcher):
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         devices = self._devices()
         log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
-        jobs = []
+        jobs: list[tuple[Any, ...]] = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
             device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
             config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, *device])
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
+            log.info(f"#{number}: {' '.join(filter_overrides(overrides))}")
             jobs.append((self.hydra_context, config, list(overrides)))
 
         def done(number: int, outcome: Outcome) -> None:
-            told = "failed: " + outcome.error if outcome.error else f"done in {outcome.seconds:.0f} s"
-            what = " ".join(filter_overrides(job_overrides[number]))
-            log.info(f"#{initial_job_idx + number} on {outcome.device} {told} ({what})")
+            well = not _failed(outcome)
+            told = f"done in {outcome.seconds:.1f} s" if well else f"failed: {outcome.error or 'see above'}"
+            log.info(f"#{initial_job_idx + number} on {outcome.device} {told}")
 
         pool = Pool(devices)
         try:
             outcomes = pool.map(run_one, jobs, done)
         finally:
             pool.close()
-        failed = [n for n, o in enumerate(outcomes) if o.error or o.value.status is not JobStatus.COMPLETED]
+        failed = [n for n, o in enumerate(outcomes, start=initial_job_idx) if _failed(o)]
         if failed:
             log.warning(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(f'#{n}' for n in failed)}")
         return [o.value if o.error is None else _failure(job, o) for job, o in zip(jobs, outcomes, strict=True)]
@@ -83,6 +84,10 @@ class LocalLauncher(Launcher):
             return list(self.devices)
         cards = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
         return cards or ["cpu"] * max(1, (os.cpu_count() or 1) // 2)
+
+
+def _failed(outcome: Any) -> bool:
+    return outcome.error is not None or outcome.value.status is not JobStatus.COMPLETED
 
 
 def _failure(job: tuple[Any, ...], outcome: Any) -> JobReturn:
