@@ -1,6 +1,7 @@
 """`python -m mergekit_lab +experiment=quickstart`"""
 
 import os
+import sys
 from pathlib import Path
 
 import hydra
@@ -32,4 +33,11 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from mergekit_lab.stages.workers import raise_on_sigterm
+
+    raise_on_sigterm()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

@@ -159,7 +159,9 @@ class Batch:
     def __init__(self, model: str, count: int, device: torch.device) -> None:
         size, width = (32, 64) if model == "glyph-clip" else (224, 512)
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.randint(0, 256, (count, 3, size, size), generator=generator).to(torch.uint8).to(device)
+        self.images = (
+            torch.randint(0, 256, (count, 3, size, size), generator=generator).to(torch.uint8).to(device)
+        )
         self.labels = torch.randint(0, 100, (count,), generator=generator).to(device)
         self.head = torch.randn(100, width, generator=generator).to(device)
 

@@ -39,9 +39,7 @@ class LocalLauncher(Launcher):
     def __init__(self, devices: list[str] | None = None) -> None:
         self.devices = devices
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context = hydra_context
         self.config = config
 

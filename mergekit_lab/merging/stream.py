@@ -56,7 +56,9 @@ def _jobs(reader: Reader, devices: int) -> list[list[str]]:
             for members in groups.values()
             for part in _chunks(
                 members,
-                min(-(-len(members) // devices), STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel))),
+                min(
+                    -(-len(members) // devices), STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel))
+                ),
             )
         ]
     if reader.pools:

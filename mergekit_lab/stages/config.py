@@ -110,9 +110,7 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise InputError(
-                f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}"
-            )
+            raise InputError(f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}")
         if self.devices is not None and self.devices < 1:
             raise InputError(f"trainer.devices is {self.devices}; it must be at least 1, or null")
         if self.strategy == "auto" and self.devices != 1:

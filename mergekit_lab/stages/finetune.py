@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
+from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
@@ -86,20 +88,47 @@ class Training:
             optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
             shared = (self.run.plain, str(self.run.folder), dict(self.run.choices))
             own = (optimizer, self.settings, None if self.fit is None else dict(self.fit), tasks, place)
-            return together(_train_a_rank, (shared, own), devices)  # type: ignore[no-any-return]
+            return together(_train_a_rank, (shared, own), devices)
 
         return make
 
     def train(self, tasks: list[str], place: Workplace) -> Mapping[str, Any]:
-        """Train on these tasks; where processes train together, every one calls this, and the first writes."""
+        """Train on these tasks; where processes train together, every one calls this, and the first writes.
+
+        Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
+        checkpoint: the gradient is still that of the whole batch.
+
+        Raises:
+            InputError: one sample at a time is too much.
+        """
+        settings = self.settings
+        while True:
+            try:
+                return self._train(tasks, place, settings)
+            except torch.OutOfMemoryError as error:
+                smaller = settings.smaller_micro_batches()
+                if smaller is None or self.run.place.strategy != "auto":
+                    raise InputError(
+                        f"training on {', '.join(tasks)} does not fit the device's memory with "
+                        f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
+                        "lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed"
+                    ) from None
+                log.warning(
+                    "out of memory with %d micro-batches a step: trying %d (training.accumulate=%d says so "
+                    "from the start)", settings.accumulate, smaller.accumulate, smaller.accumulate,
+                )  # fmt: skip
+                settings = smaller
+            torch.cuda.empty_cache()
+
+    def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
         run = self.run
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         model = run.parametrisation.trainable(run.backbone.model(), run.seed)
         done = finetune(
             model,
             {task: run.objective(task) for task in tasks},
-            optimizer_factory(self.optimizer, self.settings.steps, self.fit),
-            self.settings,
+            optimizer_factory(self.optimizer, settings.steps, self.fit),
+            settings,
             seed=run.seed,
             resume=place.resume,
             trainer=self._trainer() | {"enable_progress_bar": run.cfg.progress},
@@ -113,7 +142,7 @@ class Training:
         model.load_state_dict(done.state)
         write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
         (place.out / CURVE).write_text(json.dumps(done.curve))
-        return {"val_accuracy": done.val_accuracy, "step": done.step}
+        return {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
 
     def _trainer(self) -> dict[str, Any]:
         """Lightning's arguments; a process that trains alone does so on the run's device."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -144,12 +145,22 @@ class _Worker:
         self.channel.send((function, arguments))
 
 
+def raise_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that what is held is given back."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def _serve(channel: Connection, parent: int) -> None:
     _end_with(parent)
+    raise_on_sigterm()
     while True:
         try:
             function, arguments = channel.recv()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             return
         begun = time.monotonic()
         value, error, mistake = None, None, False
@@ -157,6 +168,8 @@ def _serve(channel: Connection, parent: int) -> None:
             value = function(*arguments)
         except InputError as problem:
             error, mistake = str(problem), True
+        except KeyboardInterrupt:
+            sys.exit(130)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
             traceback.print_exc()

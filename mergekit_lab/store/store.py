@@ -97,8 +97,8 @@ class Artefact:
             return f"the stored {self.kind} {self.key} cannot be read: {name}: {error.strerror}"
         if found != wanted:
             return (
-                f"the stored {self.kind} {self.key} is damaged: {name} ({path.stat().st_size} bytes) has SHA-256 "
-                f"{found[:12]}…, and {str(wanted)[:12]}… was published"
+                f"the stored {self.kind} {self.key} is damaged: {name} ({path.stat().st_size} bytes) has "
+                f"SHA-256 {found[:12]}…, and {str(wanted)[:12]}… was published"
             )
         return None
 
@@ -173,7 +173,9 @@ class Store:
             work = self.root / "work" / kind / key
             place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
             with self._writing():
-                shutil.rmtree(self.root / kind / key, ignore_errors=True)  # without a manifest it is no artefact
+                shutil.rmtree(
+                    self.root / kind / key, ignore_errors=True
+                )  # without a manifest it is no artefact
                 for left in work.glob("out-*"):
                     shutil.rmtree(left, ignore_errors=True)
                 place.out.mkdir(parents=True)
@@ -258,7 +260,9 @@ def read_artefact(folder: Path) -> Artefact:
         ValueError, KeyError, TypeError: its manifest is damaged.
     """
     manifest = json.loads((folder / _MANIFEST).read_text())
-    return Artefact(folder.parent.name, folder.name, folder, dict(manifest["info"]), files=dict(manifest["files"]))
+    return Artefact(
+        folder.parent.name, folder.name, folder, dict(manifest["info"]), files=dict(manifest["files"])
+    )
 
 
 def _says_full(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
 from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.stopper import Stopped, Stopper
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ def finetune(
     )
     latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
-    callbacks: list[Any] = [best, latest] if clock is None else [clock, best, latest]
+    stopper = Stopper(resume / "last.ckpt")
+    callbacks: list[Any] = [best, latest, stopper] if clock is None else [clock, best, latest, stopper]
     if options["enable_progress_bar"]:
         callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
     options["strategy"] = _strategy(options.get("strategy", "auto"))
@@ -117,15 +119,18 @@ def finetune(
     except MisconfigurationException as error:
         raise InputError(f"training cannot start: {error}") from None
     last = resume / "last.ckpt"
-    if last.exists():
+    resumed = last if _readable(last) else None
+    if resumed:
         log.info("resuming from %s", last)
     model.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-        lit.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
-    if lit.interrupted:
-        raise KeyboardInterrupt
+        try:
+            with stopper.listening():
+                lit.fit(module, data, ckpt_path=resumed, weights_only=True)
+        except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
+            raise KeyboardInterrupt from None
     lit.strategy.barrier()
     if not lit.is_global_zero:
         return None
@@ -140,8 +145,20 @@ def finetune(
     return Finetuned(state, module.curve, accuracy, step)
 
 
+def _readable(last: Path) -> bool:
+    """Whether training can go on from a checkpoint; one that a full disk cut short is told, and not used."""
+    if not last.exists():
+        return False
+    try:
+        torch.load(last, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:
+        log.warning("%s cannot be read (%s): training starts again", last, str(error).splitlines()[0])
+        return False
+    return True
+
+
 def _strategy(name: str) -> Any:
-    """Lightning's strategy; its checkpoints are whole and readable by one process, however weights are spread."""
+    """Lightning's strategy; checkpoints are whole, and readable by one process, however weights are spread."""
     if name == "fsdp":
         return ModelParallelStrategy(tensor_parallel_size=1, save_distributed_checkpoint=False)
     return name
