@@ -1,11 +1,11 @@
-"""SIGKILL at random moments of a run, then the run again: the same records, the same bits? See docs/reliability.md.
+"""SIGKILL at random moments of a run, then the run again: are records and bits the same?
 
     python experiments/faults/kill.py --kills 20 --out experiments/faults/results.json
 
 A tiny quickstart (two tasks, seven mergers, the joint model) is run once undisturbed. Then, for every kill, a
 fresh store: the run is killed at a moment drawn from its whole length, and started again until it ends (once,
-unless `--twice`, which kills the second one too). Runs are forks of one process that has imported everything, so
-that kills fall into work and not into imports.
+unless `--twice`, which kills the second one too). Runs are forks of one process that has imported everything,
+so that kills fall into work and not into imports.
 """
 
 import argparse

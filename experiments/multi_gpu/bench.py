@@ -385,7 +385,7 @@ def merge(given: argparse.Namespace, rows: Rows) -> None:
                 devices = every[:count]
                 rows.add(
                     f"{shape} {name} {count}",
-                    lambda m=method, d=devices, n=name: _merge_row(inputs, m, d, n, given.dry),
+                    partial(_merge_row, inputs, method, devices, name, given.dry),
                 )
         _first.clear()
 

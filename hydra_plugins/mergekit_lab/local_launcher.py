@@ -38,6 +38,7 @@ class LocalLauncher(Launcher):
 
     def __init__(self, devices: list[str] | None = None) -> None:
         self.devices = devices
+        self._pool: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context = hydra_context
@@ -65,15 +66,19 @@ class LocalLauncher(Launcher):
             told = f"done in {outcome.seconds:.1f} s" if well else f"failed: {outcome.error or 'see above'}"
             log.info(f"#{initial_job_idx + number} on {outcome.device} {told}")
 
-        pool = Pool(devices)
-        try:
-            outcomes = pool.map(run_one, jobs, done)
-        finally:
-            pool.close()
+        if self._pool is None:
+            self._pool = Pool(devices)
+        outcomes = self._pool.map(run_one, jobs, done)
         failed = [n for n, o in enumerate(outcomes, start=initial_job_idx) if _failed(o)]
         if failed:
             log.warning(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(f'#{n}' for n in failed)}")
         return [o.value if o.error is None else _failure(job, o) for job, o in zip(jobs, outcomes, strict=True)]
+
+    def close(self) -> None:
+        """End the workers, which a sweep's launches share."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _devices(self) -> list[str]:
         import torch

@@ -18,6 +18,7 @@ from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.stages.checking import Target, build, check_against
 from mergekit_lab.training import Settings
 
+_ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 __all__ = [
@@ -122,13 +123,37 @@ class Place:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where artefacts are kept.
+    """Where artefacts are kept, and what `stage=store` does there.
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
+        action: "list"; "verify" hashes; "explain" why what the composed run wants is not there; "prune";
+            "export" one artefact as a folder; "import" such a folder, or (with `task`) a checkpoint of others.
+        kind, key: narrow it to a kind ("experts"), or to keys that begin so.
+        older_than: narrow it to what was made more than so many days ago, at least 0.
+        which: prune "all", what the composed "run" wants, or all "others".
+        confirm: prune; otherwise what would go is listed.
+        path: of the folder exported or imported.
+        task: the task that an imported checkpoint is the expert of, for the composed run.
     """
 
     root: str | None
+    action: str = "list"
+    kind: str | None = None
+    key: str | None = None
+    older_than: float | None = None
+    which: str = "others"
+    confirm: bool = False
+    path: str | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("action", _ACTIONS), ("which", ("all", "run", "others"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise InputError(f"store.{name} is {value!r}{suggestion(value, known)}")
+        if self.older_than is not None and self.older_than < 0:
+            raise InputError(f"store.older_than is {self.older_than}; it must be at least 0 days")
 
 
 @dataclass(frozen=True)
@@ -165,6 +190,7 @@ class Main:
     stages: list[str]
     stage: str | None
     only: list[str] | None
+    dry_run: bool
     seed: int
     device: str | list[str]
     evaluation_batch_size: int

@@ -61,9 +61,17 @@ class Context:
         cfg: the composed, checked configuration.
         folder: where the run's report goes.
         choices: which option of each group was taken; names in records.
+        shared: objects by their configuration, which contexts that are given the same mapping share: reading a
+            task's data for its fingerprint takes seconds.
     """
 
-    def __init__(self, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        folder: Path,
+        choices: Mapping[str, str],
+        shared: dict[str, Any] | None = None,
+    ) -> None:
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg
         self.plain: dict[str, Any] = plain
@@ -76,9 +84,17 @@ class Context:
         self.devices = devices_of(plain["device"])
         self.device = resolve_device(self.devices[0])
         self.place = Place(**plain["trainer"])
-        self.backbone: Backbone = build(cfg.backbone)
+        known = {} if shared is None else shared
+
+        def built(node: DictConfig) -> Any:
+            name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
+            if name not in known:
+                known[name] = build(node)
+            return known[name]
+
+        self.backbone: Backbone = built(cfg.backbone)
         self.parametrisation: Parametrisation = build(cfg.finetuning)
-        self.tasks: dict[str, Task] = {name: build(node) for name, node in cfg.suite.tasks.items()}
+        self.tasks: dict[str, Task] = {name: built(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")
         for task in self.tasks.values():

@@ -2,10 +2,10 @@
 
 A lock is a folder that comes to its name by a rename; a rename onto a folder that holds something fails, on
 local disks and on NFS alike, so of several that try one succeeds. The holder counts in the file `beat`. A
-waiter takes a lock for abandoned when the count stood still for `stale_after` seconds of the waiter's own monotonic
-clock, so clocks that differ between hosts decide nothing; at once, when the holder was a process of this
-host that is no more. An abandoned lock is renamed away under a lock of its own, by one waiter, who looks again
-before it does.
+waiter takes a lock for abandoned when the count stood still for `stale_after` seconds of the waiter's own
+monotonic clock, so clocks that differ between hosts decide nothing; at once, when the holder was a process of
+this host that is no more. An abandoned lock is renamed away under a lock of its own, by one waiter, who looks
+again before it does.
 """
 
 from __future__ import annotations

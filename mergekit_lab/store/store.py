@@ -21,7 +21,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -65,6 +65,8 @@ class Artefact:
         info: what its maker returned (metrics, times), JSON-able.
         reused: it was there already when it was asked for.
         files: SHA-256 of its files by name, as published.
+        content: what its key is a hash of.
+        created: when, UTC, ISO 8601.
     """
 
     kind: str
@@ -73,6 +75,8 @@ class Artefact:
     info: dict[str, Any]
     reused: bool = True
     files: Mapping[str, str] = field(default_factory=dict)
+    content: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
 
     def file(self, name: str) -> Path:
         """A file's path; its bytes are compared with the hash in the manifest, once in a process.
@@ -150,6 +154,14 @@ class Store:
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
                 "to make it again"
             ) from None
+
+    def artefacts(self) -> Iterator[Artefact]:
+        """All that is published, by kind and age; what has a damaged manifest is left out."""
+        for manifest in sorted(
+            self.root.glob(f"*/*/{_MANIFEST}"), key=lambda p: (p.parts[-3], p.stat().st_mtime)
+        ):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                yield read_artefact(manifest.parent)
 
     def obtain(
         self, kind: str, content: Mapping[str, Any], make: Callable[[Workplace], Mapping[str, Any]]
@@ -261,7 +273,13 @@ def read_artefact(folder: Path) -> Artefact:
     """
     manifest = json.loads((folder / _MANIFEST).read_text())
     return Artefact(
-        folder.parent.name, folder.name, folder, dict(manifest["info"]), files=dict(manifest["files"])
+        folder.parent.name,
+        folder.name,
+        folder,
+        dict(manifest["info"]),
+        files=dict(manifest["files"]),
+        content=dict(manifest["content"]),
+        created=str(manifest["created"]),
     )
 
 
