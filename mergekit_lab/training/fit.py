@@ -99,7 +99,7 @@ def finetune(
     callbacks: list[Any] = [best, latest, stopper] if clock is None else [clock, best, latest, stopper]
     if options["enable_progress_bar"]:
         callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
-    options["strategy"] = _strategy(options.get("strategy", "auto"))
+    options["strategy"] = _strategy(options)
     try:
         lit = lightning.Trainer(
             **options,
@@ -157,10 +157,13 @@ def _readable(last: Path) -> bool:
     return True
 
 
-def _strategy(name: str) -> Any:
+def _strategy(options: Mapping[str, Any]) -> Any:
     """Lightning's strategy; checkpoints are whole, and readable by one process, however weights are spread."""
+    name = options.get("strategy", "auto")
     if name == "fsdp":
-        return ModelParallelStrategy(tensor_parallel_size=1, save_distributed_checkpoint=False)
+        return ModelParallelStrategy(
+            data_parallel_size=options["devices"], tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     return name
 
 

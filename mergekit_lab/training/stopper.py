@@ -55,6 +55,12 @@ class Stopper(Callback):
         log.info("%s: stopping after this step", signal.Signals(number).name)
         self._told.set()
 
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Lightning has put a handler of its own before this one, which ends training before its checkpoint."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self._take)
+
     def on_train_batch_end(
         self,
         trainer: lightning.Trainer,

@@ -11,7 +11,8 @@ import pytest
 
 from mergekit_lab.store.lock import FolderLock
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["mergekit_lab.store"])
 
 
 def left_by(path: Path, **owner) -> None:
@@ -86,7 +87,7 @@ def _hold(path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_process_of_this_host_is_taken_at_once(tmp_path) -> None:
-    holder = SPAWN.Process(target=_hold, args=(tmp_path / "lock",))
+    holder = FORKS.Process(target=_hold, args=(tmp_path / "lock",))
     holder.start()
     while not (tmp_path / "held").exists():
         time.sleep(0.02)
