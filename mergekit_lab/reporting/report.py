@@ -25,6 +25,14 @@ from mergekit_lab.reporting.records import (
     write_records,
     write_text,
 )
+from mergekit_lab.reporting.slices import (
+    Slice,
+    slice_csv,
+    slice_latex,
+    slice_markdown,
+    sliced,
+    table_latex,
+)
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
 
@@ -121,6 +129,15 @@ def compare(
     )
 
 
+def write_slice(folder: Path, records: Iterable[Record], table: str, measure: str) -> Slice:
+    """`slice.md`, `slice.csv` and `slice.tex` in the folder; see `sliced`."""
+    found = sliced(records, table, measure)
+    write_text(folder / "slice.md", slice_markdown(found))
+    write_text(folder / "slice.csv", slice_csv(found))
+    write_text(folder / "slice.tex", slice_latex(found))
+    return found
+
+
 def _write_views(
     folder: Path,
     records: list[Record],
@@ -139,6 +156,7 @@ def _write_views(
     )
     write_records(paths.records, records)
     write_text(paths.summary, _markdown(title, summary, table, records, timings, failures))
+    write_text(folder / "leaderboard.tex", table_latex(table))
     figures = _draw(folder / "figures", table, curves, searches)
     write_text(
         paths.html,

@@ -325,18 +325,21 @@ def _rich_table(table: Table, columns: Sequence[str]) -> Any:
 def to_markdown(table: Table) -> str:
     """A GitHub-flavoured table and its notes; the best merger of a column is bold."""
     names = len(table.axes) + 1
-    lines = [_line(map(_escape, table.header)), _line(["---"] * names + ["---:"] * (len(table.header) - names))]
+    lines = [
+        markdown_line(map(markdown_text, table.header)),
+        markdown_line(["---"] * names + ["---:"] * (len(table.header) - names)),
+    ]
     for row in table.rows:
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in row.cells]
-        lines.append(_line([*map(_escape, (*row.group, row.label)), *cells, row.coefficient]))
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in table.notes)]) + "\n"
+        lines.append(markdown_line([*map(markdown_text, (*row.group, row.label)), *cells, row.coefficient]))
+    return "\n".join([*lines, "", *(f"- {markdown_text(note)}" for note in table.notes)]) + "\n"
 
 
-def _line(cells: Iterable[str]) -> str:
+def markdown_line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _escape(text: str) -> str:
+def markdown_text(text: str) -> str:
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)
     return text

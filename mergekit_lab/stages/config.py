@@ -159,6 +159,8 @@ class Main:
     evaluation_batch_size: int
     progress: bool
     run_dir: str
+    table: str | None
+    metric: str
 
 
 def check(cfg: DictConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Record, compare, print_table, write_report
+from mergekit_lab.reporting import Record, compare, print_slice, print_table, write_report, write_slice
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
@@ -39,6 +39,8 @@ def stage_report(run: Context) -> None:
     for figure in paths.figures:
         run.tracker.log_figure(figure.stem, figure)
     print_table(paths.table)
+    if run.cfg.table:
+        print_slice(write_slice(run.folder, records, run.cfg.table, run.cfg.metric))
     reused = sum(record.reused for record in records)
     log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
