@@ -1,6 +1,7 @@
 """`python -m mergekit_lab +experiment=quickstart`"""
 
 import os
+import sys
 from pathlib import Path
 
 import hydra
@@ -32,4 +33,6 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    # Hydra's grammar knows no ×, which reports are asked for with: table=optimizer×merger
+    sys.argv[1:] = [each.replace("×", "*") if each.startswith("table=") else each for each in sys.argv[1:]]
     main()
