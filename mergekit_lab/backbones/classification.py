@@ -77,6 +77,9 @@ class ImageObjective(Objective):
         return Assessed(loss, len(labels), logits.argmax(dim=-1).tolist())
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        labels = self.task.split(part).labels[index]
-        right = torch.tensor(predictions) == labels
-        return {"accuracy": int(right.sum()) / len(labels)}
+        right = self.each(predictions, part, index)
+        return {"accuracy": sum(right) / len(right)}
+
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
+        right: list[float] = (torch.tensor(predictions) == self.task.split(part).labels[index]).tolist()
+        return right

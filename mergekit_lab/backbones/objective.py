@@ -93,6 +93,10 @@ class Objective(nn.Module, ABC):
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
         """How good these predictions are, by name of the metric; `task.metric` among them."""
 
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+        """What every sample contributes to the task's metric, if that is their mean; else None."""
+        return None
+
 
 class Backbone(ABC):
     """A pretrained model to fine-tune. A subclass is a frozen dataclass of what names it."""

@@ -6,7 +6,9 @@ that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.jso
 """
 
 import json
+import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +17,7 @@ from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import html, plots
+from mergekit_lab.reporting.bootstrap import Samples, with_intervals
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.records import (
     Failure,
@@ -59,6 +62,7 @@ def write_report(
     config_yaml: str,
     timings: Mapping[str, Timing],
     failures: Sequence[Failure] = (),
+    samples: Samples | None = None,
     title: str,
 ) -> ReportPaths:
     """Write one run's records and every view of them into `out_dir`.
@@ -70,8 +74,10 @@ def write_report(
         config_yaml: the composed configuration; shown as it is, so it must hold no secret.
         timings: by stage, in the order run.
         failures: what gave no result.
+        samples: what every test sample contributed, by evaluation key; averages get intervals from it.
     """
     folder = Path(out_dir)
+    _write_samples(folder, samples or {})
     write_text(folder / "curves.json", _json(curves))
     write_text(folder / "searches.json", _json(searches))
     write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
@@ -83,6 +89,7 @@ def write_report(
         config_yaml=config_yaml,
         timings=timings,
         failures=failures,
+        samples=samples or {},
         title=title,
     )
 
@@ -125,6 +132,7 @@ def compare(
         config_yaml=config_yaml,
         timings=timings,
         failures=failed,
+        samples={key: values for run in runs for key, values in run.samples.items()},
         title=title,
     )
 
@@ -147,9 +155,10 @@ def _write_views(
     config_yaml: str,
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
+    samples: Samples,
     title: str,
 ) -> ReportPaths:
-    table = comparison_table(records)
+    table = with_intervals(comparison_table(records), samples)
     summary = describe(table, records, failures)
     paths = ReportPaths(
         folder / "records.jsonl", folder / "summary.md", folder / "report.html", figures=(), table=table
@@ -261,6 +270,7 @@ class _Run:
     curves: Curves = field(default_factory=dict)
     searches: Searches = field(default_factory=dict)
     timings: Mapping[str, Timing] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
 
 
 def _read_run(folder: Path) -> _Run | Failure:
@@ -283,9 +293,36 @@ def _read_run(folder: Path) -> _Run | Failure:
             return Failure(name, "records.jsonl is empty")
         timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
         curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
-        return _Run(folder, records, curves, searches, timings)
+        return _Run(folder, records, curves, searches, timings, _read_samples(folder))
     except (OSError, ValueError, TypeError) as error:
         return Failure(name, str(error))
+
+
+def _write_samples(folder: Path, samples: Samples) -> None:
+    import numpy as np
+
+    (folder / _SAMPLES).unlink(missing_ok=True)
+    if samples:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{os.getpid()}.{_SAMPLES}"
+        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
+        np.savez_compressed(partial, **arrays)
+        partial.replace(folder / _SAMPLES)
+
+
+def _read_samples(folder: Path) -> Samples:
+    import numpy as np
+
+    if not (folder / _SAMPLES).exists():
+        return {}
+    try:
+        with np.load(folder / _SAMPLES, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InputError(f"{folder / _SAMPLES} cannot be read: {error}") from None
+
+
+_SAMPLES = "samples.npz"
 
 
 def _object(path: Path) -> dict[str, Any]:

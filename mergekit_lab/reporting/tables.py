@@ -51,6 +51,12 @@ class Row:
     coefficients: tuple[float, ...]
     """The distinct coefficients chosen, ascending; several if the seeds disagree."""
     seeds: tuple[int, ...]
+    evaluations: tuple[tuple[int, str, str], ...] = ()
+    """Seed, task and evaluation key of what the row is made of."""
+    interval: tuple[float, float] | None = None
+    """Of the average, 95 %; see `bootstrap.with_intervals`."""
+    close: bool = False
+    """A merger that is not distinguishable from the best average of its group."""
 
     @property
     def average(self) -> Cell:
@@ -221,6 +227,11 @@ def _row(
         ),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
         seeds=tuple(seeds),
+        evaluations=tuple(
+            (seed, task, record.evaluation_key)
+            for task, of_task in cells.items()
+            for seed, record in of_task.items()
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from mergekit_lab.evaluation import score
 from mergekit_lab.stages.context import Context, Merger, load_state
 from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import Part
 
 log = logging.getLogger(__name__)
@@ -82,11 +84,14 @@ def evaluation_content(run: Context, subject: Subject, task: str, part: Part) ->
 def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
     """A model on one part of one task, as an artefact: `info["value"]`, and all its `info["metrics"]`."""
 
-    def make(_: Any) -> Mapping[str, Any]:
+    def make(place: Workplace) -> Mapping[str, Any]:
         run.model.load_state_dict(subject.state())
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
         found = score(run.model, run.objective(task), part, batch_size=run.cfg.evaluation_batch_size)
+        each = run.objective(task).each(found.predictions, part, torch.arange(len(found.predictions)))
+        if each is not None:
+            np.save(place.out / SAMPLES, _smallest(np.array(each)))
         return {
             "value": found.value,
             "metrics": dict(found.metrics),
@@ -95,6 +100,15 @@ def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
         }
 
     return run.obtain("evaluations", evaluation_content(run, subject, task, part), make)
+
+
+SAMPLES = "samples.npy"
+"""What every sample contributed to an evaluation's value, where that is their mean."""
+
+
+def _smallest(values: Any) -> Any:
+    whole = values.astype(np.uint8)
+    return whole if np.array_equal(whole, values) else values.astype(np.float32)
 
 
 def stage_evaluate(run: Context) -> None:

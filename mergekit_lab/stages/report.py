@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, compare, print_slice, print_table, write_report, write_slice
 from mergekit_lab.stages.context import Context
-from mergekit_lab.stages.evaluate import Subject, evaluation_content, subjects
+from mergekit_lab.stages.evaluate import SAMPLES, Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
 from mergekit_lab.stages.merge import chosen_coefficient
 from mergekit_lab.store import Artefact
@@ -33,6 +34,7 @@ def stage_report(run: Context) -> None:
         searches=_searches(run),
         config_yaml=OmegaConf.to_yaml(run.cfg),
         timings=run.timings,
+        samples=_samples(run),
         title=f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts",
     )
     run.tracker.log_summary(paths.table)
@@ -52,6 +54,13 @@ def collect(run: Context) -> list[Record]:
     Raises:
         InputError: an evaluation is missing.
     """
+    cells = _evaluations(run)
+    expert = {task: a.info["value"] for s, task, a in cells if s.kind == "expert"}
+    zero_shot = {task: a.info["value"] for s, task, a in cells if s.kind == "zero_shot"}
+    return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
+
+
+def _evaluations(run: Context) -> list[tuple[Subject, str, Artefact]]:
     cells: list[tuple[Subject, str, Artefact]] = []
     for subject in subjects(run):
         for task in subject.tasks:
@@ -60,9 +69,7 @@ def collect(run: Context) -> list[Record]:
             if found is None:
                 raise InputError(f"{subject.kind} is not evaluated on {task}: run stage=evaluate first")
             cells.append((subject, task, found))
-    expert = {task: a.info["value"] for s, task, a in cells if s.kind == "expert"}
-    zero_shot = {task: a.info["value"] for s, task, a in cells if s.kind == "zero_shot"}
-    return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
+    return cells
 
 
 def _record(
@@ -89,6 +96,12 @@ def _record(
         evaluation_key=found.key,
         reused=found.key not in run.made,
     )
+
+
+def _samples(run: Context) -> dict[str, Any]:
+    """What every test sample contributed, by evaluation key; metrics that are no means have none."""
+    files = {found.key: found.file(SAMPLES) for _, _, found in _evaluations(run)}
+    return {key: np.load(file, allow_pickle=False) for key, file in files.items() if file.is_file()}
 
 
 def _searches(run: Context) -> dict[str, list[dict[str, Any]]]:
