@@ -39,7 +39,7 @@ from mergekit_lab.reporting.slices import (
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
 
-_OUR_FIGURES = re.compile(r"(mergers|coefficients|(heatmap|training)(-\d+.*)?)\.png")
+_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|training)(-\d+.*)?)\.png")
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,14 @@ def _draw(
                 "the chosen coefficients are ringed and stand in the leaderboard.",
             )
             for path in plots.coefficient_figures(searches, table.mergers, folder)
+        ),
+        *(
+            html.Figure(
+                path,
+                "Normalised accuracy over the seconds that a model took in all; nothing cheaper is better than "
+                "those on the dashed line.",
+            )
+            for path in plots.cost_figure(table, folder)
         ),
         *(
             html.Figure(

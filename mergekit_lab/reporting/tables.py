@@ -55,6 +55,10 @@ class Row:
     """Seed, task and evaluation key of what the row is made of."""
     interval: tuple[float, float] | None = None
     """Of the average, 95 %; see `bootstrap.with_intervals`."""
+    seconds: float | None = None
+    """What making a merged or the joint model took, its experts' training included; mean over seeds."""
+    peak_bytes: int | None = None
+    """The largest peak on an accelerator while it was made."""
     close: bool = False
     """A merger that is not distinguishable from the best average of its group."""
 
@@ -162,8 +166,28 @@ def _group_rows(
     needed = {record.task for record in members}
     rows = []
     for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
-        rows.append(_row(group, KINDS[kind], label, of_row, tasks, needed, conflicts))
+        row = _row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
+        rows.append(replace(row, **_costs(row.kind, of_row, members)))
     return _mark_best(rows)
+
+
+def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
+    """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
+    if kind not in ("merged", "joint"):
+        return {}
+    peaks = [r.model_peak_memory_bytes for r in of_row if r.model_peak_memory_bytes is not None]
+    own = {record.seed: record.model_seconds for record in of_row}
+    seconds: list[float | None] = []
+    for seed, of_seed in own.items():
+        trained = {r.model_key: r.model_seconds for r in members if r.kind == "expert" and r.seed == seed}
+        parts = [of_seed, *(trained.values() if kind == "merged" else ())]
+        known = [part for part in parts if part is not None]
+        seconds.append(sum(known) if len(known) == len(parts) else None)
+    whole = [each for each in seconds if each is not None]
+    return {
+        "seconds": mean(whole) if whole and len(whole) == len(seconds) else None,
+        "peak_bytes": max(peaks, default=None),
+    }
 
 
 def _distinct_labels(members: Sequence[Record]) -> dict[tuple[str, str], str]:

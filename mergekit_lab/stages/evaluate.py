@@ -34,6 +34,7 @@ class Subject:
         tasks: what it is evaluated on.
         state: loads its weights.
         merger: the merger that made it.
+        made: the artefact that holds it; None for the base.
     """
 
     kind: str
@@ -41,11 +42,12 @@ class Subject:
     tasks: tuple[str, ...]
     state: Callable[[], dict[str, Tensor]]
     merger: Merger | None = None
+    made: Artefact | None = None
 
     @staticmethod
     def expert(run: Context, task: str) -> Subject:
         artefact = run.expert(task)
-        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact))
+        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact), made=artefact)
 
 
 def subjects(run: Context) -> Iterator[Subject]:
@@ -60,10 +62,10 @@ def subjects(run: Context) -> Iterator[Subject]:
         merged = run.made_earlier(
             "merged", merged_content(run, merger), f"the model of {merger.label}", "merge"
         )
-        yield Subject("merged", merged.key, tasks, _loader(merged), merger)
+        yield Subject("merged", merged.key, tasks, _loader(merged), merger, merged)
     if run.cfg.joint:
         joint = run.made_earlier("joint", run.joint_content(), "the joint model", "finetune")
-        yield Subject("joint", joint.key, tasks, _loader(joint))
+        yield Subject("joint", joint.key, tasks, _loader(joint), made=joint)
 
 
 def _loader(artefact: Artefact) -> Callable[[], dict[str, Tensor]]:
@@ -96,7 +98,7 @@ def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
             "value": found.value,
             "metrics": dict(found.metrics),
             "samples": len(found.predictions),
-            "peak_memory_bytes": _peak_memory(run.device),
+            "peak_memory_bytes": peak_memory(run.device),
         }
 
     return run.obtain("evaluations", evaluation_content(run, subject, task, part), make)
@@ -117,6 +119,6 @@ def stage_evaluate(run: Context) -> None:
         evaluate(run, subject, task, "test")
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    """Bytes of this evaluation on a CUDA device; None on a CPU, where only the process's own peak is known."""
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import track
 
 from mergekit_lab.checkpoints import write_tensors
@@ -15,7 +16,7 @@ from mergekit_lab.evaluation import Candidate, best_candidate, normalised, score
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.stages.adaptive import learn, learned_method, learning_content, learns
 from mergekit_lab.stages.context import Context, Merger
-from mergekit_lab.stages.evaluate import Subject, evaluate
+from mergekit_lab.stages.evaluate import Subject, evaluate, peak_memory
 from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.store.store import Workplace
 
@@ -95,9 +96,15 @@ def _maker(run: Context, merger: Merger) -> Any:
         if learns(merger):
             method = learned_method(run, merger)
         notes: dict[str, dict[str, object]] = {}
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
         write_tensors(place.out / "model.safetensors", _merge(run, method, notes))
         (place.out / "notes.json").write_text(json.dumps(notes, indent=1))
-        return {"method": repr(method), "coefficient": alpha}
+        return {
+            "method": repr(method),
+            "coefficient": alpha,
+            "peak_memory_bytes": peak_memory(run.device),
+        }
 
     return make
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, compare, print_slice, print_table, write_report, write_slice
+from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import SAMPLES, Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
@@ -95,7 +96,26 @@ def _record(
         model_key=subject.key,
         evaluation_key=found.key,
         reused=found.key not in run.made,
+        **_cost(run, subject),
     )
+
+
+def _cost(run: Context, subject: Subject) -> dict[str, Any]:
+    """What making the model took, from the manifests of what it is made of."""
+    if subject.made is None:
+        return {}
+    parts = [subject.made]
+    if subject.merger:
+        merger = subject.merger
+        parts += [run.side(kind, task) for kind in merger.method.side_inputs for task in run.tasks]
+        if merger.searched and (found := run.store.find("searches", run.search_content(merger))):
+            parts.append(found)
+        if learns(merger) and (found := run.store.find("coefficients", learning_content(run, merger))):
+            parts.append(found)
+    return {
+        "model_seconds": sum(part.info["wall_seconds"] for part in parts),
+        "model_peak_memory_bytes": subject.made.info.get("peak_memory_bytes"),
+    }
 
 
 def _samples(run: Context) -> dict[str, Any]:
