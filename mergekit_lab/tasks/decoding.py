@@ -188,8 +188,8 @@ class Pictures:
         self.sizes = torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int64))
         self.side = side
         self._bytes = data.numpy()
-        self._shapes = [(3, *size) for size in self.sizes.tolist()]
-        self._starts = [0, *torch.cumsum(3 * self.sizes.prod(1), 0).tolist()]
+        self._shapes = self.sizes.numpy()
+        self._starts = np.concatenate([[0], np.cumsum(3 * self._shapes.prod(1))])
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -205,7 +205,7 @@ class Pictures:
     def picture(self, position: int) -> np.ndarray:
         """One picture as it is kept, uint8 `[3, H, W]`; a view."""
         start, end = self._starts[position], self._starts[position + 1]
-        return self._bytes[start:end].reshape(self._shapes[position])
+        return self._bytes[start:end].reshape(3, *self._shapes[position])
 
     def whole(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Pictures as they are kept: uint8 `[n, 3, H, W]`, zero beyond their own sizes, and these, `[n, 2]`.

@@ -276,6 +276,25 @@ class HubImages(ImageTask):
             digest.update(self._part_digest(part).encode())
         return digest.hexdigest()
 
+    def fingerprint(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return self.digest()
+
+    def split(self, part: Part) -> Split:
+        """The part, made once for this task; another task of equal fields looks at the files again."""
+        if part not in PARTS:
+            return super().split(part)
+        if part not in self._splits:
+            self._splits[part] = self.make(part)
+        return self._splits[part]
+
+    @cached_property
+    def _splits(self) -> dict[Part, Split]:
+        return {}
+
     def count(self, part: Part) -> int:
         return len(self.labels(part)[0])
 
