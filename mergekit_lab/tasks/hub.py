@@ -36,10 +36,13 @@ def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | N
     return None
 
 
-def download_data(repo: str, parts: Sequence[str], subset: str | None, into: Path | None = None) -> Path:
+def download_data(
+    repo: str, parts: Sequence[str], subset: str | None, into: Path | None = None, also: Sequence[str] = ()
+) -> Path:
     """Download the files of these parts.
 
     Args:
+        also: parts that are taken too where there are some.
         into: a folder to put them into; None takes the hub's cache.
 
     Raises:
@@ -56,6 +59,7 @@ def download_data(repo: str, parts: Sequence[str], subset: str | None, into: Pat
             by_part = {part: part_files(known, part, subset) for part in parts}
             if all(by_part.values()):
                 log.info("%s: downloading %d files", repo, sum(map(len, by_part.values())))
+                by_part |= {part: part_files(known, part, subset) for part in also}
                 wanted = [file for files in by_part.values() for file in files]
                 return Path(
                     huggingface_hub.snapshot_download(

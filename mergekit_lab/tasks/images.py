@@ -162,7 +162,7 @@ class HubImages(ImageTask):
         """
         if self._repository is None:
             raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
-        return download_data(self._repository, self.wanted_parts, self.subset, into)
+        return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
 
     def whence(self) -> str:
         """Where the data would come from, for messages."""

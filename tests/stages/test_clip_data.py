@@ -5,21 +5,25 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hub_repos import pictures, write_parquet, write_repository
-from safetensors.torch import load_file
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import load_file, save_file
 from stages.conftest import composed
 
+import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
-from mergekit_lab.backbones import OpenClip
+from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.preflight import list_missing
 from mergekit_lab.tasks import decoding
 
 ONE_TASK = [
@@ -148,6 +152,54 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     cfg.joint = True
     with pytest.raises(InputError, match="set joint=false"):
         run(cfg, tmp_path / "run", choices, [])
+
+
+def _cached(cache: Path, kind: str, repo: str) -> Path:
+    """The folder of a repository's snapshot in the hub's cache, as its client lays it out."""
+    place = cache / f"{kind}--{repo.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0123abc")
+    (place / "snapshots" / "0123abc").mkdir(parents=True)
+    return place / "snapshots" / "0123abc"
+
+
+def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(room._HUB_NAMES, "glyph-clip", "clip-vit-base-patch32")
+    more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stages=[finetune]"]
+    cfg, choices = composed([*more, f"store.root={tmp_path}/store", "device=cpu", "progress=false"])
+    assert [line.split(",")[0] for line in list_missing(cfg)] == [
+        "eurosat: data set tanganke/eurosat of the hub",
+        "expert tanganke/clip-vit-base-patch32_eurosat of the hub",
+    ]
+    snapshot = _cached(tmp_path / "hub", "datasets", "tanganke/eurosat")
+    shutil.copytree(data / "eurosat", snapshot, dirs_exist_ok=True)
+    (snapshot / "data" / "test-00001-of-00002.parquet").rename(tmp_path / "shard")
+    assert len(list_missing(cfg)) == 2  # a shard is missing
+    (tmp_path / "shard").rename(snapshot / "data" / "test-00001-of-00002.parquet")
+    expert = _cached(tmp_path / "hub", "models", "tanganke/clip-vit-base-patch32_eurosat")
+    state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
+    vision = {n: t for n, t in to_transformers(state).items() if n.startswith("vision_model.")}
+    save_file(vision, expert / "model.safetensors")
+    assert not list_missing(cfg)
+    run(cfg, tmp_path / "run", choices, [])
+    found = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
+    assert torch.equal(found["visual.conv1.weight"], state["visual.conv1.weight"])
+    assert not torch.equal(found["visual.proj"], state["visual.proj"])  # the backbone's
+
+
+def test_weights_are_known_to_be_cached_by_their_true_names(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    backbone = OpenClip("ViT-B-32-quickgelu", "openai")
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path)
+    )
+    assert "timm/vit_base_patch32_clip_224.openai" in (backbone.missing() or "")
+    (
+        _cached(tmp_path, "models", "timm/vit_base_patch32_clip_224.openai") / "open_clip_model.safetensors"
+    ).touch()
+    assert backbone.missing() is None
 
 
 def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:
