@@ -24,10 +24,15 @@ ConfigStore.instance().store(
 
 
 class ComparisonSweeper(BasicSweeper):
-    """`BasicSweeper`, then the report of `mergekit_lab.stages.report`."""
+    """`BasicSweeper`, then the report of `mergekit_lab.stages.report`.
+
+    What an experiment sweeps over (`hydra.sweeper.params`) gives way to the command line.
+    """
 
     def sweep(self, arguments: list[str]) -> Any:
         begun = time.time()
+        given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
+        self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
         try:
             return super().sweep(arguments)
         finally:

@@ -4,6 +4,7 @@ Importing this loads neither rich, matplotlib nor wandb.
 """
 
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
     KINDS,
     Failure,
@@ -24,6 +25,7 @@ __all__ = [
     "DIMENSIONS",
     "KINDS",
     "MEASURES",
+    "Beside",
     "Cell",
     "CsvTracker",
     "Curves",
@@ -42,7 +44,9 @@ __all__ = [
     "deduplicate",
     "print_slice",
     "print_table",
+    "read_published",
     "read_records",
+    "set_beside",
     "sliced",
     "table_latex",
     "to_markdown",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from mergekit_lab.reporting.published import HEADER, TITLE, Beside, cells
 from mergekit_lab.reporting.records import Failure, Record, Timing
 from mergekit_lab.reporting.tables import Row, Table, comparison_table
 
@@ -29,6 +30,7 @@ def page(
     summary: str,
     table: Table,
     *,
+    published: Sequence[Beside] = (),
     figures: Sequence[Figure],
     records: Sequence[Record],
     timings: Mapping[str, Timing],
@@ -39,6 +41,7 @@ def page(
     sections = [
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>",
         _leaderboard(table, _by_seed(table, records)),
+        _published(published),
         _figures(figures),
         _failures(failures),
         _costs(records, timings),
@@ -87,6 +90,24 @@ def _leaderboard(table: Table, by_seed: Mapping[int, Table]) -> str:
         f'<table class="sortable">\n<caption>Choose a heading to sort, again to reverse.</caption>\n'
         f"<thead><tr>{headings}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
         f'<ul class="notes">{notes}</ul>'
+    )
+
+
+def _published(rows: Sequence[Beside]) -> str:
+    if not rows:
+        return ""
+    headings = "".join(_heading(name, "number" if i > 3 else "name") for i, name in enumerate(HEADER))
+    lines = []
+    for row, texts in zip(rows, cells(rows), strict=True):
+        names = "".join(f"<td>{escape(text)}</td>" for text in texts[:4])
+        values = zip(texts[4:], (row.published, row.ours, row.difference), strict=True)
+        lines.append(f"<tr>{names}{''.join(_number(text, value) for text, value in values)}</tr>")
+    body = "\n".join(lines)
+    return (
+        f'<h2 id="published">{TITLE}</h2>\n'
+        f'<div class="wide" tabindex="0" role="region" aria-labelledby="published">\n'
+        f'<table class="sortable">\n<thead><tr>{headings}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
+        "</div>"
     )
 
 

@@ -1,7 +1,8 @@
 """A run's report, and the comparison of many runs: files in, views out.
 
 `write_report` leaves in a run's folder both the views (`summary.md`, `figures/`, `report.html`) and all
-that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`).
+that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`,
+`published.json`).
 `compare` reads such folders and nothing else.
 """
 
@@ -19,6 +20,13 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, with_intervals
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import (
+    Beside,
+    published_markdown,
+    read_beside,
+    united,
+    write_beside,
+)
 from mergekit_lab.reporting.records import (
     Failure,
     Record,
@@ -63,6 +71,7 @@ def write_report(
     timings: Mapping[str, Timing],
     failures: Sequence[Failure] = (),
     samples: Samples | None = None,
+    published: Sequence[Beside] = (),
     title: str,
 ) -> ReportPaths:
     """Write one run's records and every view of them into `out_dir`.
@@ -75,9 +84,11 @@ def write_report(
         timings: by stage, in the order run.
         failures: what gave no result.
         samples: what every test sample contributed, by evaluation key; averages get intervals from it.
+        published: published numbers with ours.
     """
     folder = Path(out_dir)
     _write_samples(folder, samples or {})
+    write_beside(folder, published)
     write_text(folder / "curves.json", _json(curves))
     write_text(folder / "searches.json", _json(searches))
     write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
@@ -90,6 +101,7 @@ def write_report(
         timings=timings,
         failures=failures,
         samples=samples or {},
+        published=published,
         title=title,
     )
 
@@ -133,6 +145,7 @@ def compare(
         timings=timings,
         failures=failed,
         samples={key: values for run in runs for key, values in run.samples.items()},
+        published=united(row for run in runs for row in run.published),
         title=title,
     )
 
@@ -156,6 +169,7 @@ def _write_views(
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
     samples: Samples,
+    published: Sequence[Beside],
     title: str,
 ) -> ReportPaths:
     table = with_intervals(comparison_table(records), samples)
@@ -164,7 +178,7 @@ def _write_views(
         folder / "records.jsonl", folder / "summary.md", folder / "report.html", figures=(), table=table
     )
     write_records(paths.records, records)
-    write_text(paths.summary, _markdown(title, summary, table, records, timings, failures))
+    write_text(paths.summary, _markdown(title, summary, table, published, records, timings, failures))
     write_text(folder / "leaderboard.tex", table_latex(table))
     figures = _draw(folder / "figures", table, curves, searches)
     write_text(
@@ -173,6 +187,7 @@ def _write_views(
             title,
             summary,
             table,
+            published=published,
             figures=figures,
             records=records,
             timings=timings,
@@ -240,6 +255,7 @@ def _markdown(
     title: str,
     summary: str,
     table: Table,
+    published: Sequence[Beside],
     records: Sequence[Record],
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
@@ -247,6 +263,8 @@ def _markdown(
     parts = [f"# {title}", summary]
     if table.rows:
         parts.append(to_markdown(table).rstrip("\n"))
+    if published:
+        parts.append(published_markdown(published))
     parts += ["## Time and cache", html.cache_sentence(records)]
     if timings:
         parts.append(
@@ -279,6 +297,7 @@ class _Run:
     searches: Searches = field(default_factory=dict)
     timings: Mapping[str, Timing] = field(default_factory=dict)
     samples: Samples = field(default_factory=dict)
+    published: Sequence[Beside] = ()
 
 
 def _read_run(folder: Path) -> _Run | Failure:
@@ -301,7 +320,7 @@ def _read_run(folder: Path) -> _Run | Failure:
             return Failure(name, "records.jsonl is empty")
         timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
         curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
-        return _Run(folder, records, curves, searches, timings, _read_samples(folder))
+        return _Run(folder, records, curves, searches, timings, _read_samples(folder), read_beside(folder))
     except (OSError, ValueError, TypeError) as error:
         return Failure(name, str(error))
 

@@ -12,12 +12,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
+from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.published_experts import import_expert
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import Settings, TrainingCost, finetune
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
@@ -30,6 +32,9 @@ def stage_finetune(run: Context) -> None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
+    if run.cfg.experts:
+        _import(run)
+        return
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
     train = Training(run, run.cfg.optimizer, run.settings, fit)
     for number, task in enumerate(run.tasks, start=1):
@@ -38,6 +43,21 @@ def stage_finetune(run: Context) -> None:
         title = f"joint model of {len(run.tasks)} tasks"
         joint = Training(run, run.cfg.optimizer, run.joint_settings, fit)
         _say(title, run.obtain("joint", run.joint_content(), joint.maker(title, list(run.tasks))))
+
+
+def _import(run: Context) -> None:
+    """Bring experts that others fine-tuned into the store."""
+    if run.cfg.joint:
+        raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
+    for task in run.tasks:
+        source = run.expert_source(task)
+        assert source is not None
+        made = run.obtain(
+            "experts",
+            run.expert_content(task),
+            lambda place, source=source, task=task: import_expert(source, run.base_state, task, place.out),
+        )
+        log.info("expert %s: %s", task, "found in the store" if made.reused else f"from {source}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,7 @@ class Training:
             log.info("%s: training %s", title, budget)
             prefix = tasks[0] if len(tasks) == 1 else "joint"
             model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+            cost = TrainingCost()
             done = finetune(
                 model,
                 {task: run.objective(task) for task in tasks},
@@ -75,6 +96,7 @@ class Training:
                 settings,
                 seed=run.seed,
                 resume=place.resume,
+                callbacks=[cost],
                 trainer={**run.plain["trainer"], "enable_progress_bar": run.cfg.progress},
                 on_metrics=lambda metrics, step: run.tracker.log(
                     {f"{prefix}/{name}": value for name, value in metrics.items()}, step
@@ -83,7 +105,7 @@ class Training:
             model.cpu().load_state_dict(done.state)
             write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
             (place.out / CURVE).write_text(json.dumps(done.curve))
-            return {"val_accuracy": done.val_accuracy, "step": done.step}
+            return {"val_accuracy": done.val_accuracy, "step": done.step} | cost.measured
 
         return make
 

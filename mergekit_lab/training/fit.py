@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -50,6 +50,7 @@ def finetune(
     *,
     seed: int,
     resume: Path,
+    callbacks: Sequence[Callback] = (),
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Finetuned:
@@ -62,6 +63,7 @@ def finetune(
         settings: see `Settings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
+        callbacks: further ones of Lightning's.
         trainer: further arguments of `lightning.Trainer` (accelerator, devices).
         on_metrics: called with every point of the curve.
     """
@@ -91,9 +93,10 @@ def finetune(
     )
     latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
-    callbacks: list[Any] = [best, latest] if clock is None else [clock, best, latest]
+    kept = [best, latest] if settings.keep == "best" else [latest]
+    called: list[Any] = [*([] if clock is None else [clock]), *kept, *callbacks]
     if options["enable_progress_bar"]:
-        callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
+        called.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
     try:
         lit = lightning.Trainer(
             **options,
@@ -104,7 +107,7 @@ def finetune(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             logger=False,
-            callbacks=callbacks,
+            callbacks=called,
             enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=resume,
