@@ -1,8 +1,8 @@
 """How sure an average is: bootstrap over test samples and seeds.
 
 Test samples and seeds are drawn again with replacement, the same draw for all models of a group, so that two
-models are compared on the samples they share. Samples are weighted by Poisson numbers of mean 1, which for many
-samples is the bootstrap of Efron (1979) and draws them independently (Hanley & MacGibbon 2006).
+models are compared on the samples they share (Efron 1979). Many samples are weighted by Poisson numbers of mean
+1 instead of being drawn, which comes to the same (Hanley & MacGibbon 2006).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ Samples = Mapping[str, Any]
 
 DRAWS = 1000
 _AT_ONCE = 100
+_MANY = 1000
+"""Samples from which Poisson weights stand for the bootstrap's."""
 _LEVEL = 0.95
 
 
@@ -63,6 +65,8 @@ def _averages(rows: Sequence[Row], samples: Samples, draws: int, seed: int) -> A
     if len(parts) != len(seeds) * len(tasks):
         return None
     keys = [{(s, task): key for s, task, key in row.evaluations} for row in rows]
+    if any(len({len(samples[found[s, t]]) for found in keys for s in seeds}) > 1 for t in tasks):
+        return None  # the seeds have other test parts
     random = np.random.default_rng(seed)
     share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=draws) / len(seeds)
     total = np.zeros((draws, len(rows)))
@@ -70,13 +74,22 @@ def _averages(rows: Sequence[Row], samples: Samples, draws: int, seed: int) -> A
         values = np.stack([[samples[found[s, task]] for s in seeds] for found in keys]).astype(np.float32)
         flat = values.reshape(-1, values.shape[-1]).T
         for start in range(0, draws, _AT_ONCE):
-            weights = random.poisson(1.0, (min(_AT_ONCE, draws - start), len(flat))).astype(np.float32)
+            weights = _weights(random, min(_AT_ONCE, draws - start), len(flat))
             means = (weights @ flat / weights.sum(axis=1, keepdims=True)).reshape(
                 len(weights), *values.shape[:2]
             )
             of_draws = slice(start, start + len(weights))
             total[of_draws] += np.einsum("brs,bs->br", means, share[of_draws])
     return total / len(tasks)
+
+
+def _weights(random: Any, draws: int, size: int) -> Any:
+    """How often each of `size` samples is drawn, `[draws, size]` in float32."""
+    import numpy as np
+
+    if size > _MANY:
+        return random.poisson(1.0, (draws, size)).astype(np.float32)
+    return random.multinomial(size, [1 / size] * size, size=draws).astype(np.float32)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
