@@ -35,6 +35,8 @@ def main(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     from mergekit_lab.stages.workers import raise_on_sigterm
 
+    # Hydra's grammar knows no ×, which reports are asked for with: table=optimizer×merger
+    sys.argv[1:] = [each.replace("×", "*") if each.startswith("table=") else each for each in sys.argv[1:]]
     raise_on_sigterm()
     try:
         main()

@@ -36,11 +36,14 @@ class ComparisonSweeper(BasicSweeper):
     """`BasicSweeper` after `stages.plan`, and before the report of `stages.report`.
 
     A launcher that works on jobs at a time gets the trainings first, one a job, so that no job waits for
-    another's expert; under `basic` whoever comes first trains.
+    another's expert; under `basic` whoever comes first trains. What an experiment sweeps over
+    (`hydra.sweeper.params`) gives way to the command line.
     """
 
     def sweep(self, arguments: list[str]) -> Any:
         begun = time.time()
+        given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
+        self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
         jobs = self._jobs(arguments)
         over_tasks = "suite" in self.config
         if over_tasks and self.config.dry_run:

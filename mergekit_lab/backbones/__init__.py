@@ -1,10 +1,12 @@
 """Pretrained models to fine-tune, how they learn a task, and what of them trains."""
 
 from .classification import Classifier, ImageObjective
+from .clip_layouts import as_image_tower, from_transformers, to_transformers
+from .image_encoder import ImageEncoder
 from .linearised import Linearised, Tangent, linearised_model
 from .lora import LoRA
 from .objective import Backbone, Batch, Objective
-from .open_clip import ImageEncoder, OpenClip
+from .open_clip import OpenClip
 from .parametrisation import AttentionLinear, Full, Parametrisation
 
 __all__ = [
@@ -21,5 +23,8 @@ __all__ = [
     "OpenClip",
     "Parametrisation",
     "Tangent",
+    "as_image_tower",
+    "from_transformers",
     "linearised_model",
+    "to_transformers",
 ]

@@ -5,7 +5,10 @@ Legend: N images, C classes, D embedding width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.objective import Assessed, Batch, Objective, samples
-from mergekit_lab.tasks import ImageTask, Part
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import ImageTask, Part, random_boxes, resized
+
+_RESIDENT_SHARE = 0.25
+_AHEAD = 2
 
 
 class Classifier(nn.Module):
@@ -35,23 +42,73 @@ class Classifier(nn.Module):
         return features @ self.head.T
 
 
+@dataclass(frozen=True)
+class Crops:
+    """Random windows of training pictures, resized to squares, as the published recipe has them.
+
+    Attributes:
+        scale: the window's share of the picture's area, from and to, in (0, 1].
+        flip: mirror every second picture, by chance.
+        side: of the squares, in pixels.
+    """
+
+    scale: tuple[float, float]
+    flip: bool
+    side: int
+
+    def __call__(self, pixels: Tensor, sizes: Tensor, seed: int) -> Tensor:
+        """float32 `[N, 3, side, side]` in [0, 1], on the pixels' device.
+
+        Args:
+            pixels: uint8 `[N, 3, H, W]`.
+            sizes: int64 `[N, 2]`: heights and widths of the pictures in them.
+            seed: decides windows and mirroring.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        boxes = random_boxes(sizes, generator, self.scale)
+        flips = torch.rand(len(pixels), generator=generator) < 0.5 if self.flip else None
+        return resized(pixels, boxes, self.side, flips) / 255
+
+
 class ImageObjective(Objective):
     """An image task with its head.
+
+    Validation images stay on a GPU once they are there, if they take no more than a quarter of what is free.
 
     Args:
         task: its images go to the encoder as they are, uint8.
         head: frozen, `[C, D]`.
+        crops: of training pictures; None trains on the images as evaluation sees them.
+        precision: of the forward pass in evaluation: "float32" or "bfloat16".
     """
 
     task: ImageTask
     head: Tensor
 
-    def __init__(self, task: ImageTask, head: Tensor) -> None:
+    def __init__(
+        self, task: ImageTask, head: Tensor, crops: Crops | None = None, precision: str = "float32"
+    ) -> None:
         super().__init__(task)
         self.register_buffer("head", head.detach().clone(), persistent=False)
+        self.crops = crops
+        self.precision = precision
+        self._resident: Tensor | None = None
+        self._reader: _Reader | None = None
 
     def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.task.split(part).take(index)
+
+    def training_batch(self, index: Tensor) -> Batch:
+        if self.crops is None:
+            return self.batch("train", index)
+        split = self.task.split("train")
+        return split.whole(index), split.labels[index]
+
+    def augmented(self, batch: Any, seed: int) -> Batch:
+        if self.crops is None:
+            return batch
+        (pixels, sizes), labels = batch
+        return self.crops(pixels, sizes, seed), labels
 
     def items(self, batch: Batch) -> int:
         return samples(batch)
@@ -64,19 +121,105 @@ class ImageObjective(Objective):
     def scored(self, model: nn.Module) -> nn.Module:
         return Classifier(model, self.head)
 
-    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[int]:
-        images, _ = self.batch(part, index)
-        logits = model(images.to(self.head.device)) @ self.head.T
-        found: list[int] = logits.argmax(dim=-1).tolist()
-        return found
+    def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
+        self._reader = None
+        if self.head.is_cuda and not self._is_resident(part):
+            self._reader = _Reader(self.task.split(part).images, chunks, self.head.device)
+
+    def _images(self, part: Part, index: Tensor) -> Tensor:
+        """Images uint8 `[N, 3, H, W]` on the head's device."""
+        if self._is_resident(part):
+            assert self._resident is not None
+            return self._resident[index.to(self._resident.device)]
+        if self._reader is not None and (found := self._reader.next(index)) is not None:
+            return found
+        return self.task.split(part).images[index].to(self.head.device)
+
+    def _is_resident(self, part: Part) -> bool:
+        if part != "validation" or not self.head.is_cuda:
+            return False
+        if self._resident is None or self._resident.device != self.head.device:
+            images = self.task.split(part).images
+            free, _ = torch.cuda.mem_get_info(self.head.device)
+            size = torch.Size(images.shape).numel()
+            self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
+        return self._resident is not None
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        device = self.head.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            features = model(images)
+        with torch.autocast(device, enabled=False):
+            return features.float() @ self.head.T
+
+    def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
+        return self._logits(model, self._images(part, index)).argmax(dim=-1)
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
-        images, labels = (x.to(self.head.device) for x in self.batch(part, index))
-        logits = (model(images) @ self.head.T).float()
+        logits = self._logits(model, self._images(part, index))
+        labels = self.task.split(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
-        return Assessed(loss, len(labels), logits.argmax(dim=-1).tolist())
+        return Assessed(loss, len(labels), logits.argmax(dim=-1))
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        labels = self.task.split(part).labels[index]
-        right = torch.tensor(predictions) == labels
-        return {"accuracy": int(right.sum()) / len(labels)}
+        right = self.each(predictions, part, index)
+        return {"accuracy": sum(right) / len(right)}
+
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
+        right: list[float] = (torch.tensor(predictions) == self.task.split(part).labels[index]).tolist()
+        return right
+
+
+class _Reader:
+    """Brings chunks of images to a GPU while it computes on earlier ones.
+
+    A thread copies each into memory that the GPU reads by itself, and starts the transfer on a stream of its
+    own.
+    """
+
+    def __init__(self, images: Any, chunks: Sequence[Tensor], device: torch.device) -> None:
+        self.images = images
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = ThreadPoolExecutor(1)
+        self._left = deque(chunks)
+        self._begun: deque[tuple[Tensor, Future[tuple[Tensor, torch.cuda.Event]]]] = deque()
+        for _ in range(_AHEAD):
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._left:
+            index = self._left.popleft()
+            self._begun.append((index, self._pool.submit(self._load, index)))
+        else:
+            self._pool.shutdown(wait=False)
+
+    def _load(self, index: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        first, last = int(index[0]), int(index[-1])
+        in_a_row = len(index) == last - first + 1 and bool((index.diff() == 1).all())
+        pixels = self.images[first : last + 1] if in_a_row else self.images[index]
+        held = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True).copy_(pixels)
+        with torch.cuda.stream(self._stream):
+            moved = held.to(self.device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return moved, event
+
+    def next(self, index: Tensor) -> Tensor | None:
+        """The images of the chunk that comes next; None if it is not this one."""
+        if not self._begun or not torch.equal(self._begun[0][0], index):
+            return None
+        moved, event = self._begun.popleft()[1].result()
+        self._begin()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        moved.record_stream(current)
+        return moved
+
+
+def check_crop(scale: Sequence[float] | None) -> None:
+    """Refuse a range of shares that is none."""
+    if scale is not None and (len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1):
+        raise InputError(
+            f"backbone.crop is {list(scale)}; it must be two shares of the area, 0 < from ≤ to ≤ 1"
+        )

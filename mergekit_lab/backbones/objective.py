@@ -37,7 +37,7 @@ class Assessed:
 
     loss: Tensor
     items: int | Tensor
-    predictions: list[Any]
+    predictions: list[Any] | Tensor
 
 
 class Objective(nn.Module, ABC):
@@ -57,12 +57,19 @@ class Objective(nn.Module, ABC):
     def batch(self, part: Part, index: Tensor) -> Batch:
         """The samples at these places of a part, on the CPU, for `loss`; a function of its arguments alone."""
 
+    def training_batch(self, index: Tensor) -> Batch:
+        """The training samples at these places, for `augmented`."""
+        return self.batch("train", index)
+
     def augmented(self, batch: Batch, seed: int) -> Batch:
         """A training batch with what chance adds to it, on its device; a function of its arguments alone.
 
         Called once a step, so that a method that evaluates twice sees the same batch twice.
         """
         return batch
+
+    def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
+        """`predict` or `assess` will be called for these samples, in this order; reading may begin."""
 
     def lengths(self, part: Part) -> Tensor | None:
         """What every sample of a part costs, `[size]`, if like ones are to share a batch; else None."""
@@ -81,8 +88,8 @@ class Objective(nn.Module, ABC):
         return model
 
     @abstractmethod
-    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[Any]:
-        """What the model answers for these samples, one a sample."""
+    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[Any] | Tensor:
+        """What the model answers for these samples, one a sample; a tensor may still be in the making."""
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
         """Loss and predictions together."""
@@ -92,6 +99,10 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
         """How good these predictions are, by name of the metric; `task.metric` among them."""
+
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+        """What every sample contributes to the task's metric, if that is their mean; else None."""
+        return None
 
 
 class Backbone(ABC):
@@ -127,6 +138,11 @@ def samples(batch: Batch) -> int:
     return len(batch["labels"] if isinstance(batch, Mapping) else batch[1])
 
 
+def listed(predictions: list[Any] | Tensor) -> list[Any]:
+    """Predictions one by one; waits for a device that still computes them."""
+    return predictions.tolist() if isinstance(predictions, Tensor) else predictions
+
+
 def cut(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start … stop−1` of a batch."""
     return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) else x, batch)
@@ -135,6 +151,11 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
 def moved(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device."""
     return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+
+
+def pinned(batch: Batch) -> Batch:
+    """The batch in memory that a GPU reads by itself."""
+    return tree_map(lambda x: x.pin_memory() if isinstance(x, Tensor) else x, batch)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,65 +8,49 @@ OpenAI's weights need QuickGELU. open_clip itself only warns when they are loade
 QuickGELU gets it under any name. A local file carries no such mark: name a `-quickgelu` architecture for it.
 """
 
+from __future__ import annotations
+
 import hashlib
+import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import interpolate, normalize
+from torch import Tensor
+from torch.nn.functional import normalize
 
-from mergekit_lab.backbones.attention import keep_differentiable
-from mergekit_lab.backbones.classification import ImageObjective
+from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
+from mergekit_lab.backbones.clip_layouts import from_transformers, is_transformers
+from mergekit_lab.backbones.heads import linear_probe_head, prototype_head
+from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
+from mergekit_lab.checkpoints import open_checkpoint, unreachable, write_tensors
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.tasks import ImageTask, Task
+from mergekit_lab.tasks import ImageTask, Keeper, Task
 
+HEADS: dict[str, Any] = {"zero_shot": None, "prototype": prototype_head, "linear_probe": linear_probe_head}
+PRECISIONS = ("float32", "bfloat16")
+_HUB_NAMES = {
+    "ViT-B-32": "clip-vit-base-patch32",
+    "ViT-B-16": "clip-vit-base-patch16",
+    "ViT-L-14": "clip-vit-large-patch14",
+}
+_OPENAI_REPOSITORIES = {
+    "ViT-B-32-quickgelu": "timm/vit_base_patch32_clip_224.openai",
+    "ViT-B-16-quickgelu": "timm/vit_base_patch16_clip_224.openai",
+    "ViT-L-14-quickgelu": "timm/vit_large_patch14_clip_224.openai",
+}
+"""As open_clip has them too; here so that they are known without importing it, which takes seconds."""
+_ASSET = "asset:"
+_HEAD_FILE = "head.safetensors"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SHIPPED = {"glyph-clip": "glyph_clip"}
-
-
-class ImageEncoder(nn.Module):
-    """An image tower with its preprocessing: pictures in, unit vectors out.
-
-    Parameters and buffers in `state_dict` are named as in open_clip's whole model (`visual.…`), so a
-    checkpoint of this module merges with, and loads into, any other of the same architecture.
-
-    core: the submodule that is linearised; preprocessing and the features' normalisation are not.
-    """
-
-    core: ClassVar[str] = "visual"
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, visual: nn.Module, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]):
-        super().__init__()
-        self.visual = visual
-        self.size = size
-        self.register_buffer("mean", torch.tensor(mean).reshape(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).reshape(3, 1, 1), persistent=False)
-        self.eval()
-
-    def train(self, mode: bool = True) -> "ImageEncoder":
-        """As usual, but attention stays differentiable by `torch.func`."""
-        super().train(mode)
-        keep_differentiable(self)
-        return self
-
-    def forward(self, images: Tensor) -> Tensor:
-        """uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalised features `[N, D]`.
-
-        Another size than the model's is resized (bicubic, antialiased, not keeping the aspect ratio).
-        """
-        if images.dtype == torch.uint8:
-            images = images.to(self.mean.dtype) / 255
-        if images.shape[-2:] != self.size:
-            images = interpolate(images, size=self.size, mode="bicubic", antialias=True).clamp(0, 1)
-        return normalize(self.visual((images - self.mean) / self.std), dim=-1)
+_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+_TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -75,9 +59,17 @@ class OpenClip(Backbone):
 
     architecture: a name from `open_clip.list_models()`, or `glyph-clip`, the small model that ships.
     weights: a tag of open_clip (`openai`, `laion2b_s34b_b79k`; downloaded once and cached), `asset:glyph_clip`
-    (shipped), a local `.safetensors` or `.pt` file of the whole model (read with `weights_only`), or None:
-    random values from `seed`.
+    (shipped), a local `.safetensors` or `.pt` file of the whole model (read with `weights_only`), in
+    open_clip's layout or in that of transformers' `CLIPModel`, a folder with one such file, or None: random
+    values from `seed`.
     seed: used with `weights=None` alone.
+    head: what classifies features: "zero_shot" (from class names and prompts), "prototype" (class means of
+    training images) or "linear_probe" (logistic regression on them).
+    crop: training pictures are random windows of this share of their area, `[from, to]`, resized to the model's
+    size; None trains on what evaluation sees.
+    flip: mirror every second of them, by chance.
+    precision: of the forward pass in evaluation, "float32" or "bfloat16".
+    keep: where heads are kept; None keeps none.
 
     Raises `InputError`, at first use, for an unknown architecture, unknown or unobtainable weights, or weights
     that do not fit the architecture.
@@ -86,12 +78,29 @@ class OpenClip(Backbone):
     architecture: str
     weights: str | None
     seed: int = 0
+    head: str = "zero_shot"
+    crop: Sequence[float] | None = None
+    flip: bool = False
+    precision: str = "float32"
+    keep: Keeper | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise InputError(f"backbone.head is {self.head!r}{suggestion(self.head, HEADS)}")
+        if self.precision not in PRECISIONS:
+            raise InputError(
+                f"backbone.precision is {self.precision!r}{suggestion(self.precision, PRECISIONS)}"
+            )
+        check_crop(self.crop)
+
+    def kept_by(self, keep: Keeper) -> OpenClip:
+        """The same backbone, whose heads `keep` holds."""
+        return replace(self, keep=keep)
 
     def model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
-        visual = deepcopy(_model(self).visual)
-        size = visual.image_size if isinstance(visual.image_size, tuple) else (visual.image_size,) * 2
-        return ImageEncoder(visual.requires_grad_(True), size, visual.image_mean, visual.image_std)
+        visual = deepcopy(_model(self._key).visual)
+        return ImageEncoder(visual.requires_grad_(True), _size(visual), visual.image_mean, visual.image_std)
 
     def check(self, task: Task) -> None:
         if not isinstance(task, ImageTask):
@@ -101,10 +110,48 @@ class OpenClip(Backbone):
             )
 
     def objective(self, task: Task) -> ImageObjective:
-        """The task with its zero-shot head."""
+        """The task with its head."""
         self.check(task)
         assert isinstance(task, ImageTask)
-        return ImageObjective(task, self.zero_shot_head(task.classes, task.templates))
+        crops = None
+        if self.crop is not None:
+            crops = Crops((self.crop[0], self.crop[1]), self.flip, max(_size(_model(self._key).visual)))
+        return ImageObjective(task, self._head(task), crops, self.precision)
+
+    def learning(self, task: Task) -> dict[str, Any]:
+        found: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
+        return found if self.crop is None else found | {"crop": list(self.crop), "flip": self.flip}
+
+    def scoring(self, task: Task) -> dict[str, Any]:
+        found = {} if self.head == "zero_shot" else {"head": self.head}
+        return found if self.precision == "float32" else found | {"precision": self.precision}
+
+    def _head(self, task: ImageTask) -> Tensor:
+        if self.keep is None:
+            return self._made_head(task)
+        content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}
+        if self.head == "zero_shot":
+            content |= {"classes": list(task.classes), "templates": list(task.templates)}
+        else:
+            content["data"] = task.fingerprint()
+
+        def make(out: Path) -> dict[str, Any]:
+            write_tensors(out / _HEAD_FILE, {"head": self._made_head(task)})
+            return {"classes": len(task.classes)}
+
+        return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
+
+    def _made_head(self, task: ImageTask) -> Tensor:
+        if self.head == "zero_shot":
+            return self.zero_shot_head(task.classes, task.templates)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        temperature = float(_model(self._key).logit_scale.detach().exp())
+        return HEADS[self.head](self.model().to(device), task, temperature, device)
+
+    @property
+    def _key(self) -> tuple[str, str | None, int]:
+        """What the loaded weights depend on."""
+        return self.architecture, self.weights, self.seed
 
     @torch.no_grad()
     def zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
@@ -123,7 +170,7 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = _model(self)
+        model = _model(self._key)
         tokenizer = open_clip.get_tokenizer(_registered(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -141,8 +188,8 @@ class OpenClip(Backbone):
         """What makes this backbone this one: architecture, weights, and their SHA-256. No path enters it."""
         if self.weights is None:
             return {"architecture": self.architecture, "weights": f"random, seed {self.seed}", "sha256": ""}
-        file = self._file()
-        named = self.weights.startswith("asset:") or self._tag()
+        file = self.file()
+        named = self.shipped() or self._tag()
         return {
             "architecture": self.architecture,
             "weights": self.weights if named else "file",
@@ -150,30 +197,77 @@ class OpenClip(Backbone):
         }
 
     def quick_gelu(self) -> bool:
-        """Whether the built model uses QuickGELU: by its architecture's name or by its weights' tag."""
+        """Whether the built model uses QuickGELU: by its architecture's name, its weights' tag or config."""
         import open_clip
 
         config = open_clip.get_model_config(_registered(self.architecture)) or {}
-        return bool(config.get("quick_gelu", False) or self._tag().get("quick_gelu", False))
+        return bool(
+            config.get("quick_gelu", False) or self._tag().get("quick_gelu", False) or self._says_quick_gelu()
+        )
+
+    def _says_quick_gelu(self) -> bool:
+        """Whether `config.json` beside local weights, as transformers leaves it, says so."""
+        if self.weights is None or not (place := Path(self.weights).expanduser()).exists():
+            return False
+        file = (place if place.is_dir() else place.parent) / "config.json"
+        if not file.is_file():
+            return False
+        vision = json.loads(file.read_text()).get("vision_config")
+        return isinstance(vision, dict) and vision.get("hidden_act", "quick_gelu") == "quick_gelu"
+
+    def hub_name(self) -> str:
+        """What checkpoints of this architecture are called on the hub, `clip-vit-base-patch32`.
+
+        Raises:
+            InputError: another architecture than the three that experts are published for.
+        """
+        plain = self.architecture.removesuffix("-quickgelu")
+        if plain not in _HUB_NAMES:
+            raise InputError(
+                f"no experts of {self.architecture} are published under a known name: name each one"
+            )
+        return _HUB_NAMES[plain]
+
+    def shipped(self) -> bool:
+        """Whether the weights come with the package."""
+        return self.weights is not None and self.weights.startswith(_ASSET)
+
+    def weights_name(self) -> str:
+        """The weights' name without a path."""
+        return Path(self.weights or "random").stem
+
+    def missing(self) -> str | None:
+        """What would have to be downloaded, or None."""
+        if self.weights is None or self.shipped() or Path(self.weights).expanduser().exists():
+            return None
+        known = _OPENAI_REPOSITORIES.get(self.architecture) if self.weights == "openai" else None
+        tag = {"hf_hub": f"{known}/"} if known else self._tag()
+        if tag and _cached(tag) is None:
+            place = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
+            return f"weights {self.weights!r} of {self.architecture} ({place}), or backbone.weights=FILE"
+        return None
 
     def _tag(self) -> dict[str, Any]:
         from open_clip.pretrained import get_pretrained_cfg
 
         return get_pretrained_cfg(_registered(self.architecture), self.weights) if self.weights else {}
 
-    def _file(self) -> Path:
+    def file(self) -> Path:
         """The weights as a local file; downloads a tag's once."""
         assert self.weights is not None
-        if self.weights.startswith("asset:"):
-            shipped = {f"asset:{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
+        if self.shipped():
+            shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
             if self.weights not in shipped:
                 raise InputError(f"no shipped weights {self.weights!r}{suggestion(self.weights, shipped)}")
             return shipped[self.weights]
         tag = self._tag()
         if tag:
             return _download(self.architecture, self.weights, tag)
-        if Path(self.weights).is_file():
-            return Path(self.weights)
+        place = Path(self.weights).expanduser()
+        if place.is_file():
+            return place
+        if place.is_dir():
+            return _in_folder(place)
         from open_clip import list_pretrained_tags_by_model
 
         known = list_pretrained_tags_by_model(_registered(self.architecture))
@@ -198,17 +292,25 @@ def _registered(architecture: str) -> str:
     return architecture
 
 
-def _download(architecture: str, weights: str, tag: dict[str, Any]) -> Path:
-    """A tag's file: from the cache without asking the network, else downloaded."""
+def _cached(tag: dict[str, Any]) -> Path | None:
+    """A tag's file in the cache, without asking the network."""
     repository, _, filename = tag.get("hf_hub", "").rpartition("/")
     if repository:
         from huggingface_hub import try_to_load_from_cache
 
-        for name in [filename] if filename else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]:
+        for name in [filename] if filename else _OPEN_CLIP_FILES:
             cached = try_to_load_from_cache(repository, name)
             if isinstance(cached, str):
                 return Path(cached)
-    cause = _unreachable()
+    return None
+
+
+def _download(architecture: str, weights: str, tag: dict[str, Any]) -> Path:
+    """A tag's file: from the cache, else downloaded."""
+    if (cached := _cached(tag)) is not None:
+        return cached
+    repository = tag.get("hf_hub", "").rpartition("/")[0]
+    cause = unreachable()
     if cause is None:
         from open_clip.pretrained import download_pretrained
 
@@ -223,54 +325,54 @@ def _download(architecture: str, weights: str, tag: dict[str, Any]) -> Path:
     )
 
 
-def _unreachable() -> str | None:
-    """Why the hub cannot be reached, within seconds: its own client retries for most of a minute."""
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
+def _in_folder(folder: Path) -> Path:
+    """The weights in a folder as open_clip or transformers leave it."""
+    found = [folder / name for name in (*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES) if (folder / name).is_file()]
+    if not found:
+        names = ", ".join((*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES))
+        raise InputError(f"the folder {folder} holds no weights of a CLIP model: expected one of {names}")
+    return found[0]
 
-    from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    if getproxies():
-        return None
-    address = urlsplit(constants.ENDPOINT)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=5).close()
-    except OSError as error:
-        return f"no connection to {address.hostname} ({error})"
-    return None
+def _size(visual: Any) -> tuple[int, int]:
+    size = visual.image_size
+    return size if isinstance(size, tuple) else (size, size)
 
 
 @lru_cache(maxsize=1)
-def _model(backbone: OpenClip) -> Any:
+def _model(key: tuple[str, str | None, int]) -> Any:
     """The whole model, float32 on the CPU, evaluation mode. One is kept: heads and towers ask in turn."""
     import open_clip
 
-    name = _registered(backbone.architecture)
-    file = None if backbone.weights is None else backbone._file()
+    backbone = OpenClip(*key)
+    file = None if backbone.weights is None else backbone.file()
     preprocess = {key: backbone._tag()[key] for key in ("mean", "std") if key in backbone._tag()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(backbone.seed)
-        try:
+    renamed = None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(backbone.seed)
+            if file is not None and not backbone._tag():
+                weights = open_checkpoint(file)
+                renamed = from_transformers(dict(weights)) if is_transformers(weights) else None
             model = open_clip.create_model(
-                name,
-                pretrained=None if file is None else str(file),
+                _registered(backbone.architecture),
+                pretrained=None if file is None or renamed is not None else str(file),
                 precision="fp32",
                 force_quick_gelu=backbone.quick_gelu(),
                 force_preprocess_cfg=preprocess,
                 weights_only=True,
             )
-        except Exception as error:
-            if file is None:
-                raise
-            raise InputError(
-                f"{file.name} does not load as weights of {backbone.architecture}: "
-                f"{(str(error) or type(error).__name__).splitlines()[0]} "
-                "It must hold open_clip's whole model, as .safetensors or as a .pt of plain tensors"
-            ) from error
+            if renamed is not None:
+                model.load_state_dict(renamed)
+    except Exception as error:
+        if file is None:
+            raise
+        raise InputError(
+            f"{file.name} does not load as weights of {backbone.architecture}: "
+            f"{(str(error) or type(error).__name__).splitlines()[0]} "
+            "It must hold the whole CLIP model as open_clip or transformers save it, as .safetensors or as a "
+            ".pt of plain tensors"
+        ) from error
     return model.eval()
 
 

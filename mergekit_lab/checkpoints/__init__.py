@@ -3,7 +3,7 @@
 from mergekit_lab.checkpoints.align import align
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.hub import hub_id
+from mergekit_lab.checkpoints.hub import cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
     Report,
     assumed_ties,
@@ -39,12 +39,14 @@ __all__ = [
     "View",
     "align",
     "assumed_ties",
+    "cached_snapshot",
     "check_out",
     "copy_model_files",
     "copy_tokenizer_files",
     "describe_inputs",
     "describe_model",
     "disagreements",
+    "fetch_snapshot",
     "find_source",
     "fingerprint",
     "hub_id",
@@ -54,6 +56,7 @@ __all__ = [
     "reconcile",
     "sha256_of",
     "size_text",
+    "unreachable",
     "versions",
     "write_tensors",
     "written_specs",

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ _ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*)
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
+_PATIENCE = 3.0
 
 
 def hub_id(source: str) -> tuple[str, str | None] | None:
@@ -72,6 +74,37 @@ def cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Pa
         return None
     log.info("%s: the cached snapshot %s", repo, cached.name[:12])
     return cached
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be reached, within seconds: its own client retries for most of a minute."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if getproxies():
+        return None
+    address = urlsplit(constants.ENDPOINT)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_PATIENCE).close()
+    except OSError as error:
+        return f"no connection to {address.hostname} ({error})"
+    return None
+
+
+def fetch_snapshot(repo: str, into: Path) -> Path:
+    """A model's weights and configuration in a folder of one's own, from the cache or the network.
+
+    Raises:
+        InputError: neither has it.
+    """
+    shutil.copytree(snapshot(repo, None), into, dirs_exist_ok=True)
+    return into
 
 
 class RemoteHeaders(Checkpoint):

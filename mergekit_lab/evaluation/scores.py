@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
+from mergekit_lab.backbones.objective import listed
 from mergekit_lab.tasks import Part
 
 
@@ -58,13 +59,18 @@ def score(
     items: Any = 0
     was_training = model.training
     model.eval()
-    for chunk in order.split(batch_size):
+    chunks = order.split(batch_size)
+    objective.expect(part, [places[chunk] for chunk in chunks])
+    answered: list[list[Any] | Tensor] = []
+    for chunk in chunks:
         if with_loss:
             found = objective.assess(model, part, places[chunk])
             answers, loss, items = found.predictions, loss + found.loss.double(), items + found.items
         else:
             answers = objective.predict(model, part, places[chunk])
-        for place, answer in zip(chunk.tolist(), answers, strict=True):
+        answered.append(answers)
+    for chunk, answers in zip(chunks, answered, strict=True):
+        for place, answer in zip(chunk.tolist(), listed(answers), strict=True):
             predictions[place] = answer
     model.train(was_training)
     metrics = objective.measure(predictions, part, places)

@@ -1,15 +1,25 @@
 """One coefficient for the whole model, chosen on validation.
 
 A different coefficient for each target task would not be one multi-task model, so there is none here. The
-criterion is the mean over tasks of accuracy divided by the expert's accuracy on that same split.
+criterion is the mean over tasks of a value divided by the expert's value on that same split.
+
+A grid is gone through in order; what cannot win any more is not finished, which changes no choice. Successive
+halving looks at many coefficients on a part of the validation samples and at few on all, and then halves the
+steps around the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from mergekit_lab.errors import InputError
+
+Score = Callable[[str, float], float]
+"""The value of a task on the first share, in (0, 1], of its validation samples."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +28,19 @@ class Candidate:
 
     Attributes:
         coefficient: `α`.
-        values: accuracy in [0, 1] by task.
-        normalised: the criterion.
+        values: in [0, 1] by task; of a pruned candidate, of the tasks that were looked at.
+        normalised: the criterion; of a pruned candidate, more than it could have reached.
+        pruned: it could not become the best any more.
+        share: the part of the validation samples that was looked at.
+        fields: the method's other fields, where these are searched too.
     """
 
     coefficient: float
     values: Mapping[str, float]
     normalised: float
+    pruned: bool = False
+    share: float = 1.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) -> float:
@@ -35,10 +51,108 @@ def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) 
     """
     dead = [task for task, value in expert_values.items() if value == 0]
     if dead:
-        raise InputError(f"the experts of {', '.join(dead)} score 0, so no accuracy can be divided by theirs")
+        raise InputError(f"the experts of {', '.join(dead)} score 0, so no value can be divided by theirs")
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 
 
 def best_candidate(curve: Sequence[Candidate]) -> Candidate:
-    """The candidate of the highest criterion; of equals, the one nearest to the base."""
-    return max(curve, key=lambda c: (c.normalised, -abs(c.coefficient)))
+    """The candidate of the highest criterion, on all validation samples; of equals, the nearest to the base."""
+    whole = [c for c in curve if c.share == 1 and not c.pruned]
+    return max(whole, key=lambda c: (c.normalised, -abs(c.coefficient)))
+
+
+def search_grid(
+    coefficients: Iterable[float],
+    experts: Mapping[str, float],
+    at: Callable[[float], Score],
+    *,
+    prune: bool = True,
+    patience: int | None = None,
+    reached: float = -math.inf,
+) -> list[Candidate]:
+    """The curve over a grid.
+
+    Args:
+        coefficients: in the order that they are tried.
+        experts: the experts' values by task.
+        at: makes the model of a coefficient, and gives its scores.
+        prune: leave a candidate as soon as full marks on all further tasks would not make it the best.
+        patience: stop after so many candidates in a row that are worse than the best; None goes through all.
+        reached: the criterion of another search that is to be beaten.
+    """
+    normalised(dict.fromkeys(experts, 0.0), experts)
+    curve: list[Candidate] = []
+    best, worse = reached, 0
+    for coefficient in coefficients:
+        candidate = _candidate(coefficient, experts, at(coefficient), best if prune else -math.inf)
+        curve.append(candidate)
+        worse = 0 if candidate.normalised >= best and not candidate.pruned else worse + 1
+        best = best if candidate.pruned else max(best, candidate.normalised)
+        if patience is not None and worse >= patience:
+            break
+    return curve
+
+
+def _candidate(
+    coefficient: float, experts: Mapping[str, float], score: Score, best: float, share: float = 1.0
+) -> Candidate:
+    values: dict[str, float] = {}
+    for task in experts:
+        values[task] = score(task, share)
+        bound = normalised({t: values.get(t, 1.0) for t in experts}, experts)
+        if bound < best:
+            return Candidate(coefficient, values, bound, pruned=True, share=share)
+    return Candidate(coefficient, values, normalised(values, experts), share=share)
+
+
+def halve(
+    coefficients: Sequence[float],
+    experts: Mapping[str, float],
+    at: Callable[[float], Score],
+    *,
+    shares: Sequence[float] = (0.25, 0.5, 1.0),
+    refine: int = 2,
+    reached: float = -math.inf,
+) -> list[Candidate]:
+    """The curve of successive halving, then of ever smaller steps around the best.
+
+    A criterion on a share of the samples is divided by the experts' values on all of them, so it only ranks
+    candidates of the same share.
+
+    Args:
+        coefficients: two or more to begin with.
+        experts, at, reached: as `search_grid` takes them.
+        shares: of the validation samples, ascending to 1; after each but the last the better half goes on.
+        refine: how often the distance to the neighbours is halved around the best.
+
+    Raises:
+        InputError: fewer than two coefficients, or shares that do not ascend to 1.
+    """
+    if (
+        len(coefficients) < 2
+        or list(shares) != sorted(set(shares))
+        or not shares
+        or shares[-1] != 1
+        or shares[0] <= 0
+    ):
+        raise InputError(
+            f"halving needs two or more coefficients and shares that ascend to 1, got {list(coefficients)} and "
+            f"{list(shares)}"
+        )
+    normalised(dict.fromkeys(experts, 0.0), experts)
+    left, curve = list(coefficients), []
+    for share in shares:
+        rung = [_candidate(c, experts, at(c), -math.inf, share) for c in left]
+        curve += rung
+        if share < 1:
+            ranked = sorted(rung, key=lambda c: (-c.normalised, abs(c.coefficient)))
+            left = [c.coefficient for c in ranked[: math.ceil(len(ranked) / 2)]]
+    ordered = sorted(coefficients)
+    step = min(b - a for a, b in pairwise(ordered))
+    for _ in range(refine):
+        step /= 2
+        best = best_candidate(curve)
+        goal = max(best.normalised, reached)
+        for coefficient in (best.coefficient - step, best.coefficient + step):
+            curve.append(_candidate(coefficient, experts, at(coefficient), goal))
+    return curve

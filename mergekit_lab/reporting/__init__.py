@@ -4,6 +4,7 @@ Importing this loads neither rich, matplotlib nor wandb.
 """
 
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
     KINDS,
     Failure,
@@ -13,14 +14,18 @@ from mergekit_lab.reporting.records import (
     read_records,
     write_records,
 )
-from mergekit_lab.reporting.report import ReportPaths, compare, write_report
+from mergekit_lab.reporting.report import ReportPaths, compare, write_report, write_slice
+from mergekit_lab.reporting.slices import DIMENSIONS, MEASURES, Slice, print_slice, sliced, table_latex
 from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, comparison_table, print_table, to_markdown
 from mergekit_lab.reporting.trackers import CsvTracker, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
 
 __all__ = [
     "AXES",
+    "DIMENSIONS",
     "KINDS",
+    "MEASURES",
+    "Beside",
     "Cell",
     "CsvTracker",
     "Curves",
@@ -29,6 +34,7 @@ __all__ = [
     "ReportPaths",
     "Row",
     "Searches",
+    "Slice",
     "Table",
     "Timing",
     "Tracker",
@@ -36,9 +42,15 @@ __all__ = [
     "compare",
     "comparison_table",
     "deduplicate",
+    "print_slice",
     "print_table",
+    "read_published",
     "read_records",
+    "set_beside",
+    "sliced",
+    "table_latex",
     "to_markdown",
     "write_records",
     "write_report",
+    "write_slice",
 ]

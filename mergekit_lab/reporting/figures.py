@@ -73,6 +73,7 @@ def analysis_figure(
     stem: Path,
     *,
     alphas: Sequence[float] = (),
+    others: Sequence[float] | None = None,
     axes_names: tuple[str, str] = ("", ""),
     box: Box | None = None,
 ) -> list[Path]:
@@ -81,6 +82,7 @@ def analysis_figure(
     Args:
         title: of the whole.
         alphas, axes_names: of the axes of `Plane` panels.
+        others: of their second axis, where it is another.
         box: a square that is drawn in red on `Plane` panels: where coefficients are searched.
     """
     columns = min(3, len(panels))
@@ -91,7 +93,7 @@ def analysis_figure(
         for axes, panel in zip(places, panels, strict=False):
             axes.set_title(panel.title)
             if isinstance(panel, Plane):
-                _plane(axes, panel, alphas, axes_names, box)
+                _plane(axes, panel, (alphas, alphas if others is None else others), axes_names, box)
             elif isinstance(panel, Lines):
                 _lines(axes, panel)
             else:
@@ -106,13 +108,19 @@ def analysis_figure(
     return paths
 
 
-def _plane(axes: Axes, panel: Plane, alphas: Sequence[float], names: tuple[str, str], box: Box | None) -> None:
+def _plane(
+    axes: Axes,
+    panel: Plane,
+    grid: tuple[Sequence[float], Sequence[float]],
+    names: tuple[str, str],
+    box: Box | None,
+) -> None:
     from matplotlib.patches import Rectangle
 
     turned = [list(column) for column in zip(*panel.values, strict=True)]  # contours have rows along y
     levels = _levels([value for row in turned for value in row])
-    filled = axes.contourf(alphas, alphas, turned, levels=levels, cmap="viridis", norm=_even(levels))
-    axes.contour(alphas, alphas, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
+    filled = axes.contourf(*grid, turned, levels=levels, cmap="viridis", norm=_even(levels))
+    axes.contour(*grid, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
     axes.figure.colorbar(filled, ax=axes, shrink=0.85)
     if box is not None:
         side = box[1] - box[0]
@@ -121,8 +129,8 @@ def _plane(axes: Axes, panel: Plane, alphas: Sequence[float], names: tuple[str, 
     for name, (x, y) in panel.points.items():
         axes.plot([x], [y], marker="o", markersize=5, color="white", markeredgecolor="black")
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), color="white", fontsize=8)
-    axes.set_xlabel(f"α of {_short(names[0])}")
-    axes.set_ylabel(f"α of {_short(names[1])}")
+    axes.set_xlabel(_short(names[0]))
+    axes.set_ylabel(_short(names[1]))
     axes.set_aspect("equal")
 
 

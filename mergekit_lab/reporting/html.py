@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from mergekit_lab.reporting.published import HEADER, TITLE, Beside, cells
 from mergekit_lab.reporting.records import Failure, Record, Timing
 from mergekit_lab.reporting.tables import Row, Table, comparison_table
 
@@ -29,6 +30,7 @@ def page(
     summary: str,
     table: Table,
     *,
+    published: Sequence[Beside] = (),
     figures: Sequence[Figure],
     records: Sequence[Record],
     timings: Mapping[str, Timing],
@@ -39,6 +41,7 @@ def page(
     sections = [
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>",
         _leaderboard(table, _by_seed(table, records)),
+        _published(published),
         _figures(figures),
         _failures(failures),
         _costs(records, timings),
@@ -70,11 +73,13 @@ def _by_seed(table: Table, records: Sequence[Record]) -> dict[int, Table]:
 def _leaderboard(table: Table, by_seed: Mapping[int, Table]) -> str:
     if not table.rows:
         return ""
+    sure = any(row.interval for row in table.rows)
     headings = "".join(_heading(name) for name in (*table.axes, "model")) + "".join(
-        _heading(name, "number") for name in _means_first(table.columns, "coefficient")
+        _heading(name, "number")
+        for name in _means_first(table.columns, "coefficient", _INTERVAL if sure else "")
     )
     rows = "\n".join(
-        _leaderboard_row(row, "" if seed is None else str(seed))
+        _leaderboard_row(row, "" if seed is None else str(seed), sure)
         for seed, of_seed in [(None, table), *by_seed.items()]
         for row in of_seed.rows
     )
@@ -85,6 +90,24 @@ def _leaderboard(table: Table, by_seed: Mapping[int, Table]) -> str:
         f'<table class="sortable">\n<caption>Choose a heading to sort, again to reverse.</caption>\n'
         f"<thead><tr>{headings}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
         f'<ul class="notes">{notes}</ul>'
+    )
+
+
+def _published(rows: Sequence[Beside]) -> str:
+    if not rows:
+        return ""
+    headings = "".join(_heading(name, "number" if i > 3 else "name") for i, name in enumerate(HEADER))
+    lines = []
+    for row, texts in zip(rows, cells(rows), strict=True):
+        names = "".join(f"<td>{escape(text)}</td>" for text in texts[:4])
+        values = zip(texts[4:], (row.published, row.ours, row.difference), strict=True)
+        lines.append(f"<tr>{names}{''.join(_number(text, value) for text, value in values)}</tr>")
+    body = "\n".join(lines)
+    return (
+        f'<h2 id="published">{TITLE}</h2>\n'
+        f'<div class="wide" tabindex="0" role="region" aria-labelledby="published">\n'
+        f'<table class="sortable">\n<thead><tr>{headings}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
+        "</div>"
     )
 
 
@@ -109,19 +132,32 @@ def _filters(table: Table, by_seed: Mapping[int, Table]) -> str:
     return f'<form class="filters" hidden>{fields}<output aria-live="polite"></output></form>\n'
 
 
-def _leaderboard_row(row: Row, seed: str) -> str:
+def _leaderboard_row(row: Row, seed: str, sure: bool) -> str:
     group = "".join(f"<td>{escape(name)}</td>" for name in row.group)
     chosen = _number(row.coefficient, row.coefficients[0] if row.coefficients else None)
-    cells = "".join(_means_first([_number(cell.text, cell.mean, best=cell.best) for cell in row.cells], chosen))
+    interval = _number(*_interval(row)) if sure else ""
+    numbers = [_number(cell.text, cell.mean, best=cell.best) for cell in row.cells]
+    cells = "".join(_means_first(numbers, chosen, interval))
     kind = "" if row.kind == "merged" else ' class="reference"'
     merger = escape(row.label) if row.kind == "merged" else ""
     state = f' data-merger="{merger}" data-seed="{seed}"' + (" hidden" if seed else "")
     return f'<tr{kind}{state}>{group}<th scope="row">{escape(row.label)}</th>{cells}</tr>'
 
 
-def _means_first(columns: Sequence[str], coefficient: str) -> list[str]:
-    """The two means and the coefficient before the tasks: a narrow screen shows the left of a table."""
-    return [*columns[-2:], coefficient, *columns[:-2]]
+_INTERVAL = "average, 95 %"
+
+
+def _interval(row: Row) -> tuple[str, float | None]:
+    if row.interval is None:
+        return "–", None
+    low, high = (f"{100 * value:.1f}" for value in row.interval)
+    close = '<abbr title="not distinguishable from the best">≈</abbr> ' if row.close else ""
+    return f"{close}{low} to {high}", row.interval[0]
+
+
+def _means_first(columns: Sequence[str], coefficient: str, interval: str) -> list[str]:
+    """The means and the coefficient before the tasks: a narrow screen shows the left of a table."""
+    return [columns[-2], *filter(None, [interval]), columns[-1], coefficient, *columns[:-2]]
 
 
 def _heading(name: str, kind: str = "name") -> str:

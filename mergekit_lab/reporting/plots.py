@@ -186,6 +186,48 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     bar.outline.set_visible(False)
 
 
+def cost_figure(table: Table, folder: Path) -> list[Path]:
+    """Normalised accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
+
+    Points are the mergers of all groups, larger where more accelerator memory was used.
+    """
+    known = [
+        (row.seconds, row.normalised.mean, row)
+        for row in table.rows
+        if row.kind in ("merged", "joint") and row.seconds is not None and row.normalised.mean is not None
+    ]
+    if len(known) < 2:
+        return []
+    peak = max((row.peak_bytes or 0 for _, _, row in known), default=0)
+    with _figure(8.5, 5.2) as figure:
+        _heading(figure, "Normalised accuracy (%) over the seconds a model took, experts included")
+        axes = figure.subplots()
+        for x, y, row in known:
+            place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
+            size = 45 + 120 * (row.peak_bytes or 0) / peak if peak else 60
+            marker = _MARKERS[place % len(_MARKERS)] if row.kind == "merged" else "*"
+            axes.scatter([x], [y], s=size, color=_colour(place), marker=marker, zorder=3)
+            name = _short(" / ".join((*row.group, row.label)))
+            axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        front = pareto_front([(x, y) for x, y, _ in known])
+        axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds (log scale)")
+        axes.margins(x=0.15, y=0.1)
+        _percent_axis(axes.yaxis)
+        axes.grid()
+        return [_save(figure, folder / "cost.png")]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (cost, value) those that no cheaper or equally cheap point equals or beats, by rising cost."""
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not front or value > front[-1][1]:
+            front.append((cost, value))
+    return front
+
+
 def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
     """Losses and validation accuracy over steps, a line an expert, at most `LINES_PER_FIGURE` a file.
 

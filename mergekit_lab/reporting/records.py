@@ -59,6 +59,11 @@ class Record:
     """Store key of this evaluation."""
     reused: bool
     """True if the evaluation was found in the store instead of computed."""
+    model_seconds: float | None = None
+    """What making the evaluated model took: an expert's training; a merge with its search and the Fishers or
+    Grams it read, without the experts. None where it is not known."""
+    model_peak_memory_bytes: int | None = None
+    """The peak on an accelerator while the model was made."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -188,13 +193,17 @@ _TYPES = {
 }
 
 
+_OPTIONAL = {field.name for field in fields(Record) if field.default is None}
+"""Files of earlier versions lack them."""
+
+
 def _record(entry: object) -> Record:
     if not isinstance(entry, Mapping):
         raise InputError(f"a record is a JSON object, not {type(entry).__name__}")
     if unknown := set(entry) - set(_TYPES):
         near = suggestion(min(unknown), _TYPES)
         raise InputError(f"unknown fields {listing(unknown)}{near}")
-    if missing := set(_TYPES) - set(entry):
+    if missing := set(_TYPES) - set(entry) - _OPTIONAL:
         raise InputError(f"missing fields {listing(missing)}")
     for name, value in entry.items():
         allowed = _TYPES[name]

@@ -1,12 +1,15 @@
 """A run's report, and the comparison of many runs: files in, views out.
 
 `write_report` leaves in a run's folder both the views (`summary.md`, `figures/`, `report.html`) and all
-that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`).
+that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`,
+`published.json`).
 `compare` reads such folders and nothing else.
 """
 
 import json
+import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +18,15 @@ from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import html, plots
+from mergekit_lab.reporting.bootstrap import Samples, with_intervals
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import (
+    Beside,
+    published_markdown,
+    read_beside,
+    united,
+    write_beside,
+)
 from mergekit_lab.reporting.records import (
     Failure,
     Record,
@@ -25,10 +36,18 @@ from mergekit_lab.reporting.records import (
     write_records,
     write_text,
 )
+from mergekit_lab.reporting.slices import (
+    Slice,
+    slice_csv,
+    slice_latex,
+    slice_markdown,
+    sliced,
+    table_latex,
+)
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
 
-_OUR_FIGURES = re.compile(r"(mergers|coefficients|(heatmap|training)(-\d+.*)?)\.png")
+_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|training)(-\d+.*)?)\.png")
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,8 @@ def write_report(
     config_yaml: str,
     timings: Mapping[str, Timing],
     failures: Sequence[Failure] = (),
+    samples: Samples | None = None,
+    published: Sequence[Beside] = (),
     title: str,
 ) -> ReportPaths:
     """Write one run's records and every view of them into `out_dir`.
@@ -62,8 +83,12 @@ def write_report(
         config_yaml: the composed configuration; shown as it is, so it must hold no secret.
         timings: by stage, in the order run.
         failures: what gave no result.
+        samples: what every test sample contributed, by evaluation key; averages get intervals from it.
+        published: published numbers with ours.
     """
     folder = Path(out_dir)
+    _write_samples(folder, samples or {})
+    write_beside(folder, published)
     write_text(folder / "curves.json", _json(curves))
     write_text(folder / "searches.json", _json(searches))
     write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
@@ -75,6 +100,8 @@ def write_report(
         config_yaml=config_yaml,
         timings=timings,
         failures=failures,
+        samples=samples or {},
+        published=published,
         title=title,
     )
 
@@ -117,8 +144,19 @@ def compare(
         config_yaml=config_yaml,
         timings=timings,
         failures=failed,
+        samples={key: values for run in runs for key, values in run.samples.items()},
+        published=united(row for run in runs for row in run.published),
         title=title,
     )
+
+
+def write_slice(folder: Path, records: Iterable[Record], table: str, measure: str) -> Slice:
+    """`slice.md`, `slice.csv` and `slice.tex` in the folder; see `sliced`."""
+    found = sliced(records, table, measure)
+    write_text(folder / "slice.md", slice_markdown(found))
+    write_text(folder / "slice.csv", slice_csv(found))
+    write_text(folder / "slice.tex", slice_latex(found))
+    return found
 
 
 def _write_views(
@@ -130,15 +168,18 @@ def _write_views(
     config_yaml: str,
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
+    samples: Samples,
+    published: Sequence[Beside],
     title: str,
 ) -> ReportPaths:
-    table = comparison_table(records)
+    table = with_intervals(comparison_table(records), samples)
     summary = describe(table, records, failures)
     paths = ReportPaths(
         folder / "records.jsonl", folder / "summary.md", folder / "report.html", figures=(), table=table
     )
     write_records(paths.records, records)
-    write_text(paths.summary, _markdown(title, summary, table, records, timings, failures))
+    write_text(paths.summary, _markdown(title, summary, table, published, records, timings, failures))
+    write_text(folder / "leaderboard.tex", table_latex(table))
     figures = _draw(folder / "figures", table, curves, searches)
     write_text(
         paths.html,
@@ -146,6 +187,7 @@ def _write_views(
             title,
             summary,
             table,
+            published=published,
             figures=figures,
             records=records,
             timings=timings,
@@ -189,6 +231,14 @@ def _draw(
         *(
             html.Figure(
                 path,
+                "Normalised accuracy over the seconds that a model took in all; nothing cheaper is better than "
+                "those on the dashed line.",
+            )
+            for path in plots.cost_figure(table, folder)
+        ),
+        *(
+            html.Figure(
+                path,
                 "Training curves of the experts: losses and validation accuracy over steps.",
                 folded=len(training) > 2,
             )
@@ -205,6 +255,7 @@ def _markdown(
     title: str,
     summary: str,
     table: Table,
+    published: Sequence[Beside],
     records: Sequence[Record],
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
@@ -212,6 +263,8 @@ def _markdown(
     parts = [f"# {title}", summary]
     if table.rows:
         parts.append(to_markdown(table).rstrip("\n"))
+    if published:
+        parts.append(published_markdown(published))
     parts += ["## Time and cache", html.cache_sentence(records)]
     if timings:
         parts.append(
@@ -243,6 +296,8 @@ class _Run:
     curves: Curves = field(default_factory=dict)
     searches: Searches = field(default_factory=dict)
     timings: Mapping[str, Timing] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
+    published: Sequence[Beside] = ()
 
 
 def _read_run(folder: Path) -> _Run | Failure:
@@ -265,9 +320,36 @@ def _read_run(folder: Path) -> _Run | Failure:
             return Failure(name, "records.jsonl is empty")
         timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
         curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
-        return _Run(folder, records, curves, searches, timings)
+        return _Run(folder, records, curves, searches, timings, _read_samples(folder), read_beside(folder))
     except (OSError, ValueError, TypeError) as error:
         return Failure(name, str(error))
+
+
+def _write_samples(folder: Path, samples: Samples) -> None:
+    import numpy as np
+
+    (folder / _SAMPLES).unlink(missing_ok=True)
+    if samples:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{os.getpid()}.{_SAMPLES}"
+        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
+        np.savez_compressed(partial, **arrays)
+        partial.replace(folder / _SAMPLES)
+
+
+def _read_samples(folder: Path) -> Samples:
+    import numpy as np
+
+    if not (folder / _SAMPLES).exists():
+        return {}
+    try:
+        with np.load(folder / _SAMPLES, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InputError(f"{folder / _SAMPLES} cannot be read: {error}") from None
+
+
+_SAMPLES = "samples.npz"
 
 
 def _object(path: Path) -> dict[str, Any]:

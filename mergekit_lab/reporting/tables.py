@@ -51,6 +51,16 @@ class Row:
     coefficients: tuple[float, ...]
     """The distinct coefficients chosen, ascending; several if the seeds disagree."""
     seeds: tuple[int, ...]
+    evaluations: tuple[tuple[int, str, str], ...] = ()
+    """Seed, task and evaluation key of what the row is made of."""
+    interval: tuple[float, float] | None = None
+    """Of the average, 95 %; see `bootstrap.with_intervals`."""
+    seconds: float | None = None
+    """What making a merged or the joint model took, its experts' training included; mean over seeds."""
+    peak_bytes: int | None = None
+    """The largest peak on an accelerator while it was made."""
+    close: bool = False
+    """A merger that is not distinguishable from the best average of its group."""
 
     @property
     def average(self) -> Cell:
@@ -156,8 +166,28 @@ def _group_rows(
     needed = {record.task for record in members}
     rows = []
     for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
-        rows.append(_row(group, KINDS[kind], label, of_row, tasks, needed, conflicts))
+        row = _row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
+        rows.append(replace(row, **_costs(row.kind, of_row, members)))
     return _mark_best(rows)
+
+
+def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
+    """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
+    if kind not in ("merged", "joint"):
+        return {}
+    peaks = [r.model_peak_memory_bytes for r in of_row if r.model_peak_memory_bytes is not None]
+    own = {record.seed: record.model_seconds for record in of_row}
+    seconds: list[float | None] = []
+    for seed, of_seed in own.items():
+        trained = {r.model_key: r.model_seconds for r in members if r.kind == "expert" and r.seed == seed}
+        parts = [of_seed, *(trained.values() if kind == "merged" else ())]
+        known = [part for part in parts if part is not None]
+        seconds.append(sum(known) if len(known) == len(parts) else None)
+    whole = [each for each in seconds if each is not None]
+    return {
+        "seconds": mean(whole) if whole and len(whole) == len(seconds) else None,
+        "peak_bytes": max(peaks, default=None),
+    }
 
 
 def _distinct_labels(members: Sequence[Record]) -> dict[tuple[str, str], str]:
@@ -221,6 +251,11 @@ def _row(
         ),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
         seeds=tuple(seeds),
+        evaluations=tuple(
+            (seed, task, record.evaluation_key)
+            for task, of_task in cells.items()
+            for seed, record in of_task.items()
+        ),
     )
 
 
@@ -325,18 +360,21 @@ def _rich_table(table: Table, columns: Sequence[str]) -> Any:
 def to_markdown(table: Table) -> str:
     """A GitHub-flavoured table and its notes; the best merger of a column is bold."""
     names = len(table.axes) + 1
-    lines = [_line(map(_escape, table.header)), _line(["---"] * names + ["---:"] * (len(table.header) - names))]
+    lines = [
+        markdown_line(map(markdown_text, table.header)),
+        markdown_line(["---"] * names + ["---:"] * (len(table.header) - names)),
+    ]
     for row in table.rows:
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in row.cells]
-        lines.append(_line([*map(_escape, (*row.group, row.label)), *cells, row.coefficient]))
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in table.notes)]) + "\n"
+        lines.append(markdown_line([*map(markdown_text, (*row.group, row.label)), *cells, row.coefficient]))
+    return "\n".join([*lines, "", *(f"- {markdown_text(note)}" for note in table.notes)]) + "\n"
 
 
-def _line(cells: Iterable[str]) -> str:
+def markdown_line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _escape(text: str) -> str:
+def markdown_text(text: str) -> str:
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)
     return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -25,6 +25,29 @@ from mergekit_lab.errors import InputError, listing, suggestion
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
 Target = dict
 """Marks a field whose content is built by its `_target_`."""
+
+
+@dataclass(frozen=True)
+class TopLevel:
+    """What `main.yaml` itself sets, whichever stage is run; not every stage reads all of it."""
+
+    data_root: str | None
+    sources: dict[str, str | None]
+    images_limit_gb: float
+    fetch_to: str
+    published: list[str]
+    mergers: dict[str, Target]
+    merger: Target | None
+    stages: list[str]
+    stage: str | None
+    seed: int
+    joint: bool
+    device: Any
+    evaluation_batch_size: int
+    progress: bool
+    run_dir: str
+    table: str | None
+    metric: str
 
 
 def build(node: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from omegaconf import DictConfig
 from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
-from mergekit_lab.stages.checking import Target, build, check_against
+from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
 from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
@@ -82,13 +83,50 @@ class Search:
 
     Args:
         coefficients: the grid that validation decides over; empty takes each method's own default.
+        method: "grid" goes through it; "halving" begins with it on a part of the validation samples, keeps the
+            better half, and then refines around the best.
+        prune: leave a candidate that cannot win any more: the same choice, but gaps in the curve.
+        patience: end a grid after so many worse candidates in a row; null goes through all.
+        refine: how often halving halves its steps around the best.
+        fields: `{field: [values]}` of methods that are searched together with the coefficient, where a method
+            has the field.
     """
 
     coefficients: list[float]
+    method: str = "grid"
+    prune: bool = True
+    patience: int | None = None
+    refine: int = 2
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) for value in self.coefficients):
             raise InputError(f"search.coefficients are {self.coefficients}; they must be finite")
+        if self.method not in ("grid", "halving"):
+            raise InputError(f"search.method is {self.method!r}{suggestion(self.method, ['grid', 'halving'])}")
+        if self.method == "halving" and len(self.coefficients) == 1:
+            raise InputError("search.method=halving needs two or more search.coefficients to begin with")
+        if self.patience is not None and self.patience < 1:
+            raise InputError(f"search.patience is {self.patience}; it must be at least 1, or null")
+        if self.refine < 0:
+            raise InputError(f"search.refine is {self.refine}; it must be at least 0")
+        for name, values in self.fields.items():
+            if not isinstance(values, list) or not values:
+                raise InputError(f"search.fields.{name} is {values!r}; it must be a list of values")
+
+    def content(self) -> dict[str, Any]:
+        """What of it decides a choice, for the names of results."""
+        found: dict[str, Any] = {"grid": self.coefficients}
+        if self.method != "grid":
+            found |= {"search": self.method, "refine": self.refine}
+        elif self.patience is not None:
+            found["patience"] = self.patience
+        return found
+
+    def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every combination of the searched values of fields that a method has; `[{}]` for none."""
+        names = [name for name in self.fields if name in method]
+        return [dict(zip(names, values, strict=True)) for values in product(*(self.fields[n] for n in names))]
 
 
 @dataclass(frozen=True)
@@ -128,13 +166,12 @@ class StorePlace:
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
         action: "list"; "verify" hashes; "explain" why what the composed run wants is not there; "prune";
-            "export" one artefact as a folder; "import" such a folder, or (with `task`) a checkpoint of others.
+            "export" one artefact as a folder; "import" such a folder.
         kind, key: narrow it to a kind ("experts"), or to keys that begin so.
         older_than: narrow it to what was made more than so many days ago, at least 0.
         which: prune "all", what the composed "run" wants, or all "others".
         confirm: prune; otherwise what would go is listed.
         path: of the folder exported or imported.
-        task: the task that an imported checkpoint is the expert of, for the composed run.
     """
 
     root: str | None
@@ -145,7 +182,6 @@ class StorePlace:
     which: str = "others"
     confirm: bool = False
     path: str | None = None
-    task: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("action", _ACTIONS), ("which", ("all", "run", "others"))):
@@ -170,32 +206,23 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Main:
+class Main(TopLevel):
     """The top level of the configuration; the groups' own pages say more."""
 
     backbone: Target
     suite: Suite
+    experts: str | dict[str, str] | None
     finetuning: Target
     optimizer: Target
     training: Settings
-    merger: Target | None
-    mergers: dict[str, Target]
     curvature: Curvature
     search: Search
     analysis: Target
-    joint: bool
     trainer: Place
     logger: Target
     store: StorePlace
-    stages: list[str]
-    stage: str | None
     only: list[str] | None
     dry_run: bool
-    seed: int
-    device: str | list[str]
-    evaluation_batch_size: int
-    progress: bool
-    run_dir: str
 
 
 def check(cfg: DictConfig) -> None:

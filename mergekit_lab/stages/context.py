@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
 from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
+from mergekit_lab.stages.published_experts import expert_source, imported_content
 from mergekit_lab.stages.workers import Pool
 from mergekit_lab.store import Artefact, Store, content_key
 from mergekit_lab.tasks import Task
@@ -90,7 +92,7 @@ class Context:
             name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
             if name not in known:
                 known[name] = build(node)
-            return known[name]
+            return self._kept(known[name])
 
         self.backbone: Backbone = built(cfg.backbone)
         self.parametrisation: Parametrisation = build(cfg.finetuning)
@@ -110,6 +112,32 @@ class Context:
         for name in self.only or ():
             if name not in names:
                 raise InputError(f"only names {name!r}{suggestion(name, names)}")
+
+    def _kept(self, made: Any) -> Any:
+        """A task or backbone that keeps what it makes gets the store for it."""
+        return made.kept_by(self._keep) if hasattr(made, "kept_by") else made
+
+    def _keep(self, kind: str, content: Mapping[str, Any], size: int, make: Any) -> Path:
+        """The folder of what tasks and backbones keep; `Keeper`."""
+        found = self.store.find(kind, content)
+        if found is None and kind == "images":
+            self._make_room(size)
+        found = found or self.store.obtain(kind, content, lambda place: make(place.out))
+        return found.folder
+
+    def _make_room(self, size: int) -> None:
+        """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
+        folder = self.store.root / "images"
+        held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
+        place = next(p for p in (folder, *folder.parents) if p.is_dir())
+        free, limit = shutil.disk_usage(place).free, self.cfg.images_limit_gb * 1e9
+        log.info("decoding into the store: %.2f GB, beside %.2f GB of images there", size / 1e9, held / 1e9)
+        if held + size > limit or size > free:
+            raise InputError(
+                f"decoded images would take {size / 1e9:.1f} GB beside {held / 1e9:.1f} GB in {folder}; "
+                f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {free / 1e9:.1f} GB of the disk are "
+                "free: delete that folder, raise the limit or set store.root=PATH"
+            )
 
     def _mergers(self) -> dict[str, Merger]:
         nodes = dict(self.cfg.mergers)
@@ -196,8 +224,21 @@ class Context:
         how = self.backbone.scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
+    def expert_source(self, task: str) -> str | None:
+        """Where the expert of a task comes from, if it is not trained."""
+        given = self.plain["experts"]
+        return expert_source(given, self.backbone, self.tasks[task]) if given else None
+
     def expert_content(self, task: str) -> dict[str, Any]:
+        if source := self.expert_source(task):
+            if task not in self._imported:
+                self._imported[task] = imported_content(source, self.backbone_content, task)
+            return self._imported[task]
         return self._training_content(self.settings, self.optimizer_content) | self._for_task(task)
+
+    @cached_property
+    def _imported(self) -> dict[str, dict[str, Any]]:
+        return {}
 
     @cached_property
     def optimizer_content(self) -> dict[str, Any]:
@@ -254,7 +295,9 @@ class Context:
         data = {task: self.fingerprint(task) for task in self.tasks}
         content = self.merge_content(merger, merger.content)
         scoring = {task: how for task in data if (how := self.scoring(task))}
-        return content | {"data": data, "grid": self.search.coefficients} | scoring
+        variants = self.search.variants(merger.content)
+        searched = {"fields": variants} if variants != [{}] else {}
+        return content | {"data": data} | self.search.content() | searched | scoring
 
     # --- artefacts --------------------------------------------------------------------------------------
 

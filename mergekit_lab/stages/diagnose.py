@@ -21,7 +21,7 @@ from mergekit_lab.analysis.interference import plain_sums
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.stages.checking import Target
+from mergekit_lab.stages.checking import TopLevel
 from mergekit_lab.stages.checkpoint_inputs import prepare
 from mergekit_lab.stages.merge_checkpoints import read_sources
 
@@ -32,7 +32,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Diagnose:
+class Diagnose(TopLevel):
     """The top level of the configuration of this stage, which builds no backbone and no task.
 
     Args:
@@ -51,16 +51,6 @@ class Diagnose:
     exclude: list[str]
     embeddings: str | None
     rank: int
-    device: str
-    merger: Target | None
-    mergers: dict[str, Target]
-    stages: list[str]
-    stage: str | None
-    seed: int
-    progress: bool
-    run_dir: str
-    joint: bool
-    evaluation_batch_size: int
 
 
 def run_diagnose(cfg: DictConfig, folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from mergekit_lab.evaluation import score
 from mergekit_lab.stages.context import Context, Merger, load_state
 from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import Part
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Subject:
         tasks: what it is evaluated on.
         state: loads its weights.
         merger: the merger that made it.
+        made: the artefact that holds it; None for the base.
     """
 
     kind: str
@@ -39,11 +42,12 @@ class Subject:
     tasks: tuple[str, ...]
     state: Callable[[], dict[str, Tensor]]
     merger: Merger | None = None
+    made: Artefact | None = None
 
     @staticmethod
     def expert(run: Context, task: str) -> Subject:
         artefact = run.expert(task)
-        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact))
+        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact), made=artefact)
 
 
 def subjects(run: Context) -> Iterator[Subject]:
@@ -58,10 +62,10 @@ def subjects(run: Context) -> Iterator[Subject]:
         merged = run.made_earlier(
             "merged", merged_content(run, merger), f"the model of {merger.label}", "merge"
         )
-        yield Subject("merged", merged.key, tasks, _loader(merged), merger)
+        yield Subject("merged", merged.key, tasks, _loader(merged), merger, merged)
     if run.cfg.joint:
         joint = run.made_earlier("joint", run.joint_content(), "the joint model", "finetune")
-        yield Subject("joint", joint.key, tasks, _loader(joint))
+        yield Subject("joint", joint.key, tasks, _loader(joint), made=joint)
 
 
 def _loader(artefact: Artefact) -> Callable[[], dict[str, Tensor]]:
@@ -82,19 +86,31 @@ def evaluation_content(run: Context, subject: Subject, task: str, part: Part) ->
 def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
     """A model on one part of one task, as an artefact: `info["value"]`, and all its `info["metrics"]`."""
 
-    def make(_: Any) -> Mapping[str, Any]:
+    def make(place: Workplace) -> Mapping[str, Any]:
         run.model.load_state_dict(subject.state())
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
         found = score(run.model, run.objective(task), part, batch_size=run.cfg.evaluation_batch_size)
+        each = run.objective(task).each(found.predictions, part, torch.arange(len(found.predictions)))
+        if each is not None:
+            np.save(place.out / SAMPLES, _smallest(np.array(each)))
         return {
             "value": found.value,
             "metrics": dict(found.metrics),
             "samples": len(found.predictions),
-            "peak_memory_bytes": _peak_memory(run.device),
+            "peak_memory_bytes": peak_memory(run.device),
         }
 
     return run.obtain("evaluations", evaluation_content(run, subject, task, part), make)
+
+
+SAMPLES = "samples.npy"
+"""What every sample contributed to an evaluation's value, where that is their mean."""
+
+
+def _smallest(values: Any) -> Any:
+    whole = values.astype(np.uint8)
+    return whole if np.array_equal(whole, values) else values.astype(np.float32)
 
 
 def stage_evaluate(run: Context) -> None:
@@ -109,6 +125,6 @@ def stage_evaluate(run: Context) -> None:
         evaluate(run, subject, task, "test")
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    """Bytes of this evaluation on a CUDA device; None on a CPU, where only the process's own peak is known."""
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

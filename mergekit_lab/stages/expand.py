@@ -27,7 +27,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source
-from mergekit_lab.stages.checking import Target
+from mergekit_lab.stages.checking import TopLevel
 
 log = logging.getLogger(__name__)
 NAME = "expand"
@@ -93,7 +93,7 @@ def _card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None)
 
 
 @dataclass(frozen=True)
-class Expand:
+class Expand(TopLevel):
     """The top level of the configuration of this stage; for its own keys see `expand`."""
 
     low_rank: str | None
@@ -103,16 +103,6 @@ class Expand:
     coefficient: float | None
     overwrite: bool
     max_shard_bytes: int
-    device: Any
-    merger: Target | None
-    mergers: dict[str, Target]
-    stages: list[str]
-    stage: str | None
-    seed: int
-    progress: bool
-    run_dir: str
-    joint: bool
-    evaluation_batch_size: int
 
 
 def run_expand(cfg: DictConfig) -> None:

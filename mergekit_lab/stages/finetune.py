@@ -20,10 +20,11 @@ from mergekit_lab.optim import fit_offset
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.published_experts import import_expert
 from mergekit_lab.stages.workers import together
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import Settings, TrainingCost, finetune
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
@@ -36,6 +37,9 @@ def stage_finetune(run: Context) -> None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
+    if run.cfg.experts:
+        _import(run)
+        return
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
     if run.place.strategy == "auto":
         run.spread(stage_finetune, _missing(run))
@@ -54,6 +58,21 @@ def _missing(run: Context) -> list[str]:
     joint = run.cfg.joint and run.mine("+joint") and not run.store.find("joint", run.joint_content())
     mine = [task for task in run.tasks if run.mine(task)]
     return ["+joint"] * joint + [t for t in mine if not run.store.find("experts", run.expert_content(t))]
+
+
+def _import(run: Context) -> None:
+    """Bring experts that others fine-tuned into the store."""
+    if run.cfg.joint:
+        raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
+    for task in filter(run.mine, run.tasks):
+        source = run.expert_source(task)
+        assert source is not None
+        made = run.obtain(
+            "experts",
+            run.expert_content(task),
+            lambda place, source=source, task=task: import_expert(source, run.base_state, task, place.out),
+        )
+        log.info("expert %s: %s", task, "found in the store" if made.reused else f"from {source}")
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,7 @@ class Training:
         run = self.run
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+        cost = TrainingCost()
         done = finetune(
             model,
             {task: run.objective(task) for task in tasks},
@@ -131,6 +151,7 @@ class Training:
             settings,
             seed=run.seed,
             resume=place.resume,
+            callbacks=[cost],
             trainer=self._trainer() | {"enable_progress_bar": run.cfg.progress},
             on_metrics=lambda metrics, step: run.tracker.log(
                 {f"{prefix}/{name}": value for name, value in metrics.items()}, step
@@ -142,7 +163,8 @@ class Training:
         model.load_state_dict(done.state)
         write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
         (place.out / CURVE).write_text(json.dumps(done.curve))
-        return {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
+        told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
+        return told | cost.measured
 
     def _trainer(self) -> dict[str, Any]:
         """Lightning's arguments; a process that trains alone does so on the run's device."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import track
+from torch import Tensor
 
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.evaluation import Candidate, best_candidate, normalised, score
+from mergekit_lab.evaluation import Candidate, best_candidate, halve, score, search_grid
+from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.stages.adaptive import learn, learned_method, learning_content, learns
+from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context, Merger
-from mergekit_lab.stages.evaluate import Subject, evaluate
+from mergekit_lab.stages.evaluate import Subject, evaluate, peak_memory
 from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.store.store import Workplace
 
@@ -57,6 +63,14 @@ def search(run: Context, merger: Merger) -> Artefact:
     return run.obtain("searches", run.search_content(merger), lambda place: _search(run, merger))
 
 
+def chosen_fields(run: Context, merger: Merger) -> dict[str, Any]:
+    """The values of a method's searched fields; empty where only the coefficient is, or nothing."""
+    if not merger.searched:
+        return {}
+    found = run.made_earlier("searches", run.search_content(merger), merger.label, "merge")
+    return dict(found.info.get("fields", {}))
+
+
 def chosen_coefficient(run: Context, merger: Merger) -> float | None:
     """The merger's coefficient: the searched one, else the method's own; None where it has none."""
     if merger.searched:
@@ -79,7 +93,7 @@ def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
     chosen: dict[str, Any] = {"coefficient": chosen_coefficient(run, merger)} if merger.searched else {}
     if learns(merger):
         chosen["coefficients"] = content_key(learning_content(run, merger))
-    return run.merge_content(merger, merger.content) | chosen
+    return run.merge_content(merger, {**merger.content, **chosen_fields(run, merger)}) | chosen
 
 
 def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) -> dict[str, Any]:
@@ -101,38 +115,86 @@ def merge_at(run: Context, merger: Merger, coefficient: float) -> dict[str, Any]
 def _maker(run: Context, merger: Merger) -> Any:
     def make(place: Workplace) -> Mapping[str, Any]:
         alpha = chosen_coefficient(run, merger)
-        method = merger.method.at(alpha) if merger.searched and alpha is not None else merger.method
+        method = _method(merger, chosen_fields(run, merger))
+        if merger.searched and alpha is not None:
+            method = method.at(alpha)
         if learns(merger):
             method = learned_method(run, merger)
         notes: dict[str, dict[str, object]] = {}
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
         write_tensors(place.out / "model.safetensors", _merge(run, method, notes))
         (place.out / "notes.json").write_text(json.dumps(notes, indent=1))
-        return {"method": repr(method), "coefficient": alpha}
+        return {
+            "method": repr(method),
+            "coefficient": alpha,
+            "peak_memory_bytes": peak_memory(run.device),
+        }
 
     return make
 
 
 def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
-    """Merge once, at coefficient 1; every candidate is then one pass of arithmetic, and one evaluation."""
+    """Merge once a variant, at coefficient 1; every candidate is one pass of arithmetic and its evaluation."""
     experts = {
         task: float(evaluate(run, Subject.expert(run, task), task, "validation").info["value"])
         for task in run.tasks
     }
-    unit = merge_at(run, merger, 1.0)
+    curve: list[Candidate] = []
+    for fields in run.search.variants(merger.content):
+        at = _scores_of(run, _merge(run, _method(merger, fields).at(1.0), {}))
+        reached = best_candidate(curve).normalised if curve else -math.inf
+        label = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
+        grid = run.search.coefficients
+        if run.search.method == "halving":
+            found = halve(grid, experts, at, refine=run.search.refine, reached=reached)
+        else:
+            shown = track(grid, label, disable=not run.cfg.progress, transient=True)
+            found = search_grid(
+                shown, experts, at, prune=run.search.prune, patience=run.search.patience, reached=reached
+            )
+        curve += [replace(candidate, fields=fields) for candidate in found]
+    best = best_candidate(curve)
+    points: list[dict[str, Any]] = [{**asdict(c), "values": dict(c.values)} for c in curve]
+    return {
+        "coefficient": best.coefficient,
+        "fields": dict(best.fields),
+        "normalised": best.normalised,
+        "curve": points,
+    }
+
+
+def _scores_of(run: Context, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
+    """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
     moved = {n: t for n, t in unit.items() if t.is_floating_point()}
     delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in moved.items()}
     base = {n: run.base_state[n].double().to(run.device) for n in moved}
-    model = run.model
-    curve: list[Candidate] = []
-    grid = run.search.coefficients
-    for alpha in track(grid, f"coefficient of {merger.label}", disable=not run.cfg.progress, transient=True):
+
+    def at(alpha: float) -> Score:
         candidate = {n: (base[n] + alpha * delta[n]).to(moved[n].dtype) for n in moved}
-        model.load_state_dict(unit | candidate)
-        size = run.cfg.evaluation_batch_size
-        values = {t: score(model, run.objective(t), "validation", batch_size=size).value for t in run.tasks}
-        curve.append(Candidate(alpha, values, normalised(values, experts)))
-    best = best_candidate(curve)
-    points: list[dict[str, Any]] = [
-        {"coefficient": c.coefficient, "normalised": c.normalised, "values": dict(c.values)} for c in curve
-    ]
-    return {"coefficient": best.coefficient, "normalised": best.normalised, "curve": points}
+        run.model.load_state_dict(dict(unit) | candidate)
+        return lambda task, share: (
+            score(
+                run.model,
+                run.objective(task),
+                "validation",
+                index=_first(run.tasks[task].count("validation"), share),
+                batch_size=run.cfg.evaluation_batch_size,
+            ).value
+        )
+
+    return at
+
+
+def _first(count: int, share: float) -> Tensor:
+    """A share of a validation part, by the same shuffle for every candidate."""
+    if share == 1:
+        return torch.arange(count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return order[: max(1, round(share * count))].sort().values
+
+
+def _method(merger: Merger, fields: Mapping[str, Any]) -> Method:
+    """The merger's method with other values of some fields."""
+    method: Method = build({**merger.content, **fields}) if fields else merger.method
+    return method

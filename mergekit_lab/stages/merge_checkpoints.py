@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import Method
-from mergekit_lab.stages.checking import Target, build, without_null_coefficient
+from mergekit_lab.stages.checking import TopLevel, build, without_null_coefficient
 from mergekit_lab.stages.checkpoint_inputs import Prepared, prepare
 from mergekit_lab.stages.checkpoint_merge import check_format, write
 from mergekit_lab.stages.estimate import report
@@ -23,7 +23,7 @@ NAME = "merge_checkpoints"
 
 
 @dataclass(frozen=True)
-class MergeCheckpoints:
+class MergeCheckpoints(TopLevel):
     """The top level of the configuration of this stage, which builds no backbone and no task.
 
     Args:
@@ -48,7 +48,6 @@ class MergeCheckpoints:
     experts: Any
     out: str | None
     recipe: str | None
-    merger: Target | None
     fishers: Any
     grams: Any
     include: list[str] | None
@@ -60,15 +59,6 @@ class MergeCheckpoints:
     dry_run: bool
     overwrite: bool
     max_shard_bytes: int
-    device: Any
-    mergers: dict[str, Target]
-    stages: list[str]
-    stage: str | None
-    seed: int
-    progress: bool
-    run_dir: str
-    joint: bool
-    evaluation_batch_size: int
 
 
 def run_merge_checkpoints(cfg: DictConfig) -> None:

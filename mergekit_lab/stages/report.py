@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Record, compare, print_table, write_report
+from mergekit_lab.reporting import (
+    Beside,
+    Record,
+    compare,
+    print_slice,
+    print_table,
+    set_beside,
+    write_report,
+    write_slice,
+)
+from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.context import Context
-from mergekit_lab.stages.evaluate import Subject, evaluation_content, subjects
+from mergekit_lab.stages.evaluate import SAMPLES, Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
-from mergekit_lab.stages.merge import chosen_coefficient
+from mergekit_lab.stages.merge import chosen_coefficient, merged_content
 from mergekit_lab.store import Artefact
 
 log = logging.getLogger(__name__)
@@ -33,12 +46,16 @@ def stage_report(run: Context) -> None:
         searches=_searches(run),
         config_yaml=OmegaConf.to_yaml(run.cfg),
         timings=run.timings,
+        samples=_samples(run),
+        published=_published(run, records),
         title=f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts",
     )
     run.tracker.log_summary(paths.table)
     for figure in paths.figures:
         run.tracker.log_figure(figure.stem, figure)
     print_table(paths.table)
+    if run.cfg.table:
+        print_slice(write_slice(run.folder, records, run.cfg.table, run.cfg.metric))
     reused = sum(record.reused for record in records)
     log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
@@ -50,6 +67,13 @@ def collect(run: Context) -> list[Record]:
     Raises:
         InputError: an evaluation is missing.
     """
+    cells = _evaluations(run)
+    expert = {task: a.info["value"] for s, task, a in cells if s.kind == "expert"}
+    zero_shot = {task: a.info["value"] for s, task, a in cells if s.kind == "zero_shot"}
+    return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
+
+
+def _evaluations(run: Context) -> list[tuple[Subject, str, Artefact]]:
     cells: list[tuple[Subject, str, Artefact]] = []
     for subject in subjects(run):
         for task in subject.tasks:
@@ -58,9 +82,7 @@ def collect(run: Context) -> list[Record]:
             if found is None:
                 raise InputError(f"{subject.kind} is not evaluated on {task}: run stage=evaluate first")
             cells.append((subject, task, found))
-    expert = {task: a.info["value"] for s, task, a in cells if s.kind == "expert"}
-    zero_shot = {task: a.info["value"] for s, task, a in cells if s.kind == "zero_shot"}
-    return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
+    return cells
 
 
 def _record(
@@ -86,7 +108,32 @@ def _record(
         model_key=subject.key,
         evaluation_key=found.key,
         reused=found.key not in run.made,
+        **_cost(run, subject),
     )
+
+
+def _cost(run: Context, subject: Subject) -> dict[str, Any]:
+    """What making the model took, from the manifests of what it is made of."""
+    if subject.made is None:
+        return {}
+    parts = [subject.made]
+    if subject.merger:
+        merger = subject.merger
+        parts += [run.side(kind, task) for kind in merger.method.side_inputs for task in run.tasks]
+        if merger.searched and (found := run.store.find("searches", run.search_content(merger))):
+            parts.append(found)
+        if learns(merger) and (found := run.store.find("coefficients", learning_content(run, merger))):
+            parts.append(found)
+    return {
+        "model_seconds": sum(part.info["wall_seconds"] for part in parts),
+        "model_peak_memory_bytes": subject.made.info.get("peak_memory_bytes"),
+    }
+
+
+def _samples(run: Context) -> dict[str, Any]:
+    """What every test sample contributed, by evaluation key; metrics that are no means have none."""
+    files = {found.key: found.file(SAMPLES) for _, _, found in _evaluations(run)}
+    return {key: np.load(file, allow_pickle=False) for key, file in files.items() if file.is_file()}
 
 
 def _searches(run: Context) -> dict[str, list[dict[str, Any]]]:
@@ -102,8 +149,65 @@ def _searches(run: Context) -> dict[str, list[dict[str, Any]]]:
                     "chosen": p["coefficient"] == chosen,
                 }
                 for p in found.info["curve"]
+                if p.get("share", 1.0) == 1
+                and not p.get("pruned")
+                and p.get("fields", {}) == found.info.get("fields", {})
             ]
     return result
+
+
+def _published(run: Context, records: list[Record]) -> list[Beside]:
+    """The tables of papers that the run names, with what it measured."""
+    axes = {axis: run.choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    measured = _Measured(run, records)
+    holds = partial(_holds, run)
+    return [row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds)]
+
+
+def _holds(run: Context, when: str) -> bool:
+    """Whether `key=value …` are the run's settings."""
+    pairs = [pair.split("=") for pair in when.split()]
+    return all(_same(OmegaConf.select(run.cfg, key), value) for key, value in pairs)
+
+
+def _same(value: Any, text: str) -> bool:
+    return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
+
+
+class _Measured:
+    """Ours of a published table: by row and column, in the column's unit.
+
+    `average` and `normalised` are percent over tasks; `steps_per_second` and `gigabytes` are of training an
+    expert, means over tasks; `merge_seconds` is what making a merged model took.
+    """
+
+    def __init__(self, run: Context, records: list[Record]) -> None:
+        self.run = run
+        self.rows: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            name = {"expert": "experts"}.get(record.kind, record.kind)
+            self.rows[record.merger or name].append(record)
+
+    def __call__(self, row: str, column: str) -> float | None:
+        if column in ("steps_per_second", "gigabytes"):
+            costs = [cost for task in self.run.tasks if (cost := self._cost(task, column)) is not None]
+            return sum(costs) / len(costs) if costs and row == "experts" else None
+        if column == "merge_seconds":
+            merger = self.run.mergers.get(row)
+            found = self.run.store.find("merged", merged_content(self.run, merger)) if merger else None
+            return float(found.info["wall_seconds"]) if found else None
+        members = self.rows.get(row, [])
+        values = [value for record in members if (value := self._value(record, column)) is not None]
+        return 100 * sum(values) / len(values) if values else None
+
+    def _cost(self, task: str, column: str) -> float | None:
+        cost = self.run.expert(task).info.get(column)
+        return None if cost is None else float(cost)
+
+    def _value(self, record: Record, column: str) -> float | None:
+        if column == "normalised":
+            return record.normalised
+        return record.value if column in ("average", record.task) else None
 
 
 def report_sweep(folders: Iterable[Path], out: Path) -> None:

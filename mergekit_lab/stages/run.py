@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
+_ON_DATA = ("fetch", "check_data")
 
 
 def _stage(name: str) -> Callable[[Context], None]:
@@ -55,11 +56,17 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if alone:
             _run_alone(alone, cfg, folder, choices)
             return
+        wanted = stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA])
+        if set(wanted) & set(_ON_DATA):
+            _run_on_data(wanted, cfg, folder)
+            return
+        from mergekit_lab.stages.preflight import refuse_missing
+
+        refuse_missing(cfg)
         from mergekit_lab.stages.config import check
         from mergekit_lab.stages.context import Context
 
         check(cfg)
-        wanted = stage_list(cfg, [*STAGES, *_ALONE])
         context = Context(cfg, folder, choices)
         if cfg.dry_run:
             from mergekit_lab.stages.plan import Plan
@@ -91,13 +98,31 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         raise
 
 
+def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
+    """The stages on data sets and weights alone: nothing is trained, and no store is needed."""
+    from mergekit_lab.stages.config import check
+
+    check(cfg)
+    for name in wanted:
+        if name not in _ON_DATA:
+            raise InputError(f"the stage {name} does not run together with {' or '.join(_ON_DATA)}")
+        if name == "fetch":
+            from mergekit_lab.stages.fetch import run_fetch
+
+            run_fetch(cfg)
+        else:
+            from mergekit_lab.stages.check_data import run_check_data
+
+            run_check_data(cfg, folder)
+
+
 def _run_alone(name: str, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
-    """The stages that run without the others: on checkpoints, with configurations of their own, or the store."""
+    """The stages that run without the others: on checkpoints, configured by themselves, or on the store."""
     from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
     from mergekit_lab.stages.expand import Expand, run_expand
     from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
 
-    if stage_list(cfg, [*STAGES, *_ALONE]) != [name]:
+    if stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA]) != [name]:
         raise InputError(f"the stage {name} runs alone")
     if name == "store":
         from mergekit_lab.stages.store import run_store

@@ -8,16 +8,15 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
-from mergekit_lab.checkpoints import disagreements, open_checkpoint, sha256_of, size_text, write_tensors
+from mergekit_lab.checkpoints import size_text
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
 from mergekit_lab.stages.config import StorePlace, check
 from mergekit_lab.stages.context import Context
-from mergekit_lab.store import Artefact, Store, content_key
+from mergekit_lab.store import Artefact, Store
 from mergekit_lab.store.upkeep import adopt, damages, nearest, older_than, remove, size
 
 log = logging.getLogger(__name__)
@@ -39,12 +38,12 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         _verify(store, place)
     elif place.action == "export":
         _export(store, place)
-    elif place.action == "import" and place.task is None:
+    elif place.action == "import":
         made = adopt(store, _path(place))
         log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
     else:
         run = Context(cfg, folder, choices)
-        {"explain": _explain, "prune": _prune, "import": _import_expert}[place.action](run, place)
+        {"explain": _explain, "prune": _prune}[place.action](run, place)
 
 
 def _chosen(store: Store, place: StorePlace) -> list[Artefact]:
@@ -88,8 +87,8 @@ def _verify(store: Store, place: StorePlace) -> None:
     wrong = damages(store, chosen)
     if wrong:
         raise InputError(
-            f"{len(wrong)} of the files in the store {store.root} are not sound: delete their folders, and they "
-            "are made again:\n" + "\n".join(wrong)
+            f"{len(wrong)} of the files in the store {store.root} are not sound: delete their folders, and "
+            "they are made again:\n" + "\n".join(wrong)
         )
     log.info("%d artefacts in the store %s are as they were published", len(chosen), store.root)
 
@@ -167,41 +166,3 @@ def _card(artefact: Artefact) -> str:
         f"# {artefact.kind}: {_described(artefact)}\n\nMade {artefact.created} by mergekit_lab; named "
         f"{artefact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
     )
-
-
-def _import_expert(run: Context, place: StorePlace) -> None:
-    """A checkpoint from elsewhere as the expert of a task that this run's configuration describes.
-
-    Raises:
-        InputError: there is no such task, the expert is there, or names or shapes are not the backbone's.
-    """
-    from mergekit_lab.evaluation import score
-    from mergekit_lab.stages.finetune import CURVE
-
-    task = place.task
-    assert task is not None
-    if task not in run.tasks:
-        raise InputError(f"store.task is {task!r}; the suite's tasks are {', '.join(run.tasks)}")
-    content = run.expert_content(task)
-    if run.store.find("experts", content):
-        raise InputError(
-            f"the store has an expert of {task} with this configuration ({content_key(content)}): prune it first, "
-            "or give the import another seed"
-        )
-    path = _path(place)
-    given = open_checkpoint(path, f"the expert of {task}")
-    wrong = disagreements(open_checkpoint(run.base_state, "the backbone").specs, {task: given.specs})
-    if wrong:
-        raise InputError("; ".join(wrong))
-
-    def make(workplace: Any) -> Mapping[str, Any]:
-        state = {name: given[name] for name in given}
-        write_tensors(workplace.out / "model.safetensors", state)
-        (workplace.out / CURVE).write_text("[]")
-        run.model.load_state_dict(state)
-        found = score(run.model, run.objective(task), "validation", batch_size=run.cfg.evaluation_batch_size)
-        digests = {Path(file).name: sha256_of(Path(file)) for file in given.files}
-        return {"val_accuracy": found.value, "step": 0, "imported": digests}
-
-    made = run.store.obtain("experts", content, make)
-    log.info("the expert of %s is %s, validation %.1f %%", task, made.key, 100 * made.info["val_accuracy"])

@@ -104,7 +104,7 @@ def adopt(store: Store, folder: Path) -> Artefact:
         files = {str(name): str(digest) for name, digest in manifest["files"].items()}
     except FileNotFoundError:
         raise InputError(
-            f"{folder} has no manifest.json: name the task whose expert it is (store.task=NAME)"
+            f"{folder} has no manifest.json: was it exported? Experts of others come with experts=…"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / 'manifest.json'} cannot be used: {error!r}") from None

@@ -1,7 +1,10 @@
 """What to learn: tasks of three parts each, of images with class names."""
 
+from .checks import DataCheck, check_task
+from .crops import random_boxes, resized
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
+from .images import HubImages, Keeper
 from .pretraining import held_out
 from .task import PARTS, ImageTask, Part, Split, Task, image_digests, shared_images
 
@@ -9,11 +12,14 @@ __all__ = [
     "PARTS",
     "Accents",
     "Cyrillic",
+    "DataCheck",
     "Digits",
     "GlyphTask",
     "Greek",
     "Handwriting",
+    "HubImages",
     "ImageTask",
+    "Keeper",
     "Latin",
     "Math",
     "Mnist",
@@ -21,7 +27,10 @@ __all__ = [
     "Split",
     "Style",
     "Task",
+    "check_task",
     "held_out",
     "image_digests",
+    "random_boxes",
+    "resized",
     "shared_images",
 ]

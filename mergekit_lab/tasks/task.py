@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.tasks.decoding import Pictures
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -23,13 +24,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One part of a task's data, in memory.
+    """One part of a task's data, in memory or mapped into it.
 
-    images: uint8 `[N, 3, H, W]`; labels: int64 `[N]` in `0 … C-1`. The tensors are shared by everyone who asks
-    for the part: read them, do not write into them.
+    images: uint8 `[N, 3, H, W]`, or `Pictures` of many sizes, which give such squares when indexed; labels:
+    int64 `[N]` in `0 … C-1`. The tensors are shared by everyone who asks for the part: read them, do not write
+    into them.
     """
 
-    images: Tensor
+    images: Tensor | Pictures
     labels: Tensor
 
     def __post_init__(self) -> None:
@@ -47,6 +49,16 @@ class Split:
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """The images and labels at these places."""
         return self.images[index], self.labels[index]
+
+    def whole(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The pictures at these places before any crop, uint8 `[n, 3, H, W]`, and their sizes, int64 `[n, 2]`.
+
+        A picture that is smaller than the largest stands in the corner of its place.
+        """
+        if isinstance(self.images, Pictures):
+            return self.images.whole(index)
+        images = self.images[index]
+        return images, torch.tensor([images.shape[-2:]] * len(images), dtype=torch.int64).reshape(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ class ImageTask(Task):
         for part in PARTS:
             split = self.split(part)
             digest.update(repr((part, tuple(split.images.shape))).encode())
-            digest.update(split.images.contiguous().numpy().data)
+            digest.update(split.images[:].contiguous().numpy().data)
             digest.update(split.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
@@ -162,6 +174,6 @@ def image_digests(images: Tensor) -> list[bytes]:
 
 def shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images of one part stand in another, for the three pairs of parts; all zero means no leak."""
-    seen = {part: set(image_digests(task.split(part).images)) for part in PARTS}
+    seen = {part: set(image_digests(task.split(part).images[:])) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
     return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}

@@ -1,8 +1,9 @@
 """Fine-tune a model on one task, or on several at once, with Lightning."""
 
+from mergekit_lab.training.cost import TrainingCost
 from mergekit_lab.training.data import StepBatches, TaskData
 from mergekit_lab.training.fit import Finetuned, finetune
 from mergekit_lab.training.module import FinetuneModule
 from mergekit_lab.training.settings import Settings
 
-__all__ = ["FinetuneModule", "Finetuned", "Settings", "StepBatches", "TaskData", "finetune"]
+__all__ = ["FinetuneModule", "Finetuned", "Settings", "StepBatches", "TaskData", "TrainingCost", "finetune"]

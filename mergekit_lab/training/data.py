@@ -6,16 +6,19 @@ case; for joint training every batch holds a share of each task.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import lightning
 import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import Batch
+from mergekit_lab.backbones.objective import Batch, pinned
 from mergekit_lab.tasks import Part
 
+_AHEAD = 2
 _POOL = 50
 """Batches that are sorted by length together."""
 
@@ -59,8 +62,14 @@ class StepBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
-        for step in range(self.start, self.steps):
-            yield self.batch(step)
+        """The next batches are made while one is trained on; their order does not depend on it."""
+        with ThreadPoolExecutor(1) as reader:
+            ahead: deque[Future[dict[str, Batch]]] = deque()
+            for step in range(self.start, self.steps + _AHEAD):
+                if step < self.steps:
+                    ahead.append(reader.submit(self._pinned, step))
+                if step >= self.start + _AHEAD:
+                    yield ahead.popleft().result()
 
     def state_dict(self) -> dict[str, int]:
         """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
@@ -71,7 +80,12 @@ class StepBatches:
 
     def batch(self, step: int) -> dict[str, Batch]:
         """The batch of one step, by task."""
-        return {task: self.objectives[task].batch("train", index) for task, index in self.places(step).items()}
+        return {task: self.objectives[task].training_batch(at) for task, at in self.places(step).items()}
+
+    def _pinned(self, step: int) -> dict[str, Batch]:
+        """The batch of one step where a GPU reads it without the processor's help."""
+        batch = self.batch(step)
+        return {task: pinned(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
 
     def places(self, step: int) -> dict[str, Tensor]:
         """Which samples of each task's training part one step takes, int64."""

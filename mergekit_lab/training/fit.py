@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import lightning
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
@@ -53,6 +53,7 @@ def finetune(
     *,
     seed: int,
     resume: Path,
+    callbacks: Sequence[Callback] = (),
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Finetuned | None:
@@ -65,6 +66,7 @@ def finetune(
         settings: see `Settings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
+        callbacks: further ones of Lightning's.
         trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
             "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.
         on_metrics: called with every point of the curve.
@@ -96,9 +98,10 @@ def finetune(
     latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
     stopper = Stopper(resume / "last.ckpt")
-    callbacks: list[Any] = [best, latest, stopper] if clock is None else [clock, best, latest, stopper]
+    kept = [best, latest] if settings.keep == "best" else [latest]
+    called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
-        callbacks.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
+        called.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
     options["strategy"] = _strategy(options)
     try:
         lit = lightning.Trainer(
@@ -111,7 +114,7 @@ def finetune(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             logger=False,
-            callbacks=callbacks,
+            callbacks=called,
             enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=resume,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import Batch, cut, samples
+from mergekit_lab.backbones.objective import Batch, cut, listed, samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import Clock
@@ -82,7 +82,7 @@ class FinetuneModule(lightning.LightningModule):
         self._first_loss: Tensor | None = None
         self._first_bad: Tensor | None = None
         self._saved = 0
-        self._predicted: dict[str, tuple[list[Any], list[Tensor]]] = {}
+        self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
         found: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
@@ -238,15 +238,14 @@ class FinetuneModule(lightning.LightningModule):
         for task, index in batch.items():
             predictions, places = self._predicted.setdefault(task, ([], []))
             places.append(index.cpu())
-            predictions += self.objective(task).predict(self.model, "validation", places[-1])
+            predictions.append(self.objective(task).predict(self.model, "validation", places[-1]))
 
     def on_validation_epoch_end(self) -> None:
         values = []
         for task, (predictions, places) in self._predicted.items():
             objective = self.objective(task)
-            values.append(
-                objective.measure(predictions, "validation", torch.cat(places))[objective.task.metric]
-            )
+            answers = [answer for some in predictions for answer in listed(some)]
+            values.append(objective.measure(answers, "validation", torch.cat(places))[objective.task.metric])
         self._predicted = {}
         mean = sum(values) / len(values)
         self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)

@@ -117,3 +117,31 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path, study):
     before = dict(matplotlib.rcParams)
     plots.merger_figures(comparison_table(study(1, 1)), tmp_path)
     assert dict(matplotlib.rcParams) == before
+
+
+def test_the_front_holds_what_nothing_cheaper_equals() -> None:
+    points = [(1.0, 0.5), (2.0, 0.7), (2.0, 0.6), (3.0, 0.7), (4.0, 0.9), (5.0, 0.8)]
+    assert plots.pareto_front(points) == [(1.0, 0.5), (2.0, 0.7), (4.0, 0.9)]
+
+
+def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, record) -> None:
+    records = [
+        record(
+            kind=kind, merger=merger, task=task, value=value, model_seconds=seconds,
+            model_key=f"{kind}{merger}{own}",
+        )
+        for task in ("a", "b")
+        for kind, merger, value, seconds, own in (
+            ("expert", None, 0.9, 100.0, task),
+            ("merged", "ties", 0.7, 3.0, ""),
+            ("merged", "tsvm", 0.8, 20.0, ""),
+            ("joint", None, 0.85, 350.0, ""),
+        )
+    ]  # fmt: skip
+    table = comparison_table(records)
+    assert {row.label: row.seconds for row in table.rows} == {
+        "experts": None, "ties": 203.0, "tsvm": 220.0, "+joint": 350.0,
+    }  # fmt: skip
+    assert [path.name for path in plots.cost_figure(table, tmp_path)] == ["cost.png"]
+    unknown = [record(merger="x", model_seconds=None), record(merger="y", model_seconds=1.0)]
+    assert plots.cost_figure(comparison_table(unknown), tmp_path) == []

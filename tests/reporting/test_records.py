@@ -98,3 +98,12 @@ def test_duplicates_keep_the_computed_copy_in_place_of_the_reused_one(record):
 def test_one_evaluation_listed_under_two_optimizers_stays_in_both(record):
     shared = [record(kind="zero_shot", optimizer=name, evaluation_key="same") for name in ("adamw", "sam")]
     assert deduplicate(shared) == shared
+
+
+def test_records_of_earlier_versions_lack_what_came_later_and_are_read(tmp_path, record) -> None:
+    path = tmp_path / "records.jsonl"
+    write_records(path, [record()])
+    entry = json.loads(path.read_text())
+    del entry["model_seconds"], entry["model_peak_memory_bytes"]
+    path.write_text(json.dumps(entry) + "\n")
+    assert read_records(path) == [record()]

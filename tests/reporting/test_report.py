@@ -77,6 +77,8 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
         "figures/heatmap.png",
         "figures/mergers.png",
         "figures/training.png",
+        "leaderboard.tex",
+        "published.json",
         "records.jsonl",
         "report.html",
         "searches.json",

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra.utils import get_class
 from stages.conftest import TINY, composed
@@ -16,6 +17,10 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
 
+OTHER = (
+    "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "
+    "test_size: 50}"
+)
 SMALL = {
     "task_vectors": ["analysis.values=8"],
     "alpha_sweep": ["analysis.points=3", "analysis.samples=20"],
@@ -23,6 +28,17 @@ SMALL = {
     "disentanglement": ["analysis.points=3", "analysis.samples=20"],
     "barrier": ["analysis.points=3", "analysis.samples=20"],
     "ctl": ["analysis.samples=6"],
+    "jtl": ["analysis.points=3", "analysis.samples=20"],
+    "rank_sweep": [
+        *("merger=tsvm", "analysis.ranks=[1,3]"),
+        *("analysis.coefficients=[0.5,1.0]", "analysis.samples=20"),
+    ],
+    "expert_count": ["analysis.coefficients=[0.5,1.0]", "analysis.groups=2", "analysis.samples=20"],
+    "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyse]", "analysis.samples=20"],
+    "cloud": [
+        *("stage=null", "stages=[finetune,analyse]", f"+suite.tasks.other={OTHER}"),
+        *("analysis.points=3", "analysis.samples=20"),
+    ],
     "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
 }
 FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
@@ -34,7 +50,9 @@ def go(folder: Path, store: Path, *overrides: str) -> None:
 
 
 def analyse(folder: Path, store: Path, name: str, *overrides: str) -> dict:
-    common = ["stage=analyse", f"analysis={name}", "merger=task_arithmetic", "joint=false"]
+    common = ["stage=analyse", f"analysis={name}", "joint=false"]
+    if not any(each.startswith("merger=") for each in SMALL[name]):
+        common.append("merger=task_arithmetic")
     go(folder, store, *common, *SMALL[name], *overrides)
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
@@ -151,3 +169,52 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
 def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained, tmp_path) -> None:
     with pytest.raises(InputError, match=match):
         analyse(tmp_path, trained[1], name, override)
+
+
+def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:
+    data = analyse(tmp_path, trained[1], "jtl")
+    (entry,) = data["pairs"]
+    assert entry["pair"] == ["digits", "latin"]
+    assert entry["delta"][0] == entry["delta"][-1] == 0
+    assert entry["delta"][1] == pytest.approx(entry["loss"][1] - (entry["loss"][0] + entry["loss"][2]) / 2)
+
+
+def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_group(trained, tmp_path) -> None:
+    found = analyse(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
+    assert [point["rank"] for point in found["points"]] == [1, 100000]
+    whole = analyse(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
+    assert whole["alphas"] == [0.5, 0.75, 1.0]
+    (group,) = analyse(tmp_path / "c", trained[1], "expert_count")["points"]
+    assert group["tasks"] == ["digits", "latin"]
+    assert group["coefficient"] in (0.5, 1.0)
+    tasks = whole["mergers"]["task_arithmetic"]
+    shares = [sum(tasks[t]["value"][i] / whole["experts"][t] for t in tasks) / 2 for i in (0, 2)]
+    assert group["normalised"] == pytest.approx(max(shares))
+
+
+def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:
+    data = analyse(tmp_path, trained[1], "curvature_gain")
+    assert data["matrices"]
+    assert min(data["eta"]) >= 0
+    assert set(data["losses"]) == {"curved", "flat"}
+
+
+def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> None:
+    from mergekit_lab.stages.analyses.cloud import principal_plane
+
+    generator = torch.Generator().manual_seed(0)
+    base = {"a": torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)}
+    ends = {
+        t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
+    }
+    shares, places, explained = principal_plane(ends, base)
+    vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
+    centred = vectors - vectors.mean(dim=0)
+    _, s, vh = torch.linalg.svd(centred, full_matrices=False)
+    components = shares @ vectors
+    torch.testing.assert_close(components @ components.T, torch.eye(2, dtype=torch.float64))
+    torch.testing.assert_close(
+        (components @ vh[:2].T).abs(), torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(places, centred @ components.T)
+    assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())

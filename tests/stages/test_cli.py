@@ -25,7 +25,7 @@ def cli(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 def test_help_lists_groups_and_a_way_to_start(tmp_path) -> None:
     done = cli(tmp_path, "--help")
     assert done.returncode == 0
-    for text in ("+experiment=quickstart", "merger: average", "optimizer: adamw", "--config-dir"):
+    for text in ("+experiment=quickstart", "merger: adamerging, average", "optimizer: adamw", "--config-dir"):
         assert text in done.stdout
 
 
@@ -102,3 +102,8 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
     assert "clip_norm=-1.0" in " ".join(
         json.loads((jobs[0].parent / "1/failure.json").read_text())["overrides"]
     )
+
+
+def test_a_table_of_two_dimensions_may_be_asked_for_with_a_multiplication_sign(tmp_path) -> None:
+    done = cli(tmp_path, "+experiment=quickstart", "table=optimizer×merger", "--cfg", "job")
+    assert "table: optimizer*merger" in done.stdout

@@ -145,3 +145,17 @@ def test_wandb_offline_runs_the_same_path(finished, tmp_path, monkeypatch) -> No
 
     wandb.teardown()
     assert list((tmp_path / "run").rglob("*.wandb"))
+
+
+def test_two_dimensions_of_the_report_are_written_against_each_other(finished, tmp_path) -> None:
+    _, store = finished
+    go(tmp_path, store, "stage=report", "table=merger*task", "metric=value")
+    lines = (tmp_path / "slice.md").read_text().splitlines()
+    assert lines[0] == "| merger × task | digits | latin |"
+    records = read_records(tmp_path / "records.jsonl")
+    ties = next(line for line in lines if line.startswith("| ties |"))
+    for record in records:
+        if record.merger == "ties":
+            assert f"{100 * record.value:.1f}" in ties
+    with pytest.raises(InputError, match="no dimension"):
+        go(tmp_path, store, "stage=report", "table=mergers*task")

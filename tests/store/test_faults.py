@@ -98,7 +98,9 @@ def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
     assert Store(tmp_path).obtain("experts", CONTENT, make).reused is False
 
 
-def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothing(tmp_path, monkeypatch) -> None:
+def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothing(
+    tmp_path, monkeypatch
+) -> None:
     Store(tmp_path).obtain("experts", CONTENT, weights())
 
     def refuse(self: FolderLock) -> bool:
@@ -130,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     made = store.obtain("experts", CONTENT, weights())
     damage(made.folder / "model.safetensors")
     found = store.find("experts", CONTENT)
-    with pytest.raises(InputError, match=rf"the stored experts {made.key} .*model.safetensors.*delete the folder"):
+    with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
         found.file("model.safetensors")
     (told,) = damages(store, store.artefacts())
     assert made.key in told

@@ -10,7 +10,8 @@ from hydra.utils import get_class, instantiate
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TASKS = sorted((CONF / "task").glob("*.yaml"))
-SUITES = sorted((CONF / "suite").glob("*.yaml"))
+SUITES = sorted((CONF / "suite").glob("glyphs*.yaml"))
+CLIP_SUITES = {"clip8": 8, "clip14": 14, "clip20": 20, "clip20_digits": 20, "clip10_mergopt": 10}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
@@ -30,3 +31,22 @@ def test_a_suite_composes_into_tasks_keyed_by_name(path):
     tasks = {key: instantiate(value) for key, value in config.suite.tasks.items()}
     assert all(task.name == key for key, task in tasks.items())
     assert len(tasks) == int(path.stem.removeprefix("glyphs"))
+
+
+@pytest.mark.parametrize(("name", "count"), CLIP_SUITES.items())
+def test_the_published_suites_hold_their_tasks_in_the_published_order(name, count):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("main", [f"suite={name}"])
+    assert config.suite.name == name
+    assert len(config.suite.tasks) == count
+    assert list(config.suite.tasks)[:8] == [
+        "cars",
+        "dtd",
+        "eurosat",
+        "gtsrb",
+        "mnist",
+        "resisc45",
+        "svhn",
+        "sun397",
+    ]
+    assert all(instantiate(node).name == key for key, node in config.suite.tasks.items())

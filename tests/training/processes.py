@@ -18,9 +18,7 @@ OPTIMIZERS: dict[str, Any] = {
     "mergopt": partial(MergOPT, base=ADAMW, scale=0.01),
 }
 SHARDED = ("mergopt", "asam")
-SETTINGS = Settings(
-    steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last"
-)
+SETTINGS = Settings(steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last")
 
 
 def train(name: str, resume: Path, seen: list[float] | None = None, **trainer: Any) -> dict[str, Any] | None:

@@ -1,17 +1,24 @@
 """What the stage `analyse` can do, one frozen dataclass each; the group `analysis` names them."""
 
+from mergekit_lab.stages.analyses.cloud import ExpertCloud
 from mergekit_lab.stages.analyses.contract import Analysis
-from mergekit_lab.stages.analyses.paths import AlphaSweep, HessianPath, LossBarrier
+from mergekit_lab.stages.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
 from mergekit_lab.stages.analyses.planes import Disentanglement, Landscape
+from mergekit_lab.stages.analyses.sweeps import CurvatureGain, ExpertCount, RankSweep
 from mergekit_lab.stages.analyses.vectors import CrossTaskLinearity, TaskVectors
 
 __all__ = [
     "AlphaSweep",
     "Analysis",
     "CrossTaskLinearity",
+    "CurvatureGain",
     "Disentanglement",
+    "ExpertCloud",
+    "ExpertCount",
     "HessianPath",
+    "JointTaskLinearity",
     "Landscape",
     "LossBarrier",
+    "RankSweep",
     "TaskVectors",
 ]

@@ -17,7 +17,9 @@ from mergekit_lab.stages.analyses.contract import (
     Data,
     Drawing,
     check_tasks,
+    chosen_pairs,
     data_content,
+    every_pair,
     experts_content,
     grid,
     keep,
@@ -237,3 +239,68 @@ class HessianPath(Analysis):
             if curves:
                 panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves))
         return Drawing("Curvature of the loss along fine-tuning", panels, {})
+
+
+@dataclass(frozen=True)
+class JointTaskLinearity(Analysis):
+    """Joint-task loss between two experts, and `δ`, its height above the straight line (SAFT, Definition 2).
+
+    `δ(α) = L(αθ_s + (1−α)θ_t) − αL(θ_s) − (1−α)L(θ_t)` with `L` the sum of both tasks' losses. 0 at both ends.
+
+    Args:
+        pairs: `[[a, b], …]`; null: every pair of the run.
+        points: on the way, both ends included.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    pairs: list[list[str]] | None = None
+    points: int = 11
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _pairs(self, run: Context) -> list[tuple[str, str]]:
+        found = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+        if not found:
+            raise InputError("joint-task linearity needs two tasks")
+        return found
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return {
+            "analysis": "jtl",
+            "pairs": self._pairs(run),
+            "alphas": grid(0.0, 1.0, self.points),
+            **_data(run, self.part, self.samples),
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        alphas, kept = grid(0.0, 1.0, self.points), resume / "pairs.jsonl"
+        done = {tuple(entry["pair"]): entry for entry in resumed(kept)}
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        size = run.cfg.evaluation_batch_size
+        for pair in track(self._pairs(run), "between experts", disable=not run.cfg.progress, transient=True):
+            if pair in done:
+                continue
+            chosen = [sample(run, task, self.part, self.samples) for task in pair]
+            losses = []
+            for alpha in alphas:
+                weights.move({pair[0]: alpha, pair[1]: 1 - alpha})
+                losses.append(sum(task.score(run.model, size).loss for task in chosen))
+            straight = [a * losses[-1] + (1 - a) * losses[0] for a in alphas]
+            above = [loss - flat for loss, flat in zip(losses, straight, strict=True)]
+            done[pair] = {"pair": list(pair), "loss": losses, "delta": above}
+            keep(kept, done[pair])
+        return {"alphas": alphas, "pairs": [done[pair] for pair in self._pairs(run)]}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        def curves(of: str) -> dict[str, Any]:
+            return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
+
+        panels: list[Any] = [
+            Lines("joint loss", "α of the first expert", "loss of both tasks (nats)", curves("loss")),
+            Lines("above the straight line", "α of the first expert", "δ (nats)", curves("delta")),
+        ]
+        return Drawing(f"Joint-task loss linearity on {self.part}", panels, {})

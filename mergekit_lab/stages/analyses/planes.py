@@ -101,7 +101,7 @@ class _OnPlane(Analysis):
     def _drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
         names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]
         box = None if self.box is None else (self.box[0], self.box[1])
-        options = {"alphas": data["alphas"], "axes_names": tuple(names), "box": box}
+        options = {"alphas": data["alphas"], "axes_names": tuple(f"α of {name}" for name in names), "box": box}
         return Drawing(title, panels, options)
 
 

@@ -1,0 +1,164 @@
+"""CLIP weights under other names: transformers' `CLIPModel` and `CLIPVisionModel`, and published state dicts.
+
+Inside, weights are named as in open_clip's whole model (`visual.…`). transformers splits `in_proj` into
+queries, keys and values and transposes the projections; its vision model alone has no projection, which is
+then the backbone's (nothing that is fine-tuned that way changes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError, listing
+
+_TOWERS = {
+    "visual.": {
+        "class_embedding": "vision_model.embeddings.class_embedding",
+        "conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+        "positional_embedding": "vision_model.embeddings.position_embedding.weight",
+        "ln_pre": "vision_model.pre_layrnorm",
+        "ln_post": "vision_model.post_layernorm",
+        "transformer.resblocks": "vision_model.encoder.layers",
+        "proj": "visual_projection.weight",
+    },
+    "": {
+        "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+        "positional_embedding": "text_model.embeddings.position_embedding.weight",
+        "ln_final": "text_model.final_layer_norm",
+        "transformer.resblocks": "text_model.encoder.layers",
+        "text_projection": "text_projection.weight",
+        "logit_scale": "logit_scale",
+    },
+}
+_BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_TRANSPOSED = {"visual.proj", "text_projection"}
+_PATCHES = "embeddings.patch_embedding.weight"
+_PROJECTION = "visual.proj"
+
+
+def is_transformers(names: Mapping[str, Tensor]) -> bool:
+    """Whether these are the names of transformers' CLIP, whole or vision alone, with or without prefix."""
+    return any(name.endswith(_PATCHES) for name in names)
+
+
+def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's names and layout to transformers': of a whole model, or of an image tower alone.
+
+    Args:
+        state: a state dict with `visual.…`, and with the text tower or without.
+
+    Raises:
+        InputError: a name that has no counterpart.
+    """
+    out: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith(("attn.in_proj_weight", "attn.in_proj_bias")):
+            stem, _, kind = name.rpartition("attn.in_proj_")
+            layer = _renamed(f"{stem}ln_1.bias").removesuffix("layer_norm1.bias")
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                out[f"{layer}self_attn.{part}_proj.{kind}"] = piece.contiguous()
+        else:
+            out[_renamed(name)] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
+    return out
+
+
+def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' names and layout to open_clip's; the inverse of `to_transformers`.
+
+    Raises:
+        InputError: a name that has no counterpart, or queries without keys or values.
+    """
+    prefix = next(name.removesuffix(_PATCHES) for name in state if name.endswith(_PATCHES))
+    named = {
+        name if prefix else f"vision_model.{name}": tensor
+        for name, tensor in state.items()
+        if not name.endswith("position_ids")
+    }
+    out: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if ".self_attn.q_proj." in name:
+            parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
+            if missing := [part for part in parts if part not in named]:
+                raise InputError(f"the CLIP weights lack {listing(missing)}")
+            stem, _, kind = name.rpartition("self_attn.q_proj.")
+            layer = _original(f"{stem}layer_norm1.bias").removesuffix("ln_1.bias")
+            out[f"{layer}attn.in_proj_{kind}"] = torch.cat([named[part] for part in parts])
+        elif ".self_attn.k_proj." not in name and ".self_attn.v_proj." not in name:
+            own = _original(name)
+            out[own] = tensor.t().contiguous() if own in _TRANSPOSED else tensor
+    return out
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    for tower, names in _TOWERS.items():
+        for own, theirs in names.items():
+            yield tower + own, theirs
+
+
+def _renamed(name: str) -> str:
+    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[0])):
+        if name == own or name.startswith(own + "."):
+            return _in_block(theirs + name[len(own) :], _BLOCK)
+    raise InputError(f"{name!r} is no name of open_clip's CLIP that transformers' has a counterpart of")
+
+
+def _original(name: str) -> str:
+    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[1])):
+        if name == theirs or name.startswith(theirs + "."):
+            return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
+    raise InputError(f"{name!r} is no name of transformers' CLIP that open_clip's has a counterpart of")
+
+
+def _in_block(name: str, names: Mapping[str, str]) -> str:
+    for own, theirs in names.items():
+        for kind in ("weight", "bias"):
+            if name.endswith(f".{own}.{kind}"):
+                return name.removesuffix(f"{own}.{kind}") + f"{theirs}.{kind}"
+    return name
+
+
+def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Published weights as a state dict of the backbone's image tower.
+
+    Args:
+        state: in transformers' layout; or with open_clip's names, alone, in a whole model, or below a prefix
+            (`model.visual.…`, as task arithmetic's encoders have them).
+        base: the backbone's image tower.
+        label: what messages call the weights.
+
+    Raises:
+        InputError: tensors that are missing or of another shape: another architecture.
+    """
+    if is_transformers(state):
+        state = from_transformers(state)
+    else:
+        start = next(
+            (name.removesuffix("visual.conv1.weight") for name in state if "visual.conv1.weight" in name), ""
+        )
+        state = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
+    found = {name: state[name] for name in base if name in state}
+    if _PROJECTION in base:
+        found.setdefault(_PROJECTION, base[_PROJECTION])
+    missing = base.keys() - found.keys()
+    if missing:
+        raise InputError(
+            f"{label} lacks {len(missing)} tensors of the backbone's image tower ({listing(missing, 3)}): is "
+            "it a CLIP image tower of this architecture?"
+        )
+    other = [name for name, tensor in found.items() if tensor.shape != base[name].shape]
+    if other:
+        name = min(other)
+        raise InputError(
+            f"{label}: {name!r} is {list(found[name].shape)}, and the backbone's is {list(base[name].shape)}: "
+            "it was fine-tuned from another architecture"
+        )
+    return {name: found[name].to(base[name].dtype) for name in base}

@@ -1,0 +1,82 @@
+"""Linear heads from images, for features of the pretrained encoder: class means, and a linear probe.
+
+They need no text tower. Like zero-shot heads they are made once from the pretrained backbone and stay frozen:
+what is fine-tuned and merged is the encoder.
+
+Legend: N images, C classes, D embedding width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import ImageTask, Part
+
+_BATCH = 512
+_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
+_ITERATIONS = 200
+
+
+@torch.no_grad()
+def features(encoder: nn.Module, task: ImageTask, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Features float32 `[N, D]` and labels `[N]` of a part, on the device."""
+    split = task.split(part)
+    found = [
+        encoder(split.images[index].to(device)).float() for index in torch.arange(len(split)).split(_BATCH)
+    ]
+    return torch.cat(found), split.labels.to(device)
+
+
+def prototype_head(encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device) -> Tensor:
+    """The mean feature of each class, normalised, times the temperature: float32 `[C, D]`.
+
+    Raises:
+        InputError: a class has no training image.
+    """
+    found, labels = features(encoder, task, "train", device)
+    sums = torch.zeros(len(task.classes), found.shape[1], device=device).index_add_(0, labels, found)
+    empty = (torch.bincount(labels, minlength=len(task.classes)) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise InputError(
+            f"a prototype head needs an image of every class, and {task.name!r} has none of "
+            f"{task.classes[empty[0]]!r} in its training part"
+        )
+    return (normalize(sums, dim=-1) * temperature).cpu()
+
+
+def linear_probe_head(encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device) -> Tensor:
+    """Logistic regression on training features, without an intercept: float32 `[C, D]`.
+
+    The L2 penalty is the one of 1e-4, 1e-3, 1e-2, 1e-1 that is best on the validation part. Weights act on
+    features times the temperature, so that the penalty means the same for every backbone.
+    """
+    train, labels = features(encoder, task, "train", device)
+    validation, wanted = features(encoder, task, "validation", device)
+    best: tuple[float, Tensor | None] = (-1.0, None)
+    for penalty in _PENALTIES:
+        weights = _fitted(train * temperature, labels, len(task.classes), penalty)
+        right = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
+        if right > best[0]:
+            best = (right, weights)
+    assert best[1] is not None
+    return (best[1] * temperature).cpu()
+
+
+def _fitted(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tensor:
+    weights = torch.zeros(classes, x.shape[1], device=x.device, requires_grad=True)
+    solver = torch.optim.LBFGS([weights], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+
+    def loss() -> Any:
+        solver.zero_grad()
+        value = cross_entropy(x @ weights.T, labels) + penalty * weights.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        solver.step(loss)
+    return weights.detach()

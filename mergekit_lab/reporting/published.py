@@ -1,0 +1,164 @@
+"""Published numbers beside ours: tables of papers as data, matched with what a run measured.
+
+A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
+where they are from. `when` is empty, or says under which settings of the configuration a row holds
+(`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts` or `zero_shot`; `column` is a task,
+`average` or `normalised` (in percent), or another measure that the stage of the report knows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.reporting.records import write_text
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets" / "published"
+FILE = "published.json"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One number of one table."""
+
+    table: str
+    when: str
+    backbone: str
+    finetuning: str
+    optimizer: str
+    row: str
+    column: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published number and ours, both in the column's unit; `ours` is None where it was not measured."""
+
+    source: str
+    table: str
+    setting: str
+    row: str
+    column: str
+    published: float
+    ours: float | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.ours is None else self.ours - self.published
+
+
+def read_published(name: str) -> list[Published]:
+    """A table, `<source> <table>` such as `saft C3`.
+
+    Raises:
+        InputError: there is no such source or table.
+    """
+    source, _, table = name.partition(" ")
+    known = sorted(path.stem for path in _ASSETS.glob("*.csv"))
+    if source not in known:
+        raise InputError(f"published: there is no source {source!r}{suggestion(source, known)}")
+    lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
+    rows = [Published(**{**row, "value": float(row["value"])}) for row in csv.DictReader(_data(lines))]  # type: ignore[arg-type]
+    tables = {row.table for row in rows}
+    if table not in tables:
+        raise InputError(f"published: {source} has no table {table!r}{suggestion(table, tables)}")
+    return [row for row in rows if row.table == table]
+
+
+def _data(lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def set_beside(
+    name: str,
+    measured: Callable[[str, str], float | None],
+    axes: Mapping[str, str],
+    holds: Callable[[str], bool],
+) -> list[Beside]:
+    """A table's numbers for one run's cell, with ours.
+
+    Args:
+        name: of the table, as `read_published` takes it.
+        measured: our value of a (row, column) in the column's unit, or None.
+        axes: the run's backbone, finetuning and optimizer.
+        holds: whether a row's `when` holds in this run.
+    """
+    source, _, _ = name.partition(" ")
+    return [
+        Beside(
+            source,
+            row.table,
+            " ".join([row.backbone, row.finetuning, row.optimizer, *row.when.split()]),
+            row.row,
+            row.column,
+            row.value,
+            measured(row.row, row.column),
+        )
+        for row in read_published(name)
+        if all(axes[axis] == getattr(row, axis) for axis in ("backbone", "finetuning", "optimizer"))
+        and holds(row.when)
+    ]
+
+
+def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
+    write_text(folder / FILE, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def read_beside(folder: Path) -> list[Beside]:
+    """What `write_beside` wrote; nothing where it did not."""
+    file = folder / FILE
+    names = [field.name for field in fields(Beside)]
+    try:
+        return [Beside(**{name: row[name] for name in names}) for row in json.loads(file.read_text())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} cannot be read: {error!r}") from None
+
+
+def united(rows: Iterable[Beside]) -> list[Beside]:
+    """Each published number once; of several jobs of a sweep the one that measured it counts."""
+    found: dict[tuple[str, ...], Beside] = {}
+    for row in rows:
+        key = (row.source, row.table, row.setting, row.row, row.column)
+        if key not in found or found[key].ours is None:
+            found[key] = row
+    return list(found.values())
+
+
+TITLE = "Published numbers and ours"
+HEADER = ("source", "setting", "model", "column", "published", "ours", "difference")
+
+
+def cells(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
+    """The table's texts, one tuple a number."""
+    return [
+        (
+            f"{row.source} {row.table}",
+            row.setting,
+            row.row,
+            row.column,
+            f"{row.published:.2f}",
+            "–" if row.ours is None else f"{row.ours:.2f}",
+            "–" if row.difference is None else f"{row.difference:+.2f}",
+        )
+        for row in rows
+    ]
+
+
+def published_markdown(rows: Sequence[Beside]) -> str:
+    """A section of the summary; empty where there is nothing to set beside."""
+    if not rows:
+        return ""
+    lines = [_line(HEADER), _line(["---"] * 4 + ["---:"] * 3), *map(_line, cells(rows))]
+    return "\n".join([f"## {TITLE}", "", *lines])
+
+
+def _line(texts: Iterable[Any]) -> str:
+    return "| " + " | ".join(map(str, texts)) + " |"

@@ -1,0 +1,279 @@
+"""How a merge depends on what went into it: the rank, the number of experts, the curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from mergekit_lab.analysis.plane import Sample, Weights, line
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.merging import EpiMer, Method, merge_state_dicts
+from mergekit_lab.stages.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    data_content,
+    experts_content,
+    keep,
+    resumed,
+    sample,
+    states,
+)
+from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.merge import merge_at
+from mergekit_lab.store import content_key
+from mergekit_lab.tasks import Part
+
+_FLAT = 1e6
+"""A curvature added to every direction beside which the Fishers' do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweep(Analysis):
+    """What the sweeps share.
+
+    Args:
+        coefficients: the grid of `α` that the best is taken of.
+        part: train, validation or test; a coefficient must not be chosen on test.
+        samples: of each task, at most.
+    """
+
+    coefficients: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _content(self, run: Context, mergers: dict[str, Merger]) -> dict[str, Any]:
+        if not mergers:
+            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
+        return {
+            "analysis": type(self).__name__,
+            "coefficients": list(self.coefficients),
+            "mergers": {label: content_key(run.merge_content(m, m.content)) for label, m in mergers.items()},
+            **data_content(run, run.tasks),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+        }
+
+    def _own(self, run: Context) -> dict[str, float]:
+        """Every expert's value on its own task."""
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        size = run.cfg.evaluation_batch_size
+        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        return {
+            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            for task in run.tasks
+        }
+
+    def _best(
+        self, run: Context, unit: dict[str, Any], own: dict[str, float], tasks: Sequence[str]
+    ) -> dict[str, float]:
+        """The best coefficient of a merge at `α = 1`, and the normalised value there."""
+        chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
+        weights = Weights(run.model, run.base_state, {"merged": unit})
+        scores = line(run.model, weights, "merged", self.coefficients, chosen, run.cfg.evaluation_batch_size)
+        shares = [[v / max(own[t], 1e-9) for v in scores[t]["value"]] for t in tasks]
+        means = [sum(point) / len(point) for point in zip(*shares, strict=True)]
+        top = max(range(len(means)), key=means.__getitem__)
+        return {"coefficient": self.coefficients[top], "normalised": means[top]}
+
+
+def _scaled(run: Context) -> dict[str, Merger]:
+    return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSweep(_Sweep):
+    """Directions an expert keeps of a matrix, for every merger of the run that has a rank (EpiMer, Tables 7–9).
+
+    Args:
+        ranks: `k`, each at least 1; more than `int(r/T)` of a matrix's `r` keeps so many.
+    """
+
+    ranks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+    def _mergers(self, run: Context) -> dict[str, Merger]:
+        return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return self._content(run, self._mergers(run)) | {"ranks": list(self.ranks)}
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        own, kept = self._own(run), resume / "ranks.jsonl"
+        done = {(entry["merger"], entry["rank"]): entry for entry in resumed(kept)}
+        cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
+        for label, rank in track(cells, "sweeping ranks", disable=not run.cfg.progress, transient=True):
+            if (label, rank) in done:
+                continue
+            merger = run.mergers[label]
+            method: Any = merger.method
+            unit = merge_at(run, replace(merger, method=replace(method, rank=rank)), 1.0)
+            entry = {"merger": label, "rank": rank, **self._best(run, unit, own, list(run.tasks))}
+            done[label, rank] = entry
+            keep(kept, entry)
+        return {"points": [done[cell] for cell in cells]}
+
+    def draw(self, data: Data) -> Drawing:
+        return _drawn("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCount(_Sweep):
+    """Experts merged at a time, for every merger of the run that has a coefficient.
+
+    Of each number some groups are merged and evaluated on their own tasks; the coefficient is the best for the
+    group.
+
+    Args:
+        groups: of each number, drawn from the run's seed; 0 takes the first tasks in their order alone.
+    """
+
+    groups: int = 3
+
+    def content(self, run: Context) -> dict[str, Any]:
+        content = self._content(run, _scaled(run))
+        return content | {"groups": self.groups, **experts_content(run, run.tasks)}
+
+    def _chosen(self, run: Context) -> list[list[str]]:
+        names = list(run.tasks)
+        generator = torch.Generator().manual_seed(run.seed)
+        found = []
+        for count in range(2, len(names) + 1):
+            if count == len(names) or self.groups == 0:
+                found.append(names[:count])
+                continue
+            seen: set[tuple[int, ...]] = set()
+            for _ in range(20 * self.groups):
+                seen.add(tuple(sorted(torch.randperm(len(names), generator=generator)[:count].tolist())))
+                if len(seen) == self.groups:
+                    break
+            found += [[names[i] for i in group] for group in sorted(seen)]
+        return found
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        own, kept = self._own(run), resume / "groups.jsonl"
+        done = {(entry["merger"], tuple(entry["tasks"])): entry for entry in resumed(kept)}
+        cells = [(label, tuple(group)) for label in _scaled(run) for group in self._chosen(run)]
+        for label, group in track(cells, "merging groups", disable=not run.cfg.progress, transient=True):
+            if (label, group) in done:
+                continue
+            unit = _merged(run, run.mergers[label].method.at(1.0), group)
+            best = self._best(run, unit, own, group)
+            entry = {"merger": label, "tasks": list(group), "experts": len(group), **best}
+            done[label, group] = entry
+            keep(kept, entry)
+        return {"points": [done[cell] for cell in cells]}
+
+    def draw(self, data: Data) -> Drawing:
+        return _drawn("Experts merged", "experts", "experts", data["points"], self.part)
+
+
+def _merged(run: Context, method: Method, tasks: Sequence[str]) -> dict[str, Any]:
+    experts = {task: run.expert(task).file("model.safetensors") for task in tasks}
+    sides = {
+        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in tasks}
+        for kind in method.side_inputs
+    }
+    return merge_state_dicts(run.base_state, experts, method, statistics=sides, device=run.device)
+
+
+def _drawn(title: str, x: str, key: str, points: list[dict[str, Any]], part: str) -> Drawing:
+    from mergekit_lab.reporting.figures import Lines
+
+    values: dict[str, dict[int, list[dict[str, float]]]] = {}
+    for point in points:
+        values.setdefault(point["merger"], {}).setdefault(point[key], []).append(point)
+
+    def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
+        return {
+            label: (list(places), [factor * sum(p[of] for p in at) / len(at) for at in places.values()])
+            for label, places in values.items()
+        }
+
+    panels: list[Any] = [
+        Lines(f"best coefficient, {part}", x, "value (% of the experts')", curve("normalised", 100.0)),
+        Lines("the coefficient", x, "α", curve("coefficient", 1.0)),
+    ]
+    return Drawing(title, panels, {})
+
+
+@dataclass(frozen=True)
+class CurvatureGain(Analysis):
+    """EpiMer's `η` of every matrix, and what its model loses less than the flat merge of the same directions.
+
+    `η ≥ 0` is the gain of the quadratic objective that curvature weights promise (EpiMer, Theorem 3); whether
+    the loss follows is what is measured here. The flat merge is the same method with equal curvatures, TSV-M.
+
+    Args:
+        merger: an EpiMer of the run; null: its first.
+        coefficient: `α` of both.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    merger: str | None = None
+    coefficient: float = 1.0
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _merger(self, run: Context) -> Merger:
+        known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
+        label = self.merger or next(iter(known), "")
+        if label not in known:
+            near = suggestion(label, known)
+            raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
+        return known[label]
+
+    def content(self, run: Context) -> dict[str, Any]:
+        merger = self._merger(run)
+        return {
+            "analysis": "curvature_gain",
+            "merge": content_key(run.merge_content(merger, merger.content)),
+            "coefficient": self.coefficient,
+            **data_content(run, run.tasks),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        merger = self._merger(run)
+        assert isinstance(merger.method, EpiMer)
+        chosen: dict[str, Sample] = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        notes: dict[str, dict[str, Any]] = {}
+        losses = {}
+        for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
+            kept = notes if name == "curved" else {}
+            unit = merge_state_dicts(
+                run.base_state,
+                {task: run.expert(task).file("model.safetensors") for task in run.tasks},
+                method.at(1.0),
+                fishers={task: run.side("fisher", task).file("fisher.safetensors") for task in run.tasks},
+                device=run.device,
+                notes=kept,
+            )
+            weights = Weights(run.model, run.base_state, {name: unit})
+            size = run.cfg.evaluation_batch_size
+            scores = line(run.model, weights, name, [self.coefficient], chosen, size)
+            losses[name] = {task: scores[task]["loss"][0] for task in run.tasks}
+        gains = {name: float(note["eta"]) for name, note in notes.items() if "eta" in note}
+        return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        depth = list(range(1, len(data["eta"]) + 1))
+        tasks = list(data["losses"]["flat"])
+        places = list(range(len(tasks)))
+        promised = {"η": (depth, data["eta"])}
+        curves = {name: (places, [of[t] for t in tasks]) for name, of in data["losses"].items()}
+        panels: list[Any] = [
+            Lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
+            Lines(f"loss at α = {self.coefficient:g}, {self.part}", "", "loss (nats)", curves, labels=tasks),
+        ]
+        return Drawing("Curvature's gain over the flat merge", panels, {})

@@ -1,0 +1,80 @@
+"""Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
+
+`experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names that FusionBench publishes under;
+`experts=FOLDER` takes `FOLDER/<task>`, a folder or a file; `experts={task: SOURCE}` names each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.backbones import OpenClip, as_image_tower
+from mergekit_lab.checkpoints import Checkpoint, cached_snapshot, open_checkpoint, sha256_of, write_tensors
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.tasks import HubImages, Task
+
+_SUFFIXES = ("", ".safetensors", ".pt", ".pth", ".bin")
+HUB = "hub:"
+
+
+def expert_source(given: str | Mapping[str, str], backbone: Any, task: Task) -> str:
+    """What `open_checkpoint` takes for a task's expert: a hub id or a path.
+
+    Raises:
+        InputError: nothing is given for the task, or published under a name that is known.
+    """
+    if isinstance(given, Mapping):
+        if task.name not in given:
+            raise InputError(f"experts names {listing(given)}, and none for the task {task.name!r}")
+        return given[task.name]
+    if given.startswith(HUB):
+        expert = getattr(task, "expert", None)
+        if not isinstance(backbone, OpenClip) or expert is None:
+            raise InputError(
+                f"no expert of {task.name!r} is known on the hub for this backbone: give "
+                f"experts={{{task.name}: SOURCE, …}}"
+            )
+        return f"{given.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
+    folder = Path(given).expanduser()
+    names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
+    for place in (folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES):
+        if place.exists():
+            return str(place)
+    raise InputError(
+        f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
+    )
+
+
+def expert_missing(source: str) -> bool:
+    """Whether an expert would have to be downloaded."""
+    return not Path(source).expanduser().exists() and cached_snapshot(source, None) is None
+
+
+def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:
+    """What names an imported expert in the store: the bytes it comes from, not where they are."""
+    opened = open_checkpoint(source, f"the expert of {task}")
+    digests = [_sha256(file, file.stat().st_mtime_ns) for file in opened.files]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return {"backbone": dict(backbone), "imported": digest, "task": task}
+
+
+def import_expert(source: str, base: Mapping[str, Any], task: str, out: Path) -> Mapping[str, Any]:
+    """Write an expert as the backbone's image tower.
+
+    Raises:
+        InputError: it cannot be read, is a pickle of a whole module, or of another architecture.
+    """
+    opened: Checkpoint = open_checkpoint(source, f"the expert of {task}")
+    write_tensors(out / "model.safetensors", as_image_tower(opened, base, opened.label))
+    (out / "curve.json").write_text(json.dumps([]))
+    return {"source": source}
+
+
+@lru_cache(maxsize=64)
+def _sha256(file: Path, modified: int) -> str:
+    return sha256_of(file)

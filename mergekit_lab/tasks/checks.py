@@ -1,0 +1,162 @@
+"""What a data set on disk is, against what was published: sizes, classes, corrupt and shared images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from mergekit_lab.tasks.decoding import decoded, over_chunks
+from mergekit_lab.tasks.images import HubImages
+from mergekit_lab.tasks.sources import Rows
+from mergekit_lab.tasks.task import PARTS, ImageTask, Split, image_digests
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class PartCheck:
+    """One part of a task.
+
+    Attributes:
+        images: how many there are.
+        published: how many its source should have, where that is known.
+        classes: how many of the class names occur.
+        smallest, largest: images of the rarest and the most frequent class that occurs.
+        corrupt: names of images that cannot be decoded, up to 20.
+        corrupt_count: how many there are.
+    """
+
+    images: int
+    published: int | None
+    classes: int
+    smallest: int
+    largest: int
+    corrupt: list[str] = field(default_factory=list)
+    corrupt_count: int = 0
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What was found of one task.
+
+    Attributes:
+        task: its name.
+        class_names: how many it has.
+        parts: by name.
+        shared: for each pair of parts, how many pictures of the second stand in the first too, pixel for pixel.
+        shared_names: some of those pictures, where they have names.
+        other_labels: `number: the source's name ↔ ours`, where the source names its labels otherwise.
+    """
+
+    task: str
+    class_names: int
+    parts: Mapping[str, PartCheck]
+    shared: Mapping[str, int]
+    shared_names: list[str] = field(default_factory=list)
+    other_labels: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What no run should start with."""
+        found = []
+        for part, check in self.parts.items():
+            if check.corrupt_count:
+                found.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
+        return found
+
+
+def check_task(task: ImageTask) -> DataCheck:
+    """Decode every image of a task and say what there is.
+
+    Raises:
+        InputError: the data cannot be had, or its labels are not those of the class names.
+    """
+    return _check_files(task) if isinstance(task, HubImages) else _check_tensors(task)
+
+
+def _check_tensors(task: ImageTask) -> DataCheck:
+    splits: dict[str, Split] = {part: task.split(part) for part in PARTS}
+    digests = {part: image_digests(split.images[:]) for part, split in splits.items()}
+    checks = {part: _counted(split.labels.numpy(), None) for part, split in splits.items()}
+    return DataCheck(task.name, len(task.classes), checks, _shared(digests))
+
+
+def _check_files(task: HubImages) -> DataCheck:
+    digests: dict[str, list[bytes]] = {}
+    names: dict[str, dict[bytes, str]] = {}
+    checks: dict[str, PartCheck] = {}
+    pixels = {part: _pixel_digests(rows) for part, rows in task.rows.items()}
+    for part in PARTS:
+        labels, where, chosen = task.labels(part)
+        rows = task.rows[where]
+        kept = [(int(row), pixels[where][row]) for row in chosen]
+        corrupt = [rows.name(row) for row, digest in kept if digest is None]
+        digests[part] = [digest for _, digest in kept if digest is not None]
+        names[part] = {digest: rows.name(row) for row, digest in kept if digest is not None}
+        published = task.sizes.get(part)
+        if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
+            published -= task.validation_count(published)
+        checks[part] = _counted(labels, published, corrupt)
+    return DataCheck(
+        task.name, len(task.classes), checks, _shared(digests), _shared_names(names), _other_labels(task)
+    )
+
+
+def _pixel_digests(rows: Rows) -> list[bytes | None]:
+    """A hash of every picture's size and pixels; None where it cannot be decoded."""
+
+    def work(_: range, images: list[bytes]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for encoded in images:
+            try:
+                image = decoded(encoded)
+                seen = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
+                seen.update(image.tobytes())
+                found.append(seen.digest())
+            except OSError:
+                found.append(None)
+        return found
+
+    return [digest for chunk in over_chunks(rows, work) for digest in chunk]
+
+
+def _counted(labels: np.ndarray, published: int | None, corrupt: list[str] | None = None) -> PartCheck:
+    counts = Counter(labels.tolist()).values()
+    corrupt = corrupt or []
+    return PartCheck(
+        len(labels), published, len(counts), min(counts), max(counts), corrupt[:_SHOWN], len(corrupt)
+    )
+
+
+def _shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
+    return {
+        f"{a}, {b}": sum(digest in seen for digest in digests[b])
+        for a, b in combinations(digests, 2)
+        for seen in [set(digests[a])]
+    }
+
+
+def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
+    pairs = [
+        f"{a}: {names[a][digest]} = {b}: {name}"
+        for a, b in combinations(names, 2)
+        for digest, name in names[b].items()
+        if digest in names[a]
+    ]
+    return pairs[:_SHOWN]
+
+
+def _other_labels(task: HubImages) -> list[str]:
+    theirs = task.rows["train"].label_names
+    if theirs is None or not (task.label_map("train") == np.arange(len(theirs))).all():
+        return []
+    return [
+        f"{number}: {their} ↔ {our}"
+        for number, (their, our) in enumerate(zip(theirs, task.classes, strict=False))
+        if not task.same_name(their, our)
+    ]

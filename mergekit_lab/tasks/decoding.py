@@ -1,0 +1,229 @@
+"""From encoded images to bytes on disk, once.
+
+Two forms. For evaluation every image is resized (bicubic, the shorter side) and cut to a centred square:
+`[N, 3, S, S]` in one file that is mapped into memory. For training the whole picture is kept with its shorter
+side at most 256 pixels, one after the other in one file, so that a random crop of it is what the published
+recipe crops from the original. Images are decoded by threads: Pillow works outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks.crops import centre_boxes, resized
+from mergekit_lab.tasks.sources import Rows
+
+TRAINING_SIDE = 256
+FORM = 1
+"""Raise it when the same image would be kept as other bytes."""
+
+T = TypeVar("T")
+
+
+class Index(NamedTuple):
+    """What is known of rows without decoding them.
+
+    labels: int64 `[N]`. digests: uint8 `[N, 16]`, of the encoded bytes. sizes: int64 `[N, 2]`, height and width
+    as the header says; zero where there is no readable header.
+    """
+
+    labels: np.ndarray
+    digests: np.ndarray
+    sizes: np.ndarray
+
+
+def over_chunks(
+    rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
+) -> Iterator[T]:
+    """`work` on chunks of rows, several at a time, results in order."""
+    wanted = range(len(rows.chunks)) if chunks is None else chunks
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        yield from pool.map(lambda chunk: work(rows.chunks[chunk], rows.load(chunk)), wanted)
+
+
+def index_rows(rows: Rows) -> Index:
+    """Hash every image and read its size, without decoding it."""
+    digests = np.zeros((len(rows), 16), np.uint8)
+    sizes = np.zeros((len(rows), 2), np.int64)
+
+    def work(places: range, images: list[bytes]) -> None:
+        for row, encoded in zip(places, images, strict=True):
+            digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
+            sizes[row] = _header(encoded)
+
+    for _ in over_chunks(rows, work):
+        pass
+    return Index(rows.labels, digests, sizes)
+
+
+def _header(encoded: bytes) -> tuple[int, int]:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return image.height, image.width
+    except (OSError, SyntaxError, ValueError):
+        return 0, 0
+
+
+def decoded(encoded: bytes) -> Any:
+    """The picture in RGB, as Pillow has it.
+
+    Raises:
+        OSError: it cannot be decoded.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return image.convert("RGB")
+    except (SyntaxError, ValueError, EOFError) as error:
+        raise OSError(str(error)) from None
+
+
+def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Height and width once the shorter of them is `side`; as torchvision's `Resize` rounds."""
+    height, width = size
+    if height <= width:
+        return side, max(side, int(side * width / height))
+    return max(side, int(side * height / width)), side
+
+
+def _pixels(image: Any, height: int, width: int) -> np.ndarray:
+    """Resized, uint8 `[3, height, width]`."""
+    from PIL import Image
+
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _centred(image: Any, side: int) -> np.ndarray:
+    height, width = shorter_side((image.height, image.width), side)
+    pixels = _pixels(image, height, width)
+    top, left = round((height - side) / 2), round((width - side) / 2)
+    return pixels[:, top : top + side, left : left + side]
+
+
+def kept_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
+    """Height and width of the chosen rows' pictures as kept for training, int64 `[n, 2]`."""
+    sizes = index.sizes[chosen]
+    large = sizes.min(1) > TRAINING_SIDE
+    kept = sizes.copy()
+    for row in large.nonzero()[0]:
+        kept[row] = shorter_side((int(sizes[row, 0]), int(sizes[row, 1])), TRAINING_SIDE)
+    return kept
+
+
+def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, sizes: np.ndarray) -> None:
+    """Decode the chosen rows into one file of bytes, in their order.
+
+    Args:
+        chosen: ascending rows.
+        side: of centred squares; None keeps pictures of the given `sizes`.
+        sizes: int64 `[n, 2]` of what is written.
+
+    Raises:
+        InputError: an image cannot be decoded; it is named.
+    """
+    ends = np.cumsum(3 * sizes.prod(1))
+    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    place = {int(row): position for position, row in enumerate(chosen)}
+    wanted = [c for c, span in enumerate(rows.chunks) if any(row in place for row in span)]
+    with file.open("wb") as made:
+        made.truncate(int(ends[-1]) if len(ends) else 0)
+    out = np.memmap(file, np.uint8, "r+") if len(ends) and ends[-1] else np.zeros(0, np.uint8)
+
+    def work(places: range, images: list[bytes]) -> None:
+        for row, encoded in zip(places, images, strict=True):
+            if (at := place.get(row)) is None:
+                continue
+            height, width = map(int, sizes[at])
+            try:
+                image = decoded(encoded)
+            except OSError as error:
+                raise InputError(
+                    f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
+                ) from None
+            pixels = _centred(image, side) if side else _pixels(image, height, width)
+            out[starts[at] : ends[at]] = pixels.reshape(-1)
+
+    for _ in over_chunks(rows, work, wanted):
+        pass
+    if isinstance(out, np.memmap):
+        out.flush()
+
+
+def mapped(file: Path) -> Tensor:
+    """A file's bytes, mapped into memory, uint8 `[bytes]`."""
+    return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+
+
+class Pictures:
+    """Pictures of many sizes in one run of bytes.
+
+    Indexing gives what evaluation sees of them: centred squares of `side`, uint8 `[n, 3, side, side]`.
+
+    Args:
+        data: uint8 `[bytes]`, picture after picture, each `[3, H, W]`.
+        sizes: int64 `[N, 2]`, heights and widths.
+        side: of the squares.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, data: Tensor, sizes: np.ndarray, side: int) -> None:
+        self.data = data
+        self.sizes = torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int64))
+        self.side = side
+        self._bytes = data.numpy()
+        self._shapes = self.sizes.numpy()
+        self._starts = np.concatenate([[0], np.cumsum(3 * self._shapes.prod(1))])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of what indexing all of them would give."""
+        return len(self), 3, self.side, self.side
+
+    def dim(self) -> int:
+        return 4
+
+    def picture(self, position: int) -> np.ndarray:
+        """One picture as it is kept, uint8 `[3, H, W]`; a view."""
+        start, end = self._starts[position], self._starts[position + 1]
+        return self._bytes[start:end].reshape(3, *self._shapes[position])
+
+    def whole(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Pictures as they are kept: uint8 `[n, 3, H, W]`, zero beyond their own sizes, and these, `[n, 2]`.
+
+        NumPy copies them: it needs less of Python's lock a picture than torch, and this runs beside training.
+        """
+        sizes = self.sizes[positions]
+        height, width = sizes.max(0).values.tolist()
+        out = np.zeros((len(sizes), 3, height, width), np.uint8)
+        for place, position in zip(out, positions.tolist(), strict=True):
+            picture = self.picture(position)
+            place[:, : picture.shape[1], : picture.shape[2]] = picture
+        return torch.from_numpy(out), sizes
+
+    def __getitem__(self, index: Tensor | slice) -> Tensor:
+        positions = torch.arange(len(self))[index]
+        out = [torch.empty(0, 3, self.side, self.side)]
+        for some in positions.split(256) if len(positions) else ():
+            pixels, sizes = self.whole(some)
+            out.append(resized(pixels, centre_boxes(sizes), self.side))
+        return torch.cat(out).round().to(torch.uint8)

@@ -1,0 +1,83 @@
+"""Data sets of the Hugging Face hub as local folders: what is cached is used without a network."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks.sources import part_files
+
+log = logging.getLogger(__name__)
+
+_CONVERTED = "refs/convert/parquet"
+"""Where the hub keeps its own parquet of repositories that publish something else."""
+
+
+def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
+    """The cached folder of a data set, if it holds every file of these parts."""
+    import huggingface_hub
+
+    for revision in (None, _CONVERTED):
+        try:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    repo, repo_type="dataset", revision=revision, local_files_only=True
+                )
+            )
+        except OSError:
+            continue
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+        if all(_whole(part_files(names, part, subset)) for part in parts):
+            return folder
+    return None
+
+
+def download_data(
+    repo: str, parts: Sequence[str], subset: str | None, into: Path | None = None, also: Sequence[str] = ()
+) -> Path:
+    """Download the files of these parts.
+
+    Args:
+        also: parts that are taken too where there are some.
+        into: a folder to put them into; None takes the hub's cache.
+
+    Raises:
+        InputError: the hub cannot be reached, or has no such data set or part.
+    """
+    import huggingface_hub
+
+    cause = unreachable()
+    if cause:
+        raise InputError(f"the data set {repo} cannot be downloaded: {cause}")
+    try:
+        for revision in ("main", _CONVERTED):
+            known = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision)
+            by_part = {part: part_files(known, part, subset) for part in parts}
+            if all(by_part.values()):
+                log.info("%s: downloading %d files", repo, sum(map(len, by_part.values())))
+                by_part |= {part: part_files(known, part, subset) for part in also}
+                wanted = [file for files in by_part.values() for file in files]
+                return Path(
+                    huggingface_hub.snapshot_download(
+                        repo,
+                        repo_type="dataset",
+                        revision=revision,
+                        allow_patterns=[*wanted, "README.md"],
+                        local_dir=into,
+                    )
+                )
+    except Exception as error:  # the hub's client raises what its HTTP library does
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"the data set {repo} cannot be downloaded: {reason}") from None
+    lacking = ", ".join(part for part, files in by_part.items() if not files)
+    raise InputError(f"the data set {repo} has no parquet or tar files of {lacking}")
+
+
+def _whole(files: Sequence[str]) -> bool:
+    """Whether every shard is there that a file's name tells of."""
+    counts = [re.search(r"-of-(\d+)", file) for file in files]
+    return bool(files) and all(found is None or int(found[1]) == len(files) for found in counts)

@@ -1,0 +1,363 @@
+"""Published image data sets as tasks: what differs between them is data, in one configuration file each.
+
+Class names and prompt templates are text files in `assets/clip`, each with its source and licence in its first
+lines. Images come from a local folder or from the hub (`sources.py`), are decoded once (`decoding.py`), and are
+kept by whoever `keep` is: the store of a run, or memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.tasks.decoding import (
+    FORM,
+    Index,
+    Pictures,
+    index_rows,
+    kept_sizes,
+    mapped,
+    write_images,
+)
+from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.sources import Rows, open_rows
+from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets" / "clip"
+_FILES = ("images.u8", "arrays.npz")
+SIDE = 224
+"""Of evaluated images, in pixels: what the CLIP models of the published protocol see."""
+
+Make = Callable[[Path], Mapping[str, Any]]
+
+
+class Keeper(Protocol):
+    """Makes a folder of files once, and finds it again: `(kind, content, bytes to be written, make)` → folder.
+
+    `content` names the folder: everything that decides its files. `make` gets an empty folder and fills it.
+    """
+
+    def __call__(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Path: ...
+
+
+@dataclass(frozen=True, eq=False)
+class HubImages(ImageTask):
+    """A published data set of labelled images.
+
+    Args:
+        name: the task.
+        class_names, prompts: names of files in `assets/clip/classes` and `assets/clip/templates`, or paths of
+            one's own: one a line, in the order of the labels; lines that start with `#` say where from.
+        hub: the data set's repository on the Hugging Face hub, or None.
+        subset: of the repository, where it has several.
+        image_column, label_column: of parquet files.
+        parts: what the source calls each part, in the order of preference. Where it has no `validation`, that
+            is
+            cut off the training part: `validation_share` of it, `validation_most` at most, by a permutation
+            from `seed`.
+        sizes: published numbers of images, for `stage=check_data`.
+        expert: what published fine-tuned checkpoints call the task, or None.
+        source: a folder with the data (a copy of the hub's repository, `<part>/<class>/<image>`, or the
+            original archive where a reader exists), or another repository; None looks at `root`, then on the
+            hub.
+        root: a folder that holds a folder of the task's name, or None.
+        keep: where what is read and decoded is kept; None keeps it in memory.
+
+    Raises:
+        InputError: class names or prompts that are not there or malformed; at use, data that cannot be had.
+    """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # files can change under equal fields
+
+    class_names: str
+    prompts: str
+    hub: str | None = None
+    subset: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    parts: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {"train": ["train"], "validation": [], "test": ["test"]}
+    )
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    expert: str | None = None
+    validation_share: float = 0.1
+    validation_most: int = 5000
+    seed: int = 0
+    source: str | None = None
+    root: str | None = None
+    keep: Keeper | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if set(self.parts) != set(PARTS) or not self.parts["train"] or not self.parts["test"]:
+            raise InputError(
+                f"task {self.name!r}: parts must name train, validation (which may be empty) and test, got "
+                f"{dict(self.parts)}"
+            )
+        if not 0 < self.validation_share < 1 or self.validation_most < 1:
+            raise InputError(
+                f"task {self.name!r}: validation_share must be in (0, 1) and validation_most at least 1"
+            )
+        if any("{}" not in template for template in self.templates):
+            raise InputError(
+                f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
+            )
+
+    def kept_by(self, keep: Keeper) -> HubImages:
+        """The same task, whose data `keep` holds."""
+        return replace(self, keep=keep)
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _lines("classes", self.class_names, self.name)
+
+    @cached_property
+    def templates(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _lines("templates", self.prompts, self.name)
+
+    # --- where the data is ------------------------------------------------------------------------------
+
+    def folder(self) -> Path | None:
+        """The local folder of the data, or None if it would have to be downloaded.
+
+        Raises:
+            InputError: a folder that was named does not exist.
+        """
+        if self.source is not None and (given := Path(self.source).expanduser()).exists():
+            return given
+        if self.source is not None and self._repository != self.source:
+            raise InputError(f"sources.{self.name} is {self.source!r}, which is neither a folder nor a hub id")
+        if self.source is None and self.root is not None:
+            inside = Path(self.root).expanduser() / self.name
+            if inside.is_dir():
+                return inside
+        return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
+
+    @property
+    def _repository(self) -> str | None:
+        if self.source is not None:
+            return self.source if re.fullmatch(r"[\w.-]+/[\w.-]+", self.source) else None
+        return self.hub
+
+    @property
+    def wanted_parts(self) -> list[str]:
+        """What the source calls the parts that must be there."""
+        return [self.parts["train"][0], self.parts["test"][0]]
+
+    def download(self, into: Path | None = None) -> Path:
+        """Download the data; into the hub's cache, or a folder.
+
+        Raises:
+            InputError: the task has no repository, or it cannot be had.
+        """
+        if self._repository is None:
+            raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
+        return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
+
+    def whence(self) -> str:
+        """Where the data would come from, for messages."""
+        place = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
+        return (
+            f"{self.name}: {f'data set {self._repository} of the hub, or ' if self._repository else ''}{place}"
+        )
+
+    # --- what the source holds --------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> dict[str, Rows]:
+        """The source's parts; `validation` only where it has one of its own.
+
+        Raises:
+            InputError: there is no training or test part, or labels that cannot be those of the class names.
+        """
+        place = self.folder() or self.download()
+        found: dict[str, Rows] = {}
+        for part in PARTS:
+            rows = open_rows(place, self.parts[part], self.subset, self.image_column, self.label_column)
+            if rows is not None:
+                found[part] = rows
+            elif part != "validation":
+                raise InputError(
+                    f"{place} holds no part {' or '.join(self.parts[part])} of {self.name}: expected parquet "
+                    f"or tar files named by part, or {self.parts[part][0]}/<class>/<image>"
+                )
+        return found
+
+    def label_map(self, part: str) -> np.ndarray:
+        """Ours by the source's label numbers: another order of the same names is put into ours."""
+        names = self.rows[part].label_names
+        ours = [_plain(name) for name in self.classes]
+        if names and sorted(map(_plain, names)) == sorted(ours):
+            return np.array([ours.index(_plain(name)) for name in names], dtype=np.int64)
+        return np.arange(max(len(self.classes), int(self.rows[part].labels.max(initial=0)) + 1))
+
+    @staticmethod
+    def same_name(a: str, b: str) -> bool:
+        """Whether two label names differ in nothing but case, spaces and signs."""
+        return _plain(a) == _plain(b)
+
+    @cached_property
+    def _indices(self) -> dict[str, Index]:
+        return {part: self._indexed(rows, part) for part, rows in self.rows.items()}
+
+    def _indexed(self, rows: Rows, part: str) -> Index:
+        state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
+        seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+        content: dict[str, Any] = {
+            "task": self.name,
+            "part": part,
+            "files": seen,
+            "folder": str(rows.files[0].parent.resolve()),
+        }
+        content |= {"columns": [self.image_column, self.label_column], "rows": len(rows)}
+
+        def make(out: Path) -> Mapping[str, Any]:
+            index = index_rows(rows)
+            np.savez(out / _FILES[1], digests=index.digests, sizes=index.sizes)
+            return {"images": len(rows)}
+
+        if self.keep is None:
+            index = index_rows(rows)
+        else:
+            arrays = np.load(self.keep("indices", content, 32 * len(rows), make) / _FILES[1])
+            index = Index(rows.labels, arrays["digests"], arrays["sizes"])
+        return index._replace(labels=self.label_map(part)[rows.labels])
+
+    def validation_count(self, total: int) -> int:
+        """How many of `total` training images validate, where the source has no part for it."""
+        return min(int(self.validation_share * total), self.validation_most)
+
+    def labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
+        """A part's labels, the source's part that it is taken from, and its rows there.
+
+        Raises:
+            InputError: the part is empty, or labels beyond the class names.
+        """
+        where, chosen = self._chosen(part)
+        labels = self.label_map(where)[self.rows[where].labels][chosen]
+        if len(labels) == 0:
+            raise InputError(f"task {self.name!r} has an empty part {part!r}")
+        if labels.min() < 0 or labels.max() >= len(self.classes):
+            raise InputError(
+                f"task {self.name!r} names {len(self.classes)} classes, but labels of {part!r} span "
+                f"{labels.min()} … {labels.max()}: is it another data set?"
+            )
+        return labels, where, chosen
+
+    def _chosen(self, part: Part) -> tuple[str, np.ndarray]:
+        """The source's part that a part is taken from, and its rows, ascending."""
+        if part == "test" or "validation" in self.rows:
+            return part, np.arange(len(self.rows[part]))
+        total = len(self.rows["train"])
+        count = self.validation_count(total)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed)).numpy()
+        kept = order[: total - count] if part == "train" else order[total - count :]
+        return "train", np.sort(kept)
+
+    # --- the contract -----------------------------------------------------------------------------------
+
+    def digest(self) -> str:
+        """Over name, classes, templates, and the encoded images' hashes and labels of all parts.
+
+        Nothing is decoded for it, and the same files give the same digest on every machine.
+        """
+        digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
+        for part in PARTS:
+            digest.update(self._part_digest(part).encode())
+        return digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return self.digest()
+
+    def split(self, part: Part) -> Split:
+        """The part, made once for this task; another task of equal fields looks at the files again."""
+        if part not in PARTS:
+            return super().split(part)
+        if part not in self._splits:
+            self._splits[part] = self.make(part)
+        return self._splits[part]
+
+    @cached_property
+    def _splits(self) -> dict[Part, Split]:
+        return {}
+
+    def count(self, part: Part) -> int:
+        return len(self.labels(part)[0])
+
+    def _part_digest(self, part: Part) -> str:
+        where, chosen = self._chosen(part)
+        index = self._indices[where]
+        digest = hashlib.sha256(repr((part, len(chosen))).encode())
+        digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
+        digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
+        return digest.hexdigest()
+
+    def make(self, part: Part) -> Split:
+        """Decode a part, or map what an earlier run decoded.
+
+        Raises:
+            InputError: an image that cannot be decoded, by name; labels beyond the class names.
+        """
+        labels, where, chosen = self.labels(part)
+        rows, index = self.rows[where], self._indices[where]
+        side = None if part == "train" else SIDE
+        sizes = kept_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
+        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
+        if len(unreadable):
+            names = listing([rows.name(int(chosen[at])) for at in unreadable], 3)
+            raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
+        content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
+
+        def make(out: Path) -> Mapping[str, Any]:
+            write_images(rows, chosen, out / _FILES[0], side, sizes)
+            return {"task": self.name, "part": part, "images": len(chosen)}
+
+        if self.keep is None:
+            data = _in_memory(make)
+        else:
+            size = int(3 * sizes.prod(1).sum())
+            data = mapped(self.keep("images", content, size, make) / _FILES[0])
+        images = Pictures(data, sizes, SIDE) if side is None else data.view(-1, 3, side, side)
+        return Split(images, torch.from_numpy(labels))
+
+
+def _in_memory(make: Make) -> torch.Tensor:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        make(Path(folder))
+        return torch.frombuffer(bytearray((Path(folder) / _FILES[0]).read_bytes()), dtype=torch.uint8)
+
+
+def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
+    own = Path(name).expanduser()
+    file = own if own.is_file() else _ASSETS / kind / f"{name}.txt"
+    if not file.is_file():
+        known = [path.stem for path in (_ASSETS / kind).glob("*.txt")]
+        raise InputError(
+            f"task {task!r}: there are no {kind} {name!r}, and no such file{suggestion(name, known)}"
+        )
+    lines = file.read_text(encoding="utf-8").splitlines()
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise InputError(f"task {task!r}: {file} holds no {kind}")
+    return found
+
+
+def _plain(name: str) -> str:
+    """A label's name without case, spaces and signs, for comparing."""
+    return re.sub(r"[\W_]+", "", name.lower())

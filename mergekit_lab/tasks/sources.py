@@ -1,0 +1,290 @@
+"""Where a data set's images come from: a folder in one of the layouts that data sets are published in.
+
+A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts:
+a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set), folders
+of images by part and class, and FER-2013's own CSV. Nothing here decodes an image.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mergekit_lab.errors import InputError, listing
+
+IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
+_CHUNK = 64
+_FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
+_FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
+
+
+class Rows(ABC):
+    """One part of a data set, as its source has it.
+
+    Attributes:
+        labels: int64 `[N]`, the source's own numbers.
+        label_names: what the source calls its labels, in their order; None where it does not say.
+        chunks: ranges of rows that are read together; they cover all rows in order.
+        files: the files that decide the rows; their sizes and times say whether they are still the same.
+    """
+
+    labels: np.ndarray
+    label_names: tuple[str, ...] | None = None
+    chunks: list[range]
+    files: list[Path]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def load(self, chunk: int) -> list[bytes]:
+        """The encoded images of a chunk."""
+
+    @abstractmethod
+    def name(self, row: int) -> str:
+        """What a message calls a row's image."""
+
+
+def _in_chunks(total: int) -> list[range]:
+    return [range(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
+
+
+class ParquetRows(Rows):
+    """Parquet files with a column of images (`{bytes, path}` or bytes) and one of labels.
+
+    Args:
+        files: the part's files, in order.
+        image: the images' column; where there is none of that name, the only column of that kind.
+        label: the labels' column: integers, booleans or names.
+    """
+
+    def __init__(self, files: Sequence[Path], image: str, label: str) -> None:
+        from pyarrow import parquet
+
+        self.files = list(files)
+        self.chunks, self._groups = [], []
+        labels: list[Any] = []
+        for file in files:
+            opened = _open_parquet(file)
+            self._image = _image_column(file, opened.schema_arrow, image)
+            if label not in opened.schema_arrow.names:
+                raise InputError(
+                    f"{file} has no column {label!r} of labels; columns: {listing(opened.schema_arrow.names)}"
+                )
+            self.label_names = _label_names(opened.schema_arrow, label)
+            first = len(labels)
+            labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
+            for group in range(opened.num_row_groups):
+                size = opened.metadata.row_group(group).num_rows
+                self.chunks.append(range(first, first + size))
+                self._groups.append((file, group))
+                first += size
+        self.labels, names = _numbered(labels)
+        self.label_names = names or self.label_names
+
+    def load(self, chunk: int) -> list[bytes]:
+        file, group = self._groups[chunk]
+        rows = _open_parquet(file).read_row_group(group, columns=[self._image]).column(0).to_pylist()
+        return [row["bytes"] if isinstance(row, dict) else row for row in rows]
+
+    def name(self, row: int) -> str:
+        at = next(i for i, rows in enumerate(self.chunks) if row in rows)
+        return f"{self._groups[at][0].name}, row {row - self._first_row(at)}"
+
+    def _first_row(self, chunk: int) -> int:
+        """The first row of the file that holds a chunk."""
+        file = self._groups[chunk][0]
+        return next(
+            rows.start for rows, (other, _) in zip(self.chunks, self._groups, strict=True) if other == file
+        )
+
+
+def _open_parquet(file: Path) -> Any:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        return parquet.ParquetFile(file)
+    except (ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{file} is no readable parquet file ({reason}): was the copy cut short?") from None
+
+
+def _image_column(file: Path, schema: Any, wanted: str) -> str:
+    if wanted in schema.names:
+        return wanted
+    from pyarrow import types
+
+    def holds_images(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    found = [field.name for field in schema if holds_images(field.type)]
+    if len(found) != 1:
+        raise InputError(
+            f"{file} has no column {wanted!r} of images, and {len(found)} columns that could be; columns: "
+            f"{listing(schema.names)}"
+        )
+    return str(found[0])
+
+
+def _label_names(schema: Any, label: str) -> tuple[str, ...] | None:
+    """The names that the hub's library writes into a file's header."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return tuple(features[label]["names"])
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _numbered(labels: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Labels as integers; names are numbered in the order of the alphabet."""
+    if labels and isinstance(labels[0], str):
+        names = tuple(sorted(set(labels)))
+        place = {name: number for number, name in enumerate(names)}
+        return np.array([place[label] for label in labels], dtype=np.int64), names
+    return np.array(labels, dtype=np.int64), None
+
+
+class FolderRows(Rows):
+    """`<class>/<image>` below one folder; classes are numbered in the order of the alphabet."""
+
+    def __init__(self, folder: Path) -> None:
+        classes = sorted(place for place in folder.iterdir() if place.is_dir())
+        found = [
+            (number, file)
+            for number, place in enumerate(classes)
+            for file in sorted(place.rglob("*"))
+            if file.suffix.lower() in IMAGE_FILES
+        ]
+        self._folder = folder
+        self._images = [file for _, file in found]
+        self.labels = np.array([number for number, _ in found], dtype=np.int64)
+        self.label_names = tuple(place.name for place in classes)
+        self.chunks = _in_chunks(len(found))
+        self.files = self._images
+
+    def load(self, chunk: int) -> list[bytes]:
+        return [self._images[row].read_bytes() for row in self.chunks[chunk]]
+
+    def name(self, row: int) -> str:
+        return str(self._images[row].relative_to(self._folder.parent))
+
+
+class TarRows(Rows):
+    """A web data set: tar files in which `key.<image>` stands beside `key.cls`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = list(files)
+        self._places: list[tuple[Path, int, int, str]] = []
+        labels: list[int] = []
+        for file in files:
+            images: dict[str, tarfile.TarInfo] = {}
+            numbers: dict[str, int] = {}
+            try:
+                with tarfile.open(file) as opened:
+                    for member in opened:
+                        key, _, kind = member.name.rpartition(".")
+                        if f".{kind.lower()}" in IMAGE_FILES:
+                            images[key] = member
+                        elif kind == "cls":
+                            numbers[key] = int(opened.extractfile(member).read())  # type: ignore[union-attr]
+            except (tarfile.TarError, OSError, ValueError) as error:
+                raise InputError(f"{file} is no readable web data set ({error})") from None
+            for key in images.keys() & numbers.keys() if len(images) != len(numbers) else images:
+                member = images[key]
+                self._places.append((file, member.offset_data, member.size, member.name))
+                labels.append(numbers[key])
+        self.labels = np.array(labels, dtype=np.int64)
+        self.chunks = _in_chunks(len(labels))
+
+    def load(self, chunk: int) -> list[bytes]:
+        found = []
+        for file, start, size, _ in (self._places[row] for row in self.chunks[chunk]):
+            with file.open("rb") as opened:
+                opened.seek(start)
+                found.append(opened.read(size))
+        return found
+
+    def name(self, row: int) -> str:
+        return f"{self._places[row][0].name}: {self._places[row][3]}"
+
+
+class Fer2013Rows(Rows):
+    """FER-2013's archive: `fer2013.csv` with the columns emotion, pixels (48×48 grey levels) and Usage."""
+
+    def __init__(self, file: Path, part: str) -> None:
+        wanted = _FER2013_USAGE.get(part, set())
+        self.files = [file]
+        self._file = file
+        self._pixels, labels = [], []
+        csv.field_size_limit(1 << 24)
+        with file.open(newline="") as opened:
+            for row in csv.DictReader(opened):
+                if row["Usage"] in wanted:
+                    self._pixels.append(row["pixels"])
+                    labels.append(int(row["emotion"]))
+        self.labels = np.array(labels, dtype=np.int64)
+        self.label_names = _FER2013_LABELS
+        self.chunks = _in_chunks(len(labels))
+
+    def load(self, chunk: int) -> list[bytes]:
+        from PIL import Image
+
+        found = []
+        for row in self.chunks[chunk]:
+            grey = np.array(self._pixels[row].split(), dtype=np.uint8)
+            side = int(len(grey) ** 0.5)
+            out = io.BytesIO()
+            Image.fromarray(grey.reshape(side, side)).save(out, "PNG")
+            found.append(out.getvalue())
+        return found
+
+    def name(self, row: int) -> str:
+        return f"{self._file.name}, image {row}"
+
+
+def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
+    """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
+
+    `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
+    `train/0.tar`.
+    """
+    data = sorted(file for file in files if file.endswith((".parquet", ".tar")))
+    inside = [file for file in data if subset in Path(file).parts[:-1]] if subset else []
+    return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
+
+
+def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
+    """The first of the parts that a folder has, in whichever layout; None if it has none.
+
+    Args:
+        parts: names of the part, in the order of preference.
+        subset: a repository's subset, where it has several.
+        image, label: columns of parquet files.
+
+    Raises:
+        InputError: files that cannot be read, or lack a column.
+    """
+    names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
+    for part in parts:
+        files = [folder / file for file in part_files(names, part, subset)]
+        if files and files[0].suffix == ".parquet":
+            return ParquetRows(files, image, label)
+        if files:
+            return TarRows(files)
+        if (folder / "fer2013.csv").is_file():
+            if part in _FER2013_USAGE:
+                return Fer2013Rows(folder / "fer2013.csv", part)
+        elif not names and (folder / part).is_dir():
+            return FolderRows(folder / part)
+    return None

@@ -1,0 +1,59 @@
+"""What training costs: steps a second and memory, validation left out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+_WARM_UP = 5
+
+
+class TrainingCost(Callback):
+    """Measures a training while it runs; the first five steps are left out of its speed.
+
+    Attributes:
+        measured: `steps_per_second` of training alone, and `gigabytes` (10⁹ bytes) at most allocated on a CUDA
+            device; empty where there was too little to measure.
+    """
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = {}
+        self._steps = 0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self._since is None and self._steps >= _WARM_UP:
+            self._since = self._now(trainer)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Validation, and the checkpoints after it, are left out until the next step begins."""
+        self._pause(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._pause(trainer)
+        if self._steps > _WARM_UP and self._seconds > 0:
+            self.measured["steps_per_second"] = round((self._steps - _WARM_UP) / self._seconds, 4)
+        if pl_module.device.type == "cuda":
+            self.measured["gigabytes"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
+
+    def _pause(self, trainer: Any) -> None:
+        if self._since is not None:
+            self._seconds += self._now(trainer) - self._since
+            self._since = None
+
+    def _now(self, trainer: Any) -> float:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.monotonic()

@@ -1,0 +1,158 @@
+"""transformers' layout and open_clip's name the same weights: same features, both ways; others are refused."""
+
+import shutil
+
+import open_clip
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import mergekit_lab.backbones.open_clip as room
+from mergekit_lab.backbones import OpenClip, as_image_tower, from_transformers, to_transformers
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.errors import InputError
+
+WIDTH, HEADS, SIDE = 64, 1, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_architecture():
+    """open_clip's CLIP with QuickGELU, as OpenAI's, in small."""
+    config = {
+        "embed_dim": 16,
+        "quick_gelu": True,
+        "vision_cfg": {"image_size": SIDE, "layers": 2, "width": WIDTH, "patch_size": 16},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 1, "layers": 2},
+    }
+    models = open_clip.factory._MODEL_CONFIGS
+    models |= {"tiny-layout": config, "tiny-plain": config | {"quick_gelu": False}}
+    yield
+    del models["tiny-layout"], models["tiny-plain"]
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' whole CLIP with random weights."""
+    from transformers import CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    common = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "projection_dim": 16}
+    config = CLIPConfig(
+        text_config={**common, "hidden_size": 64, "intermediate_size": 256},
+        vision_config={
+            **common,
+            "hidden_size": WIDTH,
+            "intermediate_size": 4 * WIDTH,
+            "image_size": SIDE,
+            "patch_size": 16,
+        },
+        projection_dim=16,
+    )
+    model = CLIPModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
+    place = tmp_path_factory.mktemp("clip")
+    theirs.save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def pixels():
+    return torch.randint(0, 256, (3, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
+
+def _normalised(backbone: OpenClip, pixels):
+    encoder = backbone.model()
+    return (pixels / 255 - encoder.mean) / encoder.std
+
+
+def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels):
+    ours = OpenClip("tiny-layout", str(folder))
+    with torch.no_grad():
+        images = theirs.get_image_features(pixel_values=_normalised(ours, pixels)).pooler_output
+        torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
+        tokens = open_clip.get_tokenizer("ViT-B-32")(["a photo of a cat.", "a dog"])
+        texts = theirs.get_text_features(input_ids=tokens).pooler_output
+        torch.testing.assert_close(room._model(ours._key).encode_text(tokens), texts, atol=1e-5, rtol=0)
+
+
+def test_a_folder_that_says_quickgelu_gets_it_under_a_plain_name_too(folder, pixels, tmp_path):
+    """Plain GELU on such weights would only make the accuracy worse, without an error."""
+    named, plain = OpenClip("tiny-layout", str(folder)), OpenClip("tiny-plain", str(folder))
+    assert plain.quick_gelu()
+    with torch.no_grad():
+        expected = named.model()(pixels)
+        assert torch.equal(plain.model()(pixels), expected)
+        shutil.copy(folder / "model.safetensors", tmp_path)
+        alone = OpenClip("tiny-plain", str(tmp_path))
+        assert not alone.quick_gelu()
+        assert (alone.model()(pixels) - expected).abs().max() > 1e-4
+
+
+def test_a_public_expert_on_the_backbones_projection_gives_the_same_features(theirs, folder, pixels, tmp_path):
+    """As published experts are: the vision model alone, saved by transformers, without a projection."""
+    from transformers import CLIPVisionModel
+
+    expert = CLIPVisionModel(theirs.config.vision_config).eval()
+    for parameter in expert.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    expert.save_pretrained(tmp_path)
+    backbone = OpenClip("tiny-layout", str(folder))
+    encoder = backbone.model()
+    encoder.load_state_dict(as_image_tower(open_checkpoint(tmp_path), encoder.state_dict(), "expert"))
+    with torch.no_grad():
+        pooled = expert(pixel_values=_normalised(backbone, pixels)).pooler_output
+        expected = normalize(theirs.visual_projection(pooled), dim=-1)
+        torch.testing.assert_close(encoder(pixels), expected, atol=1e-5, rtol=0)
+
+
+def test_what_is_written_for_transformers_loads_there_and_gives_our_features(folder, pixels, theirs, tmp_path):
+    from safetensors.torch import save_file
+    from transformers import CLIPVisionModelWithProjection
+
+    backbone = OpenClip("tiny-layout", None, seed=3)
+    encoder = backbone.model()
+    save_file(to_transformers(encoder.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    theirs.config.vision_config.save_pretrained(tmp_path)
+    model, report = CLIPVisionModelWithProjection.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    with torch.no_grad():
+        images = model.eval()(pixel_values=_normalised(backbone, pixels)).image_embeds
+        torch.testing.assert_close(encoder(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
+
+
+def test_there_and_back_is_the_same_bits():
+    state = room._model(OpenClip("tiny-layout", None, seed=1)._key).state_dict()
+    back = from_transformers(to_transformers(state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "image_encoder.model."])
+def test_state_dicts_below_a_prefix_are_found(prefix):
+    """Task arithmetic's encoders hold the whole model as `model`."""
+    whole = room._model(OpenClip("tiny-layout", None, seed=1)._key).state_dict()
+    base = OpenClip("tiny-layout", None).model().state_dict()
+    found = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
+    assert all(torch.equal(found[name], whole[name]) for name in base)
+
+
+def test_an_expert_of_another_architecture_is_refused_by_its_tensors(theirs):
+    base = OpenClip("glyph-clip", None).model().state_dict()
+    with pytest.raises(InputError, match=r"svhn lacks \d+ tensors of the backbone's image tower"):
+        as_image_tower(theirs.state_dict(), base, "svhn")
+    other = OpenClip("tiny-layout", None).model().state_dict()
+    other["visual.conv1.weight"] = other["visual.conv1.weight"][..., :8]
+    with pytest.raises(InputError, match=r"'visual.conv1.weight' is .*fine-tuned from another architecture"):
+        as_image_tower(theirs.state_dict(), other, "svhn")
+
+
+def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "finetuned.pt")
+    with pytest.raises(InputError, match=r"holds more than plain tensors.*save `model.state_dict\(\)` instead"):
+        open_checkpoint(tmp_path / "finetuned.pt")

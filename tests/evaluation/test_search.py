@@ -1,0 +1,86 @@
+"""Searches find what the whole grid would find, and do less."""
+
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.evaluation import Candidate, best_candidate, halve, search_grid
+
+EXPERTS = {"a": 0.8, "b": 0.9, "c": 1.0}
+
+
+class Curve:
+    """Values that peak at 0.7 for every task, the peak a little apart; counts what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, str, float]] = []
+
+    def __call__(self, coefficient: float):
+        def score(task: str, share: float) -> float:
+            self.asked.append((coefficient, task, share))
+            peak = {"a": 0.65, "b": 0.7, "c": 0.75}[task]
+            return max(0.0, 0.8 - 2 * abs(coefficient - peak))
+
+        return score
+
+
+GRID = [i / 10 for i in range(1, 21)]
+
+
+def test_pruning_asks_for_less_and_chooses_the_same() -> None:
+    whole, cut = Curve(), Curve()
+    all_of_it = search_grid(GRID, EXPERTS, whole, prune=False)
+    pruned = search_grid(GRID, EXPERTS, cut)
+    assert best_candidate(pruned) == best_candidate(all_of_it)
+    assert best_candidate(pruned).coefficient == 0.7
+    assert len(cut.asked) < 0.75 * len(whole.asked)
+    assert [c.coefficient for c in pruned] == GRID
+    for candidate, full in zip(pruned, all_of_it, strict=True):
+        assert candidate.normalised >= full.normalised - 1e-12 if candidate.pruned else candidate == full
+
+
+def test_patience_ends_a_search_that_only_falls() -> None:
+    curve = search_grid(GRID, EXPERTS, Curve(), patience=3)
+    assert [c.coefficient for c in curve][-1] == 1.0
+    assert best_candidate(curve).coefficient == 0.7
+
+
+def test_a_search_that_has_to_beat_another_finishes_no_candidate_below_it() -> None:
+    curve = search_grid([0.1, 0.2], EXPERTS, Curve(), reached=0.9)
+    assert all(candidate.pruned for candidate in curve)
+
+
+def test_halving_looks_at_all_on_a_share_and_at_few_on_everything() -> None:
+    seen = Curve()
+    curve = halve(GRID, EXPERTS, seen, refine=0)
+    counts = {share: sum(s == share for _, _, s in seen.asked) for share in (0.25, 0.5, 1.0)}
+    assert counts == {0.25: 3 * 20, 0.5: 3 * 10, 1.0: 3 * 5}
+    assert best_candidate(curve).coefficient == 0.7
+
+
+def test_refining_finds_a_peak_between_the_grid() -> None:
+    coarse = [0.0, 0.5, 1.0]
+    curve = halve(coarse, EXPERTS, Curve(), shares=(0.5, 1.0), refine=4)
+    assert abs(best_candidate(curve).coefficient - 0.7) <= 0.07
+
+
+def test_the_best_is_sought_among_what_was_wholly_evaluated() -> None:
+    curve = [
+        Candidate(0.1, {}, 0.99, share=0.25),
+        Candidate(0.2, {}, 0.98, pruned=True),
+        Candidate(0.3, {}, 0.5),
+    ]
+    assert best_candidate(curve).coefficient == 0.3
+
+
+def test_a_dead_expert_is_named_before_anything_is_evaluated() -> None:
+    seen = Curve()
+    for search in (search_grid, halve):
+        with pytest.raises(InputError, match="experts of b score 0"):
+            search(GRID, EXPERTS | {"b": 0.0}, seen)  # type: ignore[operator]
+    assert not seen.asked
+
+
+@pytest.mark.parametrize("shares", [(), (0.5,), (1.0, 0.5), (0.0, 1.0)])
+def test_shares_that_do_not_ascend_to_one_are_refused(shares) -> None:
+    with pytest.raises(InputError, match="ascend to 1"):
+        halve(GRID, EXPERTS, Curve(), shares=shares)

@@ -1,0 +1,108 @@
+"""Intervals cover what they should, and a mark says which mergers the best may not beat."""
+
+import numpy as np
+import pytest
+
+from mergekit_lab.reporting import comparison_table, read_records, write_report
+from mergekit_lab.reporting.bootstrap import with_intervals
+from mergekit_lab.reporting.report import compare
+
+
+def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, seeds: int = 1, base: int = 0):
+    """Records whose values are means of random zeros and ones, and these."""
+    random = np.random.default_rng(base)
+    records, samples = [], {}
+    for task in range(tasks):
+        ease = random.random(size)
+        for seed in range(seeds):
+            for name, share in shares.items():
+                right = (ease + 0.2 * random.random(size) < share).astype(np.uint8)
+                made = record(
+                    merger=name, task=f"task{task}", seed=seed, value=float(right.mean()), expert_value=1.0
+                )
+                records.append(made)
+                samples[made.evaluation_key] = right
+    return records, samples
+
+
+def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
+    records, samples = drawn(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
+    row = with_intervals(comparison_table(records), samples, draws=4000).rows[0]
+    low, high = row.interval
+    p = row.average.mean
+    half = 1.96 * (p * (1 - p) / 2000) ** 0.5
+    assert (low, high) == pytest.approx((p - half, p + half), abs=0.15 * half)
+
+
+def test_a_model_that_is_better_on_most_samples_is_told_apart_and_a_near_twin_is_not(record) -> None:
+    records, samples = drawn(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
+    table = with_intervals(comparison_table(records), samples)
+    close = [row.label for row in table.rows if row.close]
+    assert close in (["best"], ["twin"])
+    assert any(
+        "not distinguishable from the best" in note and note.endswith(f": {close[0]}.") for note in table.notes
+    )
+
+
+def test_comparing_on_the_same_samples_sees_what_intervals_apart_would_not(record) -> None:
+    """Two models that differ on few samples, always one way: their intervals overlap."""
+    base = np.array([1] * 600 + [0] * 400, dtype=np.uint8)
+    better = base.copy()
+    better[600:612] = 1
+    records = [
+        record(merger=name, task="t", value=float(right.mean())) for name, right in (("a", base), ("b", better))
+    ]
+    samples = {r.evaluation_key: right for r, right in zip(records, (base, better), strict=True)}
+    a, b = with_intervals(comparison_table(records), samples).rows
+    assert a.interval[1] > b.interval[0]
+    assert not a.close
+
+
+def test_seeds_that_disagree_widen_the_interval(record) -> None:
+    random = np.random.default_rng(3)
+    records, samples = [], {}
+    for seed, share in enumerate((0.5, 0.9, 0.7)):
+        for merger in "ab":
+            right = (random.random(3000) < share).astype(np.uint8)
+            made = record(merger=merger, task="t", seed=seed, value=float(right.mean()))
+            records.append(made)
+            samples[made.evaluation_key] = right
+    many = with_intervals(comparison_table(records), samples).rows[0].interval
+    one = [r for r in records if r.seed == 0]
+    few = with_intervals(comparison_table(one), samples).rows[0].interval
+    assert many[1] - many[0] > 5 * (few[1] - few[0])
+
+
+def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -> None:
+    records, samples = drawn(record, {"a": 0.7, "b": 0.3})
+    del samples[records[0].evaluation_key]
+    rows = {row.label: row for row in with_intervals(comparison_table(records), samples).rows}
+    assert rows["a"].interval is None
+    assert rows["b"].interval is not None
+    assert with_intervals(comparison_table(records), {}) == comparison_table(records)
+
+
+def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(record, tmp_path) -> None:
+    records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
+    given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
+    first = write_report(tmp_path / "run", records, samples=samples, **given)
+    assert first.table == with_intervals(comparison_table(records), samples)
+    assert read_records(first.records) == records
+    again = compare([tmp_path / "run"], tmp_path / "out")
+    assert again.table.rows == first.table.rows
+    text = again.html.read_text()
+    assert "average, 95 %" in text
+    low, high = first.table.rows[0].interval
+    assert f"{100 * low:.1f} to {100 * high:.1f}" in text
+    assert text.count("≈</abbr>") == 1
+
+
+def test_a_damaged_file_of_samples_is_a_failure_of_its_run_alone(record, tmp_path) -> None:
+    records, samples = drawn(record, {"a": 0.7, "b": 0.5})
+    given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
+    for name in ("one", "two"):
+        write_report(tmp_path / name, records, samples=samples, **given)
+    (tmp_path / "two/samples.npz").write_bytes(b"PK broken")
+    found = compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+    assert found.table.rows
+    assert "samples.npz cannot be read" in found.html.read_text()

@@ -1,0 +1,129 @@
+"""Two dimensions against each other: every number from the records, marks as papers set them."""
+
+import csv
+from statistics import mean, stdev
+
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.reporting import comparison_table, sliced, table_latex, write_slice
+from mergekit_lab.reporting.slices import print_slice, slice_csv, slice_latex, slice_markdown
+
+
+@pytest.fixture(scope="module")
+def records(study):
+    return study(tasks=3, mergers=3, optimizers=3, seeds=2)
+
+
+def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(records) -> None:
+    found = sliced(records, "optimizer×merger")
+    assert found.rows == ("optimizer0", "optimizer1", "optimizer2")
+    assert found.columns == ("zero-shot", "experts", "merger0", "merger1", "merger2", "+joint")
+    of_seed = [
+        mean(
+            r.normalised
+            for r in records
+            if r.label == "merger1" and r.optimizer == "optimizer2" and r.seed == s
+        )
+        for s in (0, 1)
+    ]
+    cell = found.cells[2][3]
+    assert cell.mean == pytest.approx(mean(of_seed))
+    assert cell.sd == pytest.approx(stdev(of_seed))
+    assert "mean over tasks and seeds" in found.note
+
+
+def test_values_and_tasks_can_be_the_measure_and_the_columns(study) -> None:
+    records = study(tasks=3, mergers=2)
+    found = sliced(records, "merger*task", "value")
+    assert found.columns == ("task0", "task1", "task2")
+    (record,) = [r for r in records if r.label == "merger1" and r.task == "task2"]
+    cell = found.cells[found.rows.index("merger1")][2]
+    assert (cell.mean, cell.sd) == (record.value, None)
+    assert sliced(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean == record.value
+
+
+def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
+    values = {"sgd": 0.8, "adamw": 0.9, "sam": 0.7}
+    records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
+    found = sliced(records, "optimizer×merger")
+    assert [row[0].best for row in found.cells] == [False, True, False]
+    assert found.seconds == {(0, 0)}
+    latex = slice_latex(found)
+    assert "adamw & \\textbf{90.0}" in latex
+    assert "sgd & \\underline{80.0}" in latex
+    assert "sam & 70.0" in latex
+    assert "| adamw | **90.0** |" in slice_markdown(found)
+
+
+def test_of_two_rows_none_is_second_and_equal_ones_are_not_marked(record) -> None:
+    two = [record(optimizer=name, value=v) for name, v in (("a", 0.5), ("b", 0.6))]
+    assert not sliced(two, "optimizer×merger").seconds
+    same = [record(optimizer=name, value=0.5) for name in "ab"]
+    assert not any(cell.best for row in sliced(same, "optimizer×merger").cells for cell in row)
+
+
+def test_a_cell_that_lacks_a_task_is_empty_not_a_mean_of_others(study) -> None:
+    records = [
+        r for r in study(tasks=2, mergers=2, optimizers=2)
+        if not (r.label == "merger0" and r.optimizer == "optimizer1" and r.task == "task1")
+    ]  # fmt: skip
+    found = sliced(records, "optimizer×merger")
+    assert found.cells[1][found.columns.index("merger0")].text == "–"
+    assert found.cells[0][found.columns.index("merger0")].mean is not None
+
+
+def test_csv_holds_fractions_and_deviations(records) -> None:
+    found = sliced(records, "merger×optimizer")
+    rows = list(csv.reader(slice_csv(found).splitlines()))
+    assert rows[0] == ["merger × optimizer", *(f"optimizer{i}{end}" for i in range(3) for end in ("", " sd"))]
+    assert float(rows[3][1]) == found.cells[2][0].mean
+    assert float(rows[3][2]) == found.cells[2][0].sd
+
+
+@pytest.mark.parametrize(
+    ("table", "measure", "match"),
+    [
+        ("optimiser×merger", "value", "'optimiser' is no dimension.*optimizer"),
+        ("optimizer", "value", "must be two dimensions"),
+        ("optimizer×optimizer", "value", "must be two dimensions"),
+        ("optimizer×merger", "accuracy", "metric is 'accuracy'"),
+        ("merger×task", "value", "leaves optimizer open"),
+        ("optimizer×task", "value", "leaves merger open"),
+    ],
+)
+def test_what_would_mix_or_is_misspelt_is_refused(records, table, measure, match) -> None:
+    with pytest.raises(InputError, match=match):
+        sliced(records, table, measure)
+
+
+def test_names_cannot_break_out_of_latex_or_markdown(record) -> None:
+    hostile = r"a_b & 50% {\bf} $x^2$ #1 ~ | <i>"
+    found = sliced([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
+    latex = slice_latex(found)
+    assert r"a\_b \& 50\% \{\textbackslash{}bf\} \$x\textasciicircum{}2\$ \#1 \textasciitilde{} | <i>" in latex
+    assert "&lt;i&gt;" in slice_markdown(found)
+    assert latex.count("\\\\") == 3
+
+
+def test_the_leaderboard_in_latex_has_a_line_for_every_row(study) -> None:
+    table = comparison_table(study(tasks=2, mergers=2, optimizers=2))
+    latex = table_latex(table)
+    assert latex.count("\\\\") == len(table.rows) + 1
+    assert latex.count("\\midrule") == 2
+    assert all(row.average.text in latex for row in table.rows)
+    assert "\\textbf{" in latex
+
+
+def test_files_and_terminal_show_the_same_numbers(records, tmp_path) -> None:
+    from rich.console import Console
+
+    found = write_slice(tmp_path, records, "optimizer×merger", "value")
+    console = Console(record=True, width=200)
+    print_slice(found, console)
+    printed = console.export_text()
+    for row in found.cells:
+        for cell in row:
+            assert cell.text in printed
+            assert cell.text in (tmp_path / "slice.md").read_text()
+            assert cell.text.replace("±", "$\\pm$") in (tmp_path / "slice.tex").read_text()
