@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.config import wants_fit
 from mergekit_lab.stages.context import Context, Merger
 from mergekit_lab.stages.evaluate import Subject, evaluation_content
 from mergekit_lab.stages.merge import merged_content
 from mergekit_lab.store import Store, content_key
 
-_ORDER = ("experts", "fits", "joint", "fishers", "grams", "searches", "merged", "evaluations")
+_ORDER = ("experts", "fits", "joint", "fishers", "grams", "searches", "coefficients", "merged", "evaluations")
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def pieces(run: Context) -> Iterator[Piece]:
     for merger in run.mergers.values():
         if merger.searched:
             yield piece("searches", run.search_content(merger))
+        if learns(merger):
+            yield piece("coefficients", learning_content(run, merger))
         merged = _merged(run, merger)
         yield merged
         models.append(("merged", merged.key, tuple(run.tasks)))

@@ -100,17 +100,18 @@ def _explain(run: Context, place: StorePlace) -> None:
     missing = [p for p in pieces(run) if not p.made and place.kind in (None, p.kind)]
     if not missing:
         log.info("all that this run wants is in the store %s", run.store.root)
-    for piece in missing:
+    first = missing[0].kind  # the rest follows from it
+    for piece in [p for p in missing if p.kind == first]:
         found = nearest(run.store, piece.kind, piece.content)
         what = f"{piece.kind} {piece.key[:_SHORT]} ({piece.content.get('task', 'all tasks')})"
         if found is None:
             log.info("%s: the store has no %s", what, piece.kind)
             continue
         artefact, parts = found
-        first = parts[0]
+        part = parts[0]
         more = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
-        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artefact.key[:_SHORT], first.path,
-                 first.wanted, first.stored, more)  # fmt: skip
+        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artefact.key[:_SHORT], part.path,
+                 part.wanted, part.stored, more)  # fmt: skip
 
 
 def _prune(run: Context, place: StorePlace) -> None:
