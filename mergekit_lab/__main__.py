@@ -33,6 +33,13 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    from mergekit_lab.stages.workers import raise_on_sigterm
+
     # Hydra's grammar knows no ×, which reports are asked for with: table=optimizer×merger
     sys.argv[1:] = [each.replace("×", "*") if each.startswith("table=") else each for each in sys.argv[1:]]
-    main()
+    raise_on_sigterm()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

@@ -19,6 +19,9 @@ from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
 from mergekit_lab.training import Settings
 
+_ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
+STRATEGIES = ("auto", "ddp", "fsdp")
+
 __all__ = [
     "Curvature",
     "Main",
@@ -128,35 +131,65 @@ class Search:
 
 @dataclass(frozen=True)
 class Place:
-    """Where training runs: what of `lightning.Trainer` decides nothing of the result.
+    """Where and how training runs: what of `lightning.Trainer` decides nothing of the result.
 
     Args:
         accelerator: Lightning's name: auto, cpu, gpu.
-        devices: 1, or a list with one index.
+        devices: processes that train one expert together, one a device; null takes one for each of the run's
+            devices. More than 1 needs a strategy.
+        strategy: "auto", one process an expert; "ddp", the batch is spread over processes; "fsdp", the
+            weights too (FSDP2).
         deterministic: refuse operations whose result varies from run to run.
     """
 
     accelerator: str
-    devices: int | list[int]
+    devices: int | None
+    strategy: str = "auto"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.devices != 1 and not (isinstance(self.devices, list) and len(self.devices) == 1):
+        if self.strategy not in STRATEGIES:
+            raise InputError(f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}")
+        if self.devices is not None and self.devices < 1:
+            raise InputError(f"trainer.devices is {self.devices}; it must be at least 1, or null")
+        if self.strategy == "auto" and self.devices != 1:
             raise InputError(
-                f"trainer.devices is {self.devices!r}; it must be 1, or a list with one index: an expert is "
-                "trained by one process"
+                f"trainer.devices is {self.devices}, and one process trains an expert: choose trainer=ddp or "
+                "trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
             )
 
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where artefacts are kept.
+    """Where artefacts are kept, and what `stage=store` does there.
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
+        action: "list"; "verify" hashes; "explain" why what the composed run wants is not there; "prune";
+            "export" one artefact as a folder; "import" such a folder.
+        kind, key: narrow it to a kind ("experts"), or to keys that begin so.
+        older_than: narrow it to what was made more than so many days ago, at least 0.
+        which: prune "all", what the composed "run" wants, or all "others".
+        confirm: prune; otherwise what would go is listed.
+        path: of the folder exported or imported.
     """
 
     root: str | None
+    action: str = "list"
+    kind: str | None = None
+    key: str | None = None
+    older_than: float | None = None
+    which: str = "others"
+    confirm: bool = False
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("action", _ACTIONS), ("which", ("all", "run", "others"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise InputError(f"store.{name} is {value!r}{suggestion(value, known)}")
+        if self.older_than is not None and self.older_than < 0:
+            raise InputError(f"store.older_than is {self.older_than}; it must be at least 0 days")
 
 
 @dataclass(frozen=True)
@@ -188,6 +221,8 @@ class Main(TopLevel):
     trainer: Place
     logger: Target
     store: StorePlace
+    only: list[str] | None
+    dry_run: bool
 
 
 def check(cfg: DictConfig) -> None:

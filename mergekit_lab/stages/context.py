@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,19 +19,24 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, Objective, Parametrisation
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
-from mergekit_lab.stages.config import Search, evaluations_a_step, wants_fit
+from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
 from mergekit_lab.stages.published_experts import expert_source, imported_content
+from mergekit_lab.stages.workers import Pool
 from mergekit_lab.store import Artefact, Store, content_key
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import Settings
 from mergekit_lab.training.clock import machine
 
 log = logging.getLogger(__name__)
+
+
+_OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
+"""Options of optimizers with which the number of processes decides what is computed."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,17 @@ class Context:
         cfg: the composed, checked configuration.
         folder: where the run's report goes.
         choices: which option of each group was taken; names in records.
+        shared: objects by their configuration, which contexts that are given the same mapping share: reading a
+            task's data for its fingerprint takes seconds.
     """
 
-    def __init__(self, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        folder: Path,
+        choices: Mapping[str, str],
+        shared: dict[str, Any] | None = None,
+    ) -> None:
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg
         self.plain: dict[str, Any] = plain
@@ -69,11 +83,20 @@ class Context:
         self.settings = Settings(**plain["training"]).planned(evaluations_a_step(cfg.optimizer))
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = resolve_device(wanted if cfg.device == "auto" else cfg.device)
-        self.backbone: Backbone = self._kept(build(cfg.backbone))
+        self.devices = devices_of(plain["device"])
+        self.device = resolve_device(self.devices[0])
+        self.place = Place(**plain["trainer"])
+        known = {} if shared is None else shared
+
+        def built(node: DictConfig) -> Any:
+            name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
+            if name not in known:
+                known[name] = build(node)
+            return self._kept(known[name])
+
+        self.backbone: Backbone = built(cfg.backbone)
         self.parametrisation: Parametrisation = build(cfg.finetuning)
-        self.tasks: dict[str, Task] = {name: self._kept(build(node)) for name, node in cfg.suite.tasks.items()}
+        self.tasks: dict[str, Task] = {name: built(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")
         for task in self.tasks.values():
@@ -83,6 +106,12 @@ class Context:
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
         self._counts = {"computed": 0, "reused": 0}
+        self._pool: Pool | None = None
+        self.only: list[str] | None = plain["only"]
+        names = [*self.tasks, *self.mergers, "+joint"]
+        for name in self.only or ():
+            if name not in names:
+                raise InputError(f"only names {name!r}{suggestion(name, names)}")
 
     def _kept(self, made: Any) -> Any:
         """A task or backbone that keeps what it makes gets the store for it."""
@@ -167,6 +196,8 @@ class Context:
             "training": asdict(settings),
             "seed": self.seed,
         }
+        if any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()) and self.processes > 1:
+            content["processes"] = self.processes
         if settings.seconds is not None:
             content["machine"] = machine(self.plain["trainer"]["accelerator"])
         return content
@@ -273,7 +304,8 @@ class Context:
     def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artefact:
         """`Store.obtain`, counted for the stage in progress."""
         artefact = self.store.obtain(kind, content, make)
-        self._counts["reused" if artefact.reused else "computed"] += 1
+        made = not artefact.reused or artefact.key in self.made
+        self._counts["computed" if made else "reused"] += 1
         if not artefact.reused:
             self.made.add(artefact.key)
         return artefact
@@ -286,6 +318,64 @@ class Context:
         return self.made_earlier(
             f"{kind}s", self.side_content(kind, task), f"the {kind} of {task}", "curvature"
         )
+
+    # --- several devices --------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> int:
+        """How many processes train one expert together."""
+        return self.place.devices or len(self.devices)
+
+    def mine(self, name: str) -> bool:
+        """Whether this process is to work on a task, a merger or the joint model ("+joint")."""
+        return self.only is None or name in self.only
+
+    @contextmanager
+    def working_on(self, names: list[str]) -> Iterator[None]:
+        """Work on these names meanwhile."""
+        before, self.only = self.only, names
+        try:
+            yield
+        finally:
+            self.only = before
+
+    def spread(self, function: Callable[[Context], None], names: Sequence[str]) -> None:
+        """Do `function(run)` for each name alone, on as many processes as the run has devices.
+
+        What they make is in the store afterwards. With one device or one name nothing happens: the caller's
+        own loop does the work.
+
+        Args:
+            function: reads `mine`; importable by its name.
+            names: of what is not in the store yet, the longest work first.
+
+        Raises:
+            InputError: a user's mistake in one of them, after the others are done.
+            RuntimeError: another failure.
+        """
+        if len(self.devices) < 2 or len(names) < 2:
+            return
+        if self._pool is None:
+            self._pool = Pool(self.devices)
+        log.info("%s on %d devices, a process each", ", ".join(names), len(self.devices))
+        jobs = [(function, self._for_worker(), str(self.folder), dict(self.choices), name) for name in names]
+        outcomes = self._pool.map(_work, jobs)
+        for outcome in outcomes:
+            self.made |= outcome.value or set()
+        failed = {name: o for name, o in zip(names, outcomes, strict=True) if o.error is not None}
+        if failed:
+            told = "; ".join(f"{name}: {outcome.error}" for name, outcome in failed.items())
+            raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(told)
+
+    def _for_worker(self) -> dict[str, Any]:
+        device = "cuda:0" if self.device.type == "cuda" else "cpu"
+        return self.plain | {"device": device, "progress": False}
+
+    def close(self) -> None:
+        """End the processes on other devices."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def made_earlier(self, kind: str, content: Mapping[str, Any], what: str, stage: str) -> Artefact:
         found = self.store.find(kind, content)
@@ -302,6 +392,36 @@ class Context:
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
+
+
+def devices_of(device: str | list[str]) -> list[str]:
+    """The devices that a configuration names, `auto` resolved."""
+    if isinstance(device, list):
+        if not device:
+            raise InputError("device is an empty list")
+        return [str(resolve_device(one)) for one in device]
+    if device == "auto":
+        return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+    return [device]
+
+
+_latest: list[Any] = []
+
+
+def _work(
+    function: Callable[[Context], None], plain: dict[str, Any], folder: str, choices: dict[str, str], name: str
+) -> set[str]:
+    """In a worker: `function` for one name, with the objects that an earlier job of the run left."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("mergekit_lab").setLevel(logging.INFO)
+    if not _latest or _latest[0] != plain:
+        _latest[:] = plain, Context(OmegaConf.create(plain), Path(folder), choices)
+        _latest[1].tracker = Tracker()
+    context: Context = _latest[1]
+    context.made.clear()
+    with context.working_on([name]):
+        function(context)
+    return set(context.made)
 
 
 def load_state(artefact: Artefact, name: str = "model.safetensors") -> dict[str, Tensor]:

@@ -26,8 +26,11 @@ def stage_curvature(run: Context) -> None:
     kinds = dict.fromkeys([*asked, *filter(None, [run.cfg.curvature.kind])])
     if not kinds:
         log.info("curvature: no merger of this run needs any")
+    missing = [task for task in run.tasks if run.mine(task) and not all(
+        run.store.find(f"{kind}s", run.side_content(kind, task)) for kind in kinds)]  # fmt: skip
+    run.spread(stage_curvature, missing)
     for kind in kinds:
-        for task in run.tasks:
+        for task in filter(run.mine, run.tasks):
             artefact = run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
             how = "found in the store" if artefact.reused else f"{artefact.info['wall_seconds']:.1f} s"
             log.info("%s of %s: %s", kind, task, how)

@@ -114,7 +114,13 @@ def _smallest(values: Any) -> Any:
 
 
 def stage_evaluate(run: Context) -> None:
-    cells = [(subject, task) for subject in subjects(run) for task in subject.tasks]
+    cells = [(subject, task) for subject in subjects(run) for task in subject.tasks if run.mine(task)]
+    missing = [
+        task
+        for subject, task in cells
+        if not run.store.find("evaluations", evaluation_content(run, subject, task, "test"))
+    ]
+    run.spread(stage_evaluate, list(dict.fromkeys(missing)))
     for subject, task in track(cells, "evaluating", disable=not run.cfg.progress, transient=True):
         evaluate(run, subject, task, "test")
 

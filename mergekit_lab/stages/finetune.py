@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
+from mergekit_lab.reporting import Tracker
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.published_experts import import_expert
+from mergekit_lab.stages.workers import together
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.training import Settings, TrainingCost, finetune
@@ -36,20 +41,30 @@ def stage_finetune(run: Context) -> None:
         _import(run)
         return
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
+    if run.place.strategy == "auto":
+        run.spread(stage_finetune, _missing(run))
     train = Training(run, run.cfg.optimizer, run.settings, fit)
     for number, task in enumerate(run.tasks, start=1):
-        train.expert(f"expert {number}/{len(run.tasks)} {task}", run.expert_content(task), task)
-    if run.cfg.joint:
+        if run.mine(task):
+            train.expert(f"expert {number}/{len(run.tasks)} {task}", run.expert_content(task), task)
+    if run.cfg.joint and run.mine("+joint"):
         title = f"joint model of {len(run.tasks)} tasks"
         joint = Training(run, run.cfg.optimizer, run.joint_settings, fit)
         _say(title, run.obtain("joint", run.joint_content(), joint.maker(title, list(run.tasks))))
+
+
+def _missing(run: Context) -> list[str]:
+    """What this process would train, the joint model first, for it takes as long as all experts."""
+    joint = run.cfg.joint and run.mine("+joint") and not run.store.find("joint", run.joint_content())
+    mine = [task for task in run.tasks if run.mine(task)]
+    return ["+joint"] * joint + [t for t in mine if not run.store.find("experts", run.expert_content(t))]
 
 
 def _import(run: Context) -> None:
     """Bring experts that others fine-tuned into the store."""
     if run.cfg.joint:
         raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
-    for task in run.tasks:
+    for task in filter(run.mine, run.tasks):
         source = run.expert_source(task)
         assert source is not None
         made = run.obtain(
@@ -81,43 +96,114 @@ class Training:
         return artefact
 
     def maker(self, title: str, tasks: list[str]) -> Callable[[Workplace], Mapping[str, Any]]:
-        run, settings = self.run, self.settings
-
         def make(place: Workplace) -> Mapping[str, Any]:
-            budget = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
-            log.info("%s: training %s", title, budget)
-            prefix = tasks[0] if len(tasks) == 1 else "joint"
-            model = run.parametrisation.trainable(run.backbone.model(), run.seed)
-            cost = TrainingCost()
-            done = finetune(
-                model,
-                {task: run.objective(task) for task in tasks},
-                optimizer_factory(self.optimizer, settings.steps, self.fit),
-                settings,
-                seed=run.seed,
-                resume=place.resume,
-                callbacks=[cost],
-                trainer={**run.plain["trainer"], "enable_progress_bar": run.cfg.progress},
-                on_metrics=lambda metrics, step: run.tracker.log(
-                    {f"{prefix}/{name}": value for name, value in metrics.items()}, step
-                ),
-            )
-            model.cpu().load_state_dict(done.state)
-            write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
-            (place.out / CURVE).write_text(json.dumps(done.curve))
-            return {"val_accuracy": done.val_accuracy, "step": done.step} | cost.measured
+            budget = self.settings
+            told = f"{budget.steps} steps" if budget.seconds is None else f"{budget.seconds:g} seconds"
+            if self.run.place.strategy == "auto":
+                log.info("%s: training %s", title, told)
+                return self.train(tasks, place)
+            devices = (self.run.devices * self.run.processes)[: self.run.processes]
+            log.info("%s: training %s in %d processes (%s)", title, told, len(devices), self.run.place.strategy)
+            optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
+            shared = (self.run.plain, str(self.run.folder), dict(self.run.choices))
+            own = (optimizer, self.settings, None if self.fit is None else dict(self.fit), tasks, place)
+            return together(_train_a_rank, (shared, own), devices)
 
         return make
+
+    def train(self, tasks: list[str], place: Workplace) -> Mapping[str, Any]:
+        """Train on these tasks; where processes train together, every one calls this, and the first writes.
+
+        Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
+        checkpoint: the gradient is still that of the whole batch.
+
+        Raises:
+            InputError: one sample at a time is too much.
+        """
+        settings = self.settings
+        while True:
+            try:
+                return self._train(tasks, place, settings)
+            except torch.OutOfMemoryError as error:
+                smaller = settings.smaller_micro_batches()
+                if smaller is None or self.run.place.strategy != "auto":
+                    raise InputError(
+                        f"training on {', '.join(tasks)} does not fit the device's memory with "
+                        f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
+                        "lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed"
+                    ) from None
+                log.warning(
+                    "out of memory with %d micro-batches a step: trying %d (training.accumulate=%d says so "
+                    "from the start)", settings.accumulate, smaller.accumulate, smaller.accumulate,
+                )  # fmt: skip
+                settings = smaller
+            torch.cuda.empty_cache()
+
+    def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
+        run = self.run
+        prefix = tasks[0] if len(tasks) == 1 else "joint"
+        model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+        cost = TrainingCost()
+        done = finetune(
+            model,
+            {task: run.objective(task) for task in tasks},
+            optimizer_factory(self.optimizer, settings.steps, self.fit),
+            settings,
+            seed=run.seed,
+            resume=place.resume,
+            callbacks=[cost],
+            trainer=self._trainer() | {"enable_progress_bar": run.cfg.progress},
+            on_metrics=lambda metrics, step: run.tracker.log(
+                {f"{prefix}/{name}": value for name, value in metrics.items()}, step
+            ),
+        )
+        if done is None:
+            return {}
+        model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+        model.load_state_dict(done.state)
+        write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
+        (place.out / CURVE).write_text(json.dumps(done.curve))
+        told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
+        return told | cost.measured
+
+    def _trainer(self) -> dict[str, Any]:
+        """Lightning's arguments; a process that trains alone does so on the run's device."""
+        place = self.run.place
+        devices: int | list[int] = self.run.processes
+        if place.strategy == "auto":
+            on_card = place.accelerator != "cpu" and self.run.device.type == "cuda"
+            devices = [self.run.device.index] if on_card else 1
+        return asdict(place) | {"devices": devices}
+
+
+def _train_a_rank(shared: tuple[Any, ...], own: tuple[Any, ...]) -> Mapping[str, Any]:
+    """One of the processes that train together: the objects of the run built anew, and no lock."""
+    (plain, folder, choices), (optimizer, settings, fit, tasks, place) = shared, own
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    run = Context(OmegaConf.create(plain), Path(folder), choices)
+    run.tracker = Tracker()
+    return Training(run, OmegaConf.create(optimizer), settings, fit).train(tasks, place)
+
+
+def train_pilots(run: Context) -> None:
+    """The experts of the base optimizer alone, which offsets are fitted to."""
+    train = Training(run, run.cfg.optimizer.base, run.pilot_settings)
+    for number, task in enumerate(run.tasks, start=1):
+        if run.mine(task):
+            train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
 
 
 def _fit(run: Context) -> Mapping[str, float]:
     """The distribution of the task vectors of the base optimizer's experts, which are trained if need be."""
 
     def make(place: Workplace) -> Mapping[str, Any]:
-        train = Training(run, run.cfg.optimizer.base, run.pilot_settings)
+        missing = [t for t in run.tasks if not run.store.find("experts", run.pilot_content(t))]
+        with run.working_on(list(run.tasks)):
+            run.spread(train_pilots, missing)
+            train_pilots(run)
         vectors = []
-        for number, task in enumerate(run.tasks, start=1):
-            pilot = train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
+        for task in run.tasks:
+            pilot = run.made_earlier("experts", run.pilot_content(task), f"the pilot of {task}", "finetune")
             vectors.append(_TaskVector(open_checkpoint(pilot.file("model.safetensors"), task), run.base_state))
         moved = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
         for vector in vectors:

@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 def stage_merge(run: Context) -> None:
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
+    run.spread(stage_merge, [label for label in run.mergers if run.mine(label) and not _is_merged(run, label)])
     for label, merger in run.mergers.items():
+        if not run.mine(label):
+            continue
         if merger.searched:
             found = search(run, merger).info
             log.info(
@@ -46,6 +49,13 @@ def stage_merge(run: Context) -> None:
         alpha = chosen_coefficient(run, merger)
         how = "found in the store" if merged.reused else f"{merged.info['wall_seconds']:.1f} s"
         log.info("%s: %s%s", label, how, "" if alpha is None else f", coefficient {alpha:g}")
+
+
+def _is_merged(run: Context, label: str) -> bool:
+    merger = run.mergers[label]
+    if merger.searched and not run.store.find("searches", run.search_content(merger)):
+        return False
+    return run.store.find("merged", merged_content(run, merger)) is not None
 
 
 def search(run: Context, merger: Merger) -> Artefact:
@@ -93,7 +103,7 @@ def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) ->
         for kind in method.side_inputs
     }
     return merge_state_dicts(
-        run.base_state, experts, method, statistics=statistics, device=run.device, notes=notes
+        run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mergekit_lab.stages.context import Context
 
 log = logging.getLogger(__name__)
-_ALONE = ("merge_checkpoints", "expand", "diagnose")
+_ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
 _ON_DATA = ("fetch", "check_data")
 
 
@@ -54,7 +54,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
         alone = next((name for name in _ALONE if name in asked), None)
         if alone:
-            _run_alone(alone, cfg, folder)
+            _run_alone(alone, cfg, folder, choices)
             return
         wanted = stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA])
         if set(wanted) & set(_ON_DATA):
@@ -68,6 +68,11 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
 
         check(cfg)
         context = Context(cfg, folder, choices)
+        if cfg.dry_run:
+            from mergekit_lab.stages.plan import Plan
+
+            log.info("%s", Plan.of([context]).text())
+            return
         folder.mkdir(parents=True, exist_ok=True)
         context.tracker.start(
             context.plain,
@@ -82,6 +87,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
                 with context.timed(name):
                     STAGES[name](context)
         finally:
+            context.close()
             context.tracker.finish()
         log.info("done in %.0f s", time.monotonic() - begun)
     except Exception as error:
@@ -110,14 +116,19 @@ def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
             run_check_data(cfg, folder)
 
 
-def _run_alone(name: str, cfg: DictConfig, folder: Path) -> None:
-    """The stages on checkpoints have configurations of their own, without backbone and tasks."""
+def _run_alone(name: str, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    """The stages that run without the others: on checkpoints, configured by themselves, or on the store."""
     from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
     from mergekit_lab.stages.expand import Expand, run_expand
     from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
 
     if stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA]) != [name]:
         raise InputError(f"the stage {name} runs alone")
+    if name == "store":
+        from mergekit_lab.stages.store import run_store
+
+        run_store(cfg, folder, choices)
+        return
     if "base" not in cfg:
         raise InputError(f"the stage {name} has a configuration of its own: run +experiment={name}")
     if name == "diagnose":

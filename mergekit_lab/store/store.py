@@ -2,15 +2,16 @@
 
     root/<kind>/<key>/manifest.json + files     published: complete, never changed
     root/work/<kind>/<key>/                     being made; what is left there can be resumed
-    root/locks/<kind>-<key>.lock                held by the process that makes it
+    root/locks/<kind>-<key>/                    held by the process that makes it
 
 The key is a hash of everything that decides the result and of nothing else: not the time, the host, a
 path or a logger. Publishing is write, fsync, rename, so a killed process leaves a whole artefact or none.
-The locks are the operating system's: they end with the process that holds them.
+All of it needs no more of a file system than an atomic rename (`lock`), so hosts can share a store over NFS.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,25 +19,25 @@ import os
 import platform
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from mergekit_lab import __version__
 from mergekit_lab.checkpoints import sha256_of
 from mergekit_lab.errors import InputError
+from mergekit_lab.store.lock import FolderLock
 
 SCHEMA = 1
 """Enters every key: raise it when an artefact of the same content would come out differently."""
 
 _MANIFEST = "manifest.json"
 _KEY_DIGITS = 24
-_PATIENCE = 0.5
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _VERSIONED = ("torch", "open_clip_torch", "lightning")
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class Artefact:
         folder: where its files are.
         info: what its maker returned (metrics, times), JSON-able.
         reused: it was there already when it was asked for.
+        files: SHA-256 of its files by name, as published.
+        content: what its key is a hash of.
+        created: when, UTC, ISO 8601.
     """
 
     kind: str
@@ -70,9 +74,40 @@ class Artefact:
     folder: Path
     info: dict[str, Any]
     reused: bool = True
+    files: Mapping[str, str] = field(default_factory=dict)
+    content: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
 
     def file(self, name: str) -> Path:
-        return self.folder / name
+        """A file's path; its bytes are compared with the hash in the manifest, once in a process.
+
+        Raises:
+            InputError: it was published, and is gone or other than it was.
+        """
+        path = self.folder / name
+        if name in self.files and path not in _sound:
+            wrong = self.damage(name)
+            if wrong:
+                raise InputError(f"{wrong}: delete the folder {self.folder}, and it is made again")
+            _sound.add(path)
+        return path
+
+    def damage(self, name: str) -> str | None:
+        """What is wrong with a file, None if nothing."""
+        path, wanted = self.folder / name, self.files.get(name)
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            return f"the stored {self.kind} {self.key} cannot be read: {name}: {error.strerror}"
+        if found != wanted:
+            return (
+                f"the stored {self.kind} {self.key} is damaged: {name} ({path.stat().st_size} bytes) has "
+                f"SHA-256 {found[:12]}…, and {str(wanted)[:12]}… was published"
+            )
+        return None
+
+
+_sound: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -93,10 +128,12 @@ class Store:
 
     Args:
         root: the folder; made when the first artefact is.
+        stale_after: seconds without a sign of life after which another host's lock counts as abandoned.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, stale_after: float = 60.0) -> None:
         self.root = root
+        self.stale_after = stale_after
 
     def find(self, kind: str, content: Mapping[str, Any]) -> Artefact | None:
         """The artefact of this content, or None.
@@ -107,8 +144,7 @@ class Store:
         key = content_key(content)
         folder = self.root / kind / key
         try:
-            manifest = json.loads((folder / _MANIFEST).read_text())
-            return Artefact(kind, key, folder, dict(manifest["info"]))
+            return read_artefact(folder)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -118,6 +154,14 @@ class Store:
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
                 "to make it again"
             ) from None
+
+    def artefacts(self) -> Iterator[Artefact]:
+        """All that is published, by kind and age; what has a damaged manifest is left out."""
+        for manifest in sorted(
+            self.root.glob(f"*/*/{_MANIFEST}"), key=lambda p: (p.parts[-3], p.stat().st_mtime)
+        ):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                yield read_artefact(manifest.parent)
 
     def obtain(
         self, kind: str, content: Mapping[str, Any], make: Callable[[Workplace], Mapping[str, Any]]
@@ -138,29 +182,31 @@ class Store:
             found = self.find(kind, content)
             if found:
                 return found
-            shutil.rmtree(self.root / kind / key, ignore_errors=True)  # without a manifest it is no artefact
             work = self.root / "work" / kind / key
-            shutil.rmtree(work / "out", ignore_errors=True)
-            place = Workplace(work / "out", work / "resume")
-            place.out.mkdir(parents=True)
-            place.resume.mkdir(exist_ok=True)
-            begun = time.monotonic()
-            info = dict(make(place)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
-            self._publish(kind, key, place.out, content, info)
-            shutil.rmtree(work, ignore_errors=True)
-            return Artefact(kind, key, self.root / kind / key, info, reused=False)
+            place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
+            with self._writing():
+                shutil.rmtree(
+                    self.root / kind / key, ignore_errors=True
+                )  # without a manifest it is no artefact
+                for left in work.glob("out-*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                place.out.mkdir(parents=True)
+                place.resume.mkdir(exist_ok=True)
+                begun = time.monotonic()
+                info = dict(make(place)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
+                self._publish(kind, key, place.out, content, info)
+                shutil.rmtree(work, ignore_errors=True)
+        made = self.find(kind, content)
+        assert made is not None
+        return replace(made, reused=False)
 
     @contextmanager
     def _lock(self, kind: str, key: str) -> Iterator[None]:
         folder = self.root / "locks"
+        lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / f"{kind}-{key}.lock")
-            try:
-                lock.acquire(timeout=_PATIENCE)
-            except Timeout:
-                log.info("waiting for the process that makes %s %s", kind, key)
-                lock.acquire()
+            lock.__enter__()
         except OSError as error:
             raise InputError(
                 f"the store {self.root} cannot be written ({error}): set store.root=PATH"
@@ -168,7 +214,23 @@ class Store:
         try:
             yield
         finally:
-            lock.release()
+            lock.__exit__(None, None, None)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk is told as such, wherever in the making it was met; what can be resumed stays."""
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and getattr(cause, "errno", None) not in _FULL:
+                cause = cause.__cause__ or cause.__context__
+            if cause is None and not _says_full(error):
+                raise
+            raise InputError(
+                f"no room for more in the store {self.root} ({cause or error}): free some (stage=store "
+                "store.action=prune), or set store.root=PATH; what was finished is kept"
+            ) from error
 
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
@@ -193,8 +255,39 @@ class Store:
             _fsync(path)
         target = self.root / kind / key
         target.parent.mkdir(parents=True, exist_ok=True)
-        out.rename(target)
+        try:
+            out.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
         _fsync(target.parent)
+
+
+def read_artefact(folder: Path) -> Artefact:
+    """A published artefact by its folder.
+
+    Raises:
+        FileNotFoundError: nothing is published there.
+        ValueError, KeyError, TypeError: its manifest is damaged.
+    """
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    return Artefact(
+        folder.parent.name,
+        folder.name,
+        folder,
+        dict(manifest["info"]),
+        files=dict(manifest["files"]),
+        content=dict(manifest["content"]),
+        created=str(manifest["created"]),
+    )
+
+
+def _says_full(error: BaseException) -> bool:
+    """Writers outside of Python (torch, safetensors) tell a full disk in words alone."""
+    text = str(error)
+    return any(word in text for word in ("No space left", "os error 28", "os error 27", "quota exceeded",
+                                         "PytorchStreamWriter failed writing", "File too large"))  # fmt: skip
 
 
 def _fsync(path: Path) -> None:

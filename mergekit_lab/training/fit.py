@@ -11,8 +11,10 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -21,6 +23,7 @@ from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
 from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.stopper import Stopped, Stopper
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +56,8 @@ def finetune(
     callbacks: Sequence[Callback] = (),
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
-) -> Finetuned:
-    """Train `model` in place and return the weights to keep.
+) -> Finetuned | None:
+    """Train `model` in place and return the weights to keep; None in all but the first of several processes.
 
     Args:
         model: as pretrained; its parameters that require a gradient train.
@@ -64,7 +67,8 @@ def finetune(
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
         callbacks: further ones of Lightning's.
-        trainer: further arguments of `lightning.Trainer` (accelerator, devices).
+        trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
+            "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.
         on_metrics: called with every point of the curve.
     """
     clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
@@ -93,13 +97,16 @@ def finetune(
     )
     latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
+    stopper = Stopper(resume / "last.ckpt")
     kept = [best, latest] if settings.keep == "best" else [latest]
-    called: list[Any] = [*([] if clock is None else [clock]), *kept, *callbacks]
+    called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
         called.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
+    options["strategy"] = _strategy(options)
     try:
         lit = lightning.Trainer(
             **options,
+            plugins=LightningEnvironment(),
             max_steps=-1 if clock else settings.steps,
             max_epochs=-1,
             precision=settings.precision,  # type: ignore[arg-type]
@@ -115,15 +122,21 @@ def finetune(
     except MisconfigurationException as error:
         raise InputError(f"training cannot start: {error}") from None
     last = resume / "last.ckpt"
-    if last.exists():
+    resumed = last if _readable(last) else None
+    if resumed:
         log.info("resuming from %s", last)
     model.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-        lit.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
-    if lit.interrupted:
-        raise KeyboardInterrupt
+        try:
+            with stopper.listening():
+                lit.fit(module, data, ckpt_path=resumed, weights_only=True)
+        except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
+            raise KeyboardInterrupt from None
+    lit.strategy.barrier()
+    if not lit.is_global_zero:
+        return None
     kept = torch.load(
         best.best_model_path if settings.keep == "best" else last, weights_only=True, map_location="cpu"
     )
@@ -133,6 +146,28 @@ def finetune(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
     return Finetuned(state, module.curve, accuracy, step)
+
+
+def _readable(last: Path) -> bool:
+    """Whether training can go on from a checkpoint; one that a full disk cut short is told, and not used."""
+    if not last.exists():
+        return False
+    try:
+        torch.load(last, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:
+        log.warning("%s cannot be read (%s): training starts again", last, str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _strategy(options: Mapping[str, Any]) -> Any:
+    """Lightning's strategy; checkpoints are whole, and readable by one process, however weights are spread."""
+    name = options.get("strategy", "auto")
+    if name == "fsdp":
+        return ModelParallelStrategy(
+            data_parallel_size=options["devices"], tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    return name
 
 
 class _OpenProgressBar(RichProgressBar):

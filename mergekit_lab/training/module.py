@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
@@ -78,11 +80,24 @@ class FinetuneModule(lightning.LightningModule):
         self.on_metrics = on_metrics
         self.curve: list[dict[str, float]] = []
         self._first_loss: Tensor | None = None
+        self._first_bad: Tensor | None = None
+        self._saved = 0
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
         found: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return found
+
+    def configure_model(self) -> None:
+        """Spread the weights over processes, block by block, where the strategy has a mesh for it."""
+        if self.device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for blocks in [m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]:
+            for block in blocks:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> Any:
         if self.trainer.accumulate_grad_batches > 1:
@@ -184,16 +199,40 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         step = self.global_step
+        assert self._first_loss is not None
+        if self._first_bad is None:
+            self._first_bad = torch.full((), -1, device=self.device)
+        bad = (self._first_bad < 0) & ~torch.isfinite(self._first_loss)
+        self._first_bad = torch.where(bad, step, self._first_bad)
         if step % self.record_every and step != self.steps:
             return
-        loss = float(self._first_loss) if self._first_loss is not None else math.nan
-        rate = float(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
-        if not math.isfinite(loss):
-            raise InputError(
-                f"the loss of {', '.join(self.tasks)} is {loss} at step {step} of {self.steps} (learning rate "
-                f"{rate:.3g}): lower training.lr or raise training.warmup_steps"
-            )
-        self._record({"train_loss": loss, "lr": rate})
+        self._refuse_bad()
+        self._record({"train_loss": float(self._first_loss), "lr": self._current_rate()})
+
+    def on_validation_start(self) -> None:
+        self._refuse_bad()
+
+    def _rate_at(self, step: int) -> float:
+        schedule: Any = self.lr_schedulers()
+        return float(schedule.base_lrs[0]) * self._rate(step - 1)
+
+    def _current_rate(self) -> float:
+        return float(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+
+    def _refuse_bad(self) -> None:
+        """Stop at a loss that was not finite, before weights that followed it are kept. The device is asked
+        here and not in every step, which would make it wait."""
+        step = -1 if self._first_bad is None else int(self._first_bad)
+        if step < 0:
+            return
+        file = Path(self.trainer.default_root_dir) / "last.ckpt"
+        kept = f"the last good checkpoint is {file} of step {self._saved}" if self._saved else (
+            "there is no checkpoint from before"
+        )  # fmt: skip
+        raise InputError(
+            f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
+            f"{self._rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
+        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():
@@ -209,7 +248,7 @@ class FinetuneModule(lightning.LightningModule):
             values.append(objective.measure(answers, "validation", torch.cat(places))[objective.task.metric])
         self._predicted = {}
         mean = sum(values) / len(values)
-        self.log("val_accuracy", mean, logger=False, sync_dist=False)
+        self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)
         if not self.trainer.sanity_checking:
             self._record({"val_accuracy": mean})
 
@@ -224,9 +263,11 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["curve"] = [dict(point) for point in self.curve]
+        self._saved = self.global_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.curve = [dict(point) for point in checkpoint["curve"]]
+        self._saved = checkpoint["global_step"]
 
 
 def cosine_with_warmup(step: float, steps: int, warmup_steps: int) -> float:

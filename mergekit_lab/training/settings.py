@@ -118,6 +118,13 @@ class Settings:
         warmup = self.warmup_steps * steps // self.steps
         return replace(self, budget="steps", gradient_evaluations=None, steps=steps, warmup_steps=warmup)
 
+    def smaller_micro_batches(self) -> Settings | None:
+        """The same with twice as many micro-batches, for a device that ran out of memory; None if there are as
+        many as samples."""
+        if self.accumulate >= self.batch_size:
+            return None
+        return replace(self, accumulate=min(2 * self.accumulate, self.batch_size))
+
     def times(self, factor: int) -> Settings:
         """The same with `factor` times the budget, as a model for `factor` tasks has; of planned settings."""
         seconds = None if self.seconds is None else self.seconds * factor

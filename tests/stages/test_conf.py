@@ -106,7 +106,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("+sede=1", r"unknown key 'sede' .*did you mean 'seed'"),
         ("+trainer.acelerator=cpu", r"unknown key 'trainer.acelerator' .*did you mean 'accelerator'"),
         ("+trainer.limit_train_batches=3", "unknown key 'trainer.limit_train_batches'"),
-        ("trainer.devices=2", "trained by one process"),
+        ("trainer.devices=2", "one process trains an expert: choose trainer=ddp"),
         ("mergers=ties", "mergers is 'ties'; it must be of type"),
         ("+suite.tasks.foo=digits", r"suite.tasks is .*; it must be|suite.tasks.foo is 'digits'; it must be"),
         ("store.root=5", "store.root is 5; it must be of type"),

@@ -1,8 +1,6 @@
 """An artefact is whole or absent, made once, and named by its content alone."""
 
 import json
-import multiprocessing
-import time
 from pathlib import Path
 
 import pytest
@@ -87,28 +85,6 @@ def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"set store\.root"):
         Store(tmp_path / "file").obtain("experts", CONTENT, maker([]))
-
-
-def _race(root: Path, log: Path) -> None:
-    def slow(place):
-        with log.open("a") as file:
-            file.write("made\n")
-        time.sleep(0.3)
-        (place.out / "model.txt").write_text("weights")
-        return {}
-
-    Store(root).obtain("experts", CONTENT, slow)
-
-
-def test_of_several_processes_that_ask_one_makes_it(tmp_path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_race, args=(tmp_path / "store", tmp_path / "log")) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert (tmp_path / "log").read_text() == "made\n"
 
 
 def test_a_folder_without_a_manifest_is_replaced(tmp_path) -> None:

@@ -1,0 +1,123 @@
+"""`hydra/launcher=local`: a sweep's jobs over the devices of this machine, a process each."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LocalLauncherConf:
+    """`devices`: null takes every CUDA device, else one process for every two cores."""
+
+    _target_: str = "hydra_plugins.mergekit_lab.local_launcher.LocalLauncher"
+    devices: list[str] | None = None
+
+
+ConfigStore.instance().store(
+    group="hydra/launcher", name="local", node=LocalLauncherConf, provider="mergekit_lab"
+)
+
+
+class LocalLauncher(Launcher):
+    """Gives each job the next free device; what fails is listed at the end and stops no other job.
+
+    Args:
+        devices: as torch names them; one may be named more than once.
+    """
+
+    def __init__(self, devices: list[str] | None = None) -> None:
+        self.devices = devices
+        self._pool: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context = hydra_context
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from mergekit_lab.stages.workers import Outcome, Pool
+
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        devices = self._devices()
+        log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
+        jobs: list[tuple[Any, ...]] = []
+        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+            device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, *device])
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            log.info(f"#{number}: {' '.join(filter_overrides(overrides))}")
+            jobs.append((self.hydra_context, config, list(overrides)))
+
+        def done(number: int, outcome: Outcome) -> None:
+            well = not _failed(outcome)
+            told = f"done in {outcome.seconds:.1f} s" if well else f"failed: {outcome.error or 'see above'}"
+            log.info(f"#{initial_job_idx + number} on {outcome.device} {told}")
+
+        if self._pool is None:
+            self._pool = Pool(devices)
+        outcomes = self._pool.map(run_one, jobs, done)
+        failed = [n for n, o in enumerate(outcomes, start=initial_job_idx) if _failed(o)]
+        if failed:
+            log.warning(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(f'#{n}' for n in failed)}")
+        return [o.value if o.error is None else _failure(job, o) for job, o in zip(jobs, outcomes, strict=True)]
+
+    def close(self) -> None:
+        """End the workers, which a sweep's launches share."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _devices(self) -> list[str]:
+        import torch
+
+        if self.devices is not None:
+            return list(self.devices)
+        cards = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+        return cards or ["cpu"] * max(1, (os.cpu_count() or 1) // 2)
+
+
+def _failed(outcome: Any) -> bool:
+    return outcome.error is not None or outcome.value.status is not JobStatus.COMPLETED
+
+
+def _failure(job: tuple[Any, ...], outcome: Any) -> JobReturn:
+    _, config, overrides = job
+    found = JobReturn(overrides=overrides, cfg=config, status=JobStatus.FAILED)
+    found.return_value = RuntimeError(outcome.error)
+    return found
+
+
+def run_one(hydra_context: HydraContext, config: DictConfig, overrides: list[str]) -> JobReturn:
+    """In a worker: one job as Hydra's own launcher runs it."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.utils import run_job
+
+    from mergekit_lab.__main__ import main
+
+    setup_globals()
+    HydraConfig.instance().set_config(config)
+    found = run_job(
+        hydra_context=hydra_context,
+        task_function=main.__wrapped__,  # type: ignore[attr-defined]
+        config=config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+    if found.status is JobStatus.FAILED:
+        log.error(f"#{config.hydra.job.num} failed: {found._return_value}")
+        found._return_value = RuntimeError(str(found._return_value))  # some exceptions do not pickle
+    found.hydra_cfg = found.cfg = None
+    return found

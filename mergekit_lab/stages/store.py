@@ -1,0 +1,169 @@
+"""Stage store: list, verify, explain, prune, export and import what the store holds. Runs alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mergekit_lab.checkpoints import size_text
+from mergekit_lab.errors import InputError
+from mergekit_lab.paths import default_store
+from mergekit_lab.stages.config import StorePlace, check
+from mergekit_lab.stages.context import Context
+from mergekit_lab.store import Artefact, Store
+from mergekit_lab.store.upkeep import adopt, damages, nearest, older_than, remove, size
+
+log = logging.getLogger(__name__)
+_SHORT = 12
+
+
+def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    """What `store.action` says.
+
+    Raises:
+        InputError: an action that needs something else, or damage that `verify` found.
+    """
+    check(cfg)
+    place = StorePlace(**cfg.store)
+    store = Store(Path(place.root).expanduser() if place.root else default_store())
+    if place.action == "list":
+        _list(store, place)
+    elif place.action == "verify":
+        _verify(store, place)
+    elif place.action == "export":
+        _export(store, place)
+    elif place.action == "import":
+        made = adopt(store, _path(place))
+        log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
+    else:
+        run = Context(cfg, folder, choices)
+        {"explain": _explain, "prune": _prune}[place.action](run, place)
+
+
+def _chosen(store: Store, place: StorePlace) -> list[Artefact]:
+    """What `store.kind`, `store.key` and `store.older_than` leave."""
+    found = [a for a in store.artefacts() if place.kind in (None, a.kind)]
+    if place.key is not None:
+        found = [a for a in found if a.key.startswith(place.key)]
+        if not found:
+            raise InputError(f"nothing in the store {store.root} has a key that begins with {place.key!r}")
+    if place.older_than is not None:
+        found = [a for a in found if older_than(a, place.older_than)]
+    return found
+
+
+def _list(store: Store, place: StorePlace) -> None:
+    by_kind: dict[str, list[Artefact]] = defaultdict(list)
+    for artefact in _chosen(store, place):
+        by_kind[artefact.kind].append(artefact)
+    log.info("store %s", store.root)
+    for kind, members in by_kind.items():
+        log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
+        if place.kind or place.key:
+            for artefact in members:
+                log.info("  %s  %s  %s  %s", artefact.key, artefact.created, size_text(size(artefact)),
+                         _described(artefact))  # fmt: skip
+    if not by_kind:
+        log.info("nothing")
+
+
+def _described(artefact: Artefact) -> str:
+    content = artefact.content
+    told = [str(content[name]) for name in ("task", "split", "metric") if name in content]
+    built = [content[n] for n in ("optimizer", "method") if isinstance(content.get(n), Mapping)]
+    told += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
+    told += [f"{name} {content[name]}" for name in ("coefficient", "seed") if name in content]
+    return ", ".join(told)
+
+
+def _verify(store: Store, place: StorePlace) -> None:
+    chosen = _chosen(store, place)
+    wrong = damages(store, chosen)
+    if wrong:
+        raise InputError(
+            f"{len(wrong)} of the files in the store {store.root} are not sound: delete their folders, and "
+            "they are made again:\n" + "\n".join(wrong)
+        )
+    log.info("%d artefacts in the store %s are as they were published", len(chosen), store.root)
+
+
+def _explain(run: Context, place: StorePlace) -> None:
+    """Why what this run wants was not found: what is nearest, and where it parts from it."""
+    from mergekit_lab.stages.plan import pieces
+
+    missing = [p for p in pieces(run) if not p.made and place.kind in (None, p.kind)]
+    if not missing:
+        log.info("all that this run wants is in the store %s", run.store.root)
+    first = missing[0].kind  # the rest follows from it
+    for piece in [p for p in missing if p.kind == first]:
+        found = nearest(run.store, piece.kind, piece.content)
+        what = f"{piece.kind} {piece.key[:_SHORT]} ({piece.content.get('task', 'all tasks')})"
+        if found is None:
+            log.info("%s: the store has no %s", what, piece.kind)
+            continue
+        artefact, parts = found
+        part = parts[0]
+        more = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
+        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artefact.key[:_SHORT], part.path,
+                 part.wanted, part.stored, more)  # fmt: skip
+
+
+def _prune(run: Context, place: StorePlace) -> None:
+    from mergekit_lab.stages.plan import pieces
+
+    wanted = {(piece.kind, piece.key) for piece in pieces(run)}
+    chosen = [
+        artefact
+        for artefact in _chosen(run.store, place)
+        if place.which == "all" or ((artefact.kind, artefact.key) in wanted) == (place.which == "run")
+    ]
+    freed = size_text(sum(map(size, chosen)))
+    if not place.confirm:
+        for artefact in chosen:
+            log.info("%s %s  %s", artefact.kind, artefact.key, _described(artefact))
+        log.info("%d artefacts, %s: set store.confirm=true to remove them", len(chosen), freed)
+        return
+    for artefact in chosen:
+        remove(run.store, artefact)
+    log.info("removed %d artefacts, %s", len(chosen), freed)
+
+
+def _path(place: StorePlace) -> Path:
+    if place.path is None:
+        raise InputError(f"store.action={place.action} needs store.path=FOLDER")
+    return Path(place.path).expanduser()
+
+
+def _export(store: Store, place: StorePlace) -> None:
+    """One artefact as a folder: its files, a model card, and the manifest with which it can be imported."""
+    out = _path(place)
+    chosen = _chosen(store, place) if place.key else []
+    if len(chosen) != 1:
+        raise InputError(
+            f"store.key={place.key} names {len(chosen)} artefacts: one is exported, see store.action=list"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty: export into a new folder")
+    artefact = chosen[0]
+    out.mkdir(parents=True, exist_ok=True)
+    for name in artefact.files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artefact.file(name), out / name)
+    shutil.copyfile(artefact.folder / "manifest.json", out / "manifest.json")
+    (out / "README.md").write_text(_card(artefact))
+    log.info("%s %s is in %s", artefact.kind, artefact.key, out)
+
+
+def _card(artefact: Artefact) -> str:
+    content = json.dumps(artefact.content, indent=1, ensure_ascii=False)
+    return (
+        "---\nlibrary_name: mergekit_lab\n---\n"
+        f"# {artefact.kind}: {_described(artefact)}\n\nMade {artefact.created} by mergekit_lab; named "
+        f"{artefact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
+    )

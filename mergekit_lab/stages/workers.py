@@ -1,0 +1,290 @@
+"""Processes that work on this machine's devices: many jobs over a pool, or one job together.
+
+A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A
+worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jobs, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mergekit_lab.errors import InputError
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process that holds threads or CUDA is broken
+_PATIENCE = 9.0
+"""Seconds that a worker which is told to stop has for its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job.
+
+    Attributes:
+        value: what its function returned.
+        error: None, or what went wrong, to be shown.
+        mistake: the error is a user's mistake (`InputError`).
+        seconds: the job's time, or until it failed.
+        device: where it ran last.
+    """
+
+    value: Any
+    error: str | None
+    mistake: bool
+    seconds: float
+    device: str
+
+
+class Pool:
+    """One worker a device; each takes the next job when it is free.
+
+    A job that raises is a failed outcome, and the others go on. A worker that dies (killed, out of memory, a
+    crash in a library) is replaced, and its job is tried once more.
+
+    Args:
+        devices: as torch names them; one may be named more than once ("cpu", "cpu").
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        if not devices:
+            raise InputError("a pool needs at least one device")
+        self.devices = list(devices)
+        self._workers: list[_Worker | None] = [None] * len(devices)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        jobs: Sequence[tuple[Any, ...]],
+        done: Callable[[int, Outcome], None] = lambda number, outcome: None,
+    ) -> list[Outcome]:
+        """The outcomes of `function(*job)`, in the order of the jobs.
+
+        Args:
+            function: importable by its name, as workers are fresh processes.
+            jobs: arguments, which must pickle; started in this order.
+            done: called here with a job's number as soon as it is over.
+        """
+        outcomes: list[Outcome | None] = [None] * len(jobs)
+        waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
+        while any(outcome is None for outcome in outcomes):
+            for place in range(len(self.devices)):
+                worker = self._worker(place) if waiting else None
+                if worker is not None and worker.job is None:
+                    number = waiting.popleft()
+                    tries[number] += 1
+                    worker.start(number, function, jobs[number])
+            for place, number, outcome in self._finished():
+                if outcome is None:
+                    exitcode = self._bury(place)
+                    if tries[number] < 2:
+                        waiting.appendleft(number)
+                        continue
+                    outcome = Outcome(None, f"its worker died twice ({exitcode})", False, 0.0,
+                                      self.devices[place])  # fmt: skip
+                outcomes[number] = outcome
+                done(number, outcome)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _worker(self, place: int) -> _Worker:
+        found = self._workers[place]
+        if found is None or (found.job is None and not found.process.is_alive()):
+            found = self._workers[place] = _Worker(self.devices[place], len(self.devices))
+        return found
+
+    def _finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
+        """Jobs that are over: (place, job's number, outcome); None where the worker died."""
+        busy = {w.channel: (p, w) for p, w in enumerate(self._workers) if w is not None and w.job is not None}
+        for channel in wait(list(busy)):
+            place, worker = busy[channel]  # type: ignore[index]
+            number = worker.job
+            assert number is not None
+            try:
+                value, error, mistake, seconds = worker.channel.recv()
+            except (EOFError, OSError):
+                yield place, number, None
+                continue
+            worker.job = None
+            yield place, number, Outcome(value, error, mistake, seconds, worker.device)
+
+    def _bury(self, place: int) -> str:
+        worker, self._workers[place] = self._workers[place], None
+        assert worker is not None
+        worker.process.join()
+        return _ending(worker.process.exitcode)
+
+    def close(self) -> None:
+        """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
+        stop([w.process for w in self._workers if w is not None], [w for w in self._workers if w is not None])
+        self._workers = [None] * len(self.devices)
+
+
+class _Worker:
+    def __init__(self, device: str, sharers: int) -> None:
+        self.device = device
+        self.channel, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid()))
+        with _environment(_seeing([device]) | _threads(sharers)):
+            self.process.start()
+        theirs.close()
+        self.job: int | None = None
+
+    def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.job = number
+        self.channel.send((function, arguments))
+
+
+def raise_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that what is held is given back."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _serve(channel: Connection, parent: int) -> None:
+    _end_with(parent)
+    raise_on_sigterm()
+    while True:
+        try:
+            function, arguments = channel.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        begun = time.monotonic()
+        value, error, mistake = None, None, False
+        try:
+            value = function(*arguments)
+        except InputError as problem:
+            error, mistake = str(problem), True
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            traceback.print_exc()
+        channel.send((value, error, mistake, time.monotonic() - begun))
+
+
+def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
+    """What rank 0 returns of `function(*arguments)`, run by one process a device that can talk to each other.
+
+    Processes find `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` set. If one fails, the
+    others are ended: they would wait for it for ever.
+
+    Raises:
+        InputError: a rank's user mistake.
+        RuntimeError: another failure of a rank, or its death.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(devices))}
+    shared |= _seeing(devices) | _threads(len(devices))
+    channels, processes = [], []
+    try:
+        for rank in range(len(devices)):
+            ours, theirs = _SPAWN.Pipe()
+            process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid()))
+            with _environment(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}):
+                process.start()
+            theirs.close()
+            ours.send((function, arguments))
+            channels.append(ours)
+            processes.append(process)
+        return _results(channels, processes)[0]
+    finally:
+        for channel in channels:
+            channel.close()
+        stop(processes)
+
+
+def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(channels):
+        for channel in wait([c for rank, c in enumerate(channels) if rank not in found]):
+            rank = channels.index(channel)  # type: ignore[arg-type]
+            try:
+                value, error, mistake, _ = channels[rank].recv()
+            except (EOFError, OSError):
+                processes[rank].join()
+                ending = _ending(processes[rank].exitcode)
+                raise RuntimeError(f"process {rank} of {len(channels)} died ({ending})") from None
+            if error is not None:
+                raise InputError(error) if mistake else RuntimeError(f"process {rank}: {error}")
+            found[rank] = value
+    return [found[rank] for rank in range(len(channels))]
+
+
+def stop(processes: Sequence[Any], workers: Sequence[_Worker] = ()) -> None:
+    """End processes: idle ones by closing their channel, busy ones by SIGTERM, then SIGKILL."""
+    for worker in workers:
+        worker.channel.close()
+        if worker.job is not None and worker.process.is_alive():
+            worker.process.terminate()
+    deadline = time.monotonic() + _PATIENCE
+    for process in processes:
+        if not workers and process.is_alive():
+            process.terminate()
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose parent was killed has nobody to work for; what it was making can be resumed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _seeing(devices: Sequence[str]) -> dict[str, str]:
+    """The environment in which these are the only CUDA devices, in this order."""
+    indices = [int(d.partition(":")[2] or 0) for d in devices if d.startswith("cuda")]
+    if not indices:
+        return {}
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = mine.split(",") if mine else [str(n) for n in range(max(indices) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in indices)}
+
+
+def _threads(sharers: int) -> dict[str, str]:
+    """Cores divided among processes, unless the user has said how many threads there are."""
+    if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sharers))}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,131 @@
+"""Looking after a store: what is there, whether it is sound, why something was not found, what may go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.store.store import SCHEMA, Artefact, Store, content_key, read_artefact
+
+
+def damages(store: Store, artefacts: Iterable[Artefact]) -> list[str]:
+    """What is wrong with published files, one line each: missing, truncated, flipped, or a manifest that is not
+    that of its folder."""
+    found = []
+    for artefact in artefacts:
+        if artefact.content and content_key(artefact.content) != artefact.key:
+            found.append(
+                f"the stored {artefact.kind} {artefact.key} has the manifest of another artefact or schema"
+            )
+        found += [told for name in artefact.files if (told := artefact.damage(name))]
+    for folder in sorted(store.root.glob("*/*")):
+        if folder.parent.name in ("work", "locks") or not folder.is_dir():
+            continue
+        try:
+            read_artefact(folder)
+        except FileNotFoundError:
+            found.append(f"{folder} has no manifest: nothing was published there")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.append(f"the stored {folder.parent.name} {folder.name} has a damaged manifest ({error!r})")
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two contents part.
+
+    Attributes:
+        path: of the key, dotted.
+        wanted, stored: the two values; None where there is none.
+    """
+
+    path: str
+    wanted: Any
+    stored: Any
+
+
+def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Difference]:
+    """All keys whose values differ, those that say what (not how much) first."""
+    one, other = dict(_leaves(wanted)), dict(_leaves(stored))
+    names = [*one, *(name for name in other if name not in one)]
+    return [Difference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
+
+
+def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artefact, list[Difference]] | None:
+    """The artefact of this kind that differs in the fewest keys, and in which; None if there is none."""
+    found = [(a, differences(wanted, a.content)) for a in store.artefacts() if a.kind == kind]
+    return min(found, key=lambda pair: len(pair[1]), default=None)
+
+
+def older_than(artefact: Artefact, days: float) -> bool:
+    """Whether it was made more than so many days ago."""
+    made = datetime.fromisoformat(artefact.created.replace("Z", "+00:00"))
+    return datetime.now(UTC) - made > timedelta(days=days)
+
+
+def size(artefact: Artefact) -> int:
+    """Bytes of its files."""
+    return sum(file.stat().st_size for file in artefact.folder.rglob("*") if file.is_file())
+
+
+def remove(store: Store, artefact: Artefact) -> None:
+    """Take an artefact out: by a rename first, so that nobody finds half of it."""
+    gone = store.root / "work" / "removed" / uuid.uuid4().hex
+    gone.parent.mkdir(parents=True, exist_ok=True)
+    artefact.folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def adopt(store: Store, folder: Path) -> Artefact:
+    """Publish an exported folder under the key that its manifest gives it.
+
+    Raises:
+        InputError: it has no manifest or one of another schema, a file outside of the folder is named, or a
+            file is not what the manifest says.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        schema, kind, content = manifest["schema"], str(manifest["kind"]), dict(manifest["content"])
+        files = {str(name): str(digest) for name, digest in manifest["files"].items()}
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder} has no manifest.json: was it exported? Experts of others come with experts=…"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / 'manifest.json'} cannot be used: {error!r}") from None
+    if schema != SCHEMA:
+        raise InputError(
+            f"{folder} has schema {schema}, and this version writes {SCHEMA}: see docs/reliability.md"
+        )
+    if not kind.isidentifier() or kind in ("work", "locks"):
+        raise InputError(f"{folder / 'manifest.json'} names the kind {kind!r}")
+    for name in files:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
+    origin = Artefact(kind, content_key(content), folder, {}, files=files)
+    wrong = [told for name in files if (told := origin.damage(name))]
+    if wrong:
+        raise InputError("; ".join(wrong))
+
+    def make(place: Any) -> Mapping[str, Any]:
+        for name in files:
+            (place.out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, place.out / name)
+        return {**dict(manifest["info"]), "imported": True}
+
+    return store.obtain(kind, content, make)

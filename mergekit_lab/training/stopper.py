@@ -1,0 +1,81 @@
+"""Stopping when told: the step in hand is finished and a checkpoint is written before training ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGREE = 10
+"""Steps after which processes that train together ask each other whether one was told to stop."""
+
+
+class Stopped(BaseException):
+    """Training ended early. No KeyboardInterrupt, which Lightning turns into an exit of the process."""
+
+
+class Stopper(Callback):
+    """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to go on from.
+
+    A second signal does not wait for the step.
+
+    Args:
+        checkpoint: where it is written.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self._told = threading.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals meanwhile; what took them before has them back. Only a main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: Any) -> None:
+        if self._told.is_set():
+            raise KeyboardInterrupt
+        log.info("%s: stopping after this step", signal.Signals(number).name)
+        self._told.set()
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Lightning has put a handler of its own before this one, which ends training before its checkpoint."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self._take)
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        together = trainer.world_size > 1
+        if together and trainer.global_step % _AGREE:
+            return
+        told = self._told.is_set()
+        if together:
+            told = trainer.strategy.reduce_boolean_decision(told, all=False)
+        if told:
+            trainer.save_checkpoint(self.checkpoint)
+            log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+            raise Stopped

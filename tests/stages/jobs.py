@@ -1,0 +1,28 @@
+"""What workers do in tests/stages/test_workers.py; importable by name in a fresh process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from mergekit_lab import InputError
+
+
+def work(what: str, folder: str) -> str:
+    if what == "wrong":
+        raise InputError("rho must be positive")
+    if what == "broken":
+        raise ValueError("a bug")
+    tries = Path(folder, what)
+    tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+    if what == "dies" or (what == "dies once" and tries.read_text() == "x"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"{what} {os.environ.get('CUDA_VISIBLE_DEVICES')} {os.environ.get('OMP_NUM_THREADS')}"
+
+
+def rank(failing: int | None) -> tuple[str, ...]:
+    if os.environ["RANK"] == str(failing):
+        raise InputError("this rank has a mistake")
+    if failing is not None:
+        time.sleep(60)
+    return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))

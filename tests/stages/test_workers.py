@@ -1,0 +1,40 @@
+"""A job that fails or dies stops no other; processes that work together end together."""
+
+import time
+
+import pytest
+from stages.jobs import rank, work
+
+from mergekit_lab import InputError
+from mergekit_lab.stages.workers import Pool, together
+
+
+def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    pool, told = Pool(["cuda:1", "cuda:0"]), []
+    kinds = ["fine", "wrong", "dies once", "broken", "dies", "fine too"]
+    try:
+        found = pool.map(work, [(kind, str(tmp_path)) for kind in kinds], lambda n, o: told.append(n))
+        again = pool.map(work, [("fine", str(tmp_path))])
+    finally:
+        pool.close()
+    fine, wrong, once, broken, dies, too = found
+    assert sorted(told) == list(range(6))
+    for outcome, kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
+        assert outcome.error is None
+        name, card, threads = outcome.value.rsplit(" ", 2)
+        assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
+        assert int(threads) >= 1
+    assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
+    assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
+    assert dies.error == "its worker died twice (killed by SIGKILL)"
+    assert (tmp_path / "dies once").read_text() == (tmp_path / "dies").read_text() == "xx"
+
+
+def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -> None:
+    assert together(rank, (None,), ["cpu", "cpu"]) == ("0", "0", "2", "127.0.0.1")
+    begun = time.monotonic()
+    with pytest.raises(InputError, match="this rank has a mistake"):
+        together(rank, (1,), ["cpu", "cpu"])
+    assert time.monotonic() - begun < 30

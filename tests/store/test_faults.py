@@ -1,0 +1,220 @@
+"""What goes wrong around a store, and that it is told and repaired."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergekit_lab import InputError
+from mergekit_lab.store import Store, content_key
+from mergekit_lab.store.lock import FolderLock
+from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove
+
+CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["mergekit_lab.store", "safetensors.torch"])
+
+
+def weights(fill: float = 1.0):
+    def make(place):
+        save_file({"w": torch.full((8, 8), fill)}, place.out / "model.safetensors")
+        return {"val_accuracy": fill}
+
+    return make
+
+
+def _race(root: Path, log: Path) -> None:
+    def make(place):
+        with log.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.2)
+        return weights()(place)
+
+    Store(root).obtain("experts", CONTENT, make)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_processes_that_race_for_one_expert_make_it_once(tmp_path, count) -> None:
+    racers = [FORKS.Process(target=_race, args=(tmp_path / "store", tmp_path / "log")) for _ in range(count)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+        assert racer.exitcode == 0
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert list((tmp_path / "store/locks").iterdir()) == []
+
+
+def _make_many(root: Path) -> None:
+    for seed in range(1000):
+        Store(root).obtain("experts", CONTENT | {"seed": seed}, weights())
+
+
+def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
+    whole = Store(tmp_path / "whole").obtain("experts", CONTENT, weights()).files
+    moments = random.Random(0)
+    for number in range(6):
+        root = tmp_path / str(number)
+        child = FORKS.Process(target=_make_many, args=(root,))
+        child.start()
+        time.sleep(moments.uniform(0.05, 0.4))
+        child.kill()
+        child.join()
+        store = Store(root)
+        done = list(store.artefacts())
+        assert damages(store, done) == []
+        for seed in range(len(done) + 1):
+            assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
+        assert list((root / "locks").iterdir()) == []
+
+
+def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
+    def make(place):
+        (place.resume / "last.ckpt").write_text("step 7")
+        with (place.out / "model.bin").open("wb") as file:
+            file.write(b"x" * (1 << 20))
+        return {}
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        with pytest.raises(InputError, match=r"no room for more in the store .*store\.action=prune"):
+            Store(tmp_path).obtain("experts", CONTENT, make)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "work/experts" / content_key(CONTENT) / "resume/last.ckpt").read_text() == "step 7"
+    assert Store(tmp_path).obtain("experts", CONTENT, make).reused is False
+
+
+def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    Store(tmp_path).obtain("experts", CONTENT, weights())
+
+    def refuse(self: FolderLock) -> bool:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(FolderLock, "_take", refuse)
+    assert Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+    with pytest.raises(InputError, match=r"cannot be written .*Read-only.*set store\.root"):
+        Store(tmp_path).obtain("experts", CONTENT | {"seed": 1}, weights())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def another_model(path: Path) -> None:
+    save_file({"w": torch.zeros(8, 8)}, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, another_model, Path.unlink])
+def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, damage) -> None:
+    store = Store(tmp_path)
+    made = store.obtain("experts", CONTENT, weights())
+    damage(made.folder / "model.safetensors")
+    found = store.find("experts", CONTENT)
+    with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
+        found.file("model.safetensors")
+    (told,) = damages(store, store.artefacts())
+    assert made.key in told
+    shutil.rmtree(made.folder)
+    again = store.obtain("experts", CONTENT, weights())
+    assert again.files == made.files
+
+
+def test_a_manifest_of_another_artefact_is_found_by_verify(tmp_path) -> None:
+    store = Store(tmp_path)
+    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
+    shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
+    (told,) = damages(store, store.artefacts())
+    assert made.key in told
+    assert "manifest" in told
+
+
+def test_the_nearest_artefact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
+    store = Store(tmp_path)
+    near = store.obtain("experts", CONTENT, weights())
+    store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, weights())
+    wanted = CONTENT | {"training": {"lr": 2e-4, "steps": 9}}
+    found, parts = nearest(store, "experts", wanted)
+    assert found.key == near.key
+    assert [(d.path, d.wanted, d.stored) for d in parts] == [("training.lr", 2e-4, 1e-4)]
+    assert nearest(store, "merged", wanted) is None
+    assert differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
+
+
+def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
+    store = Store(tmp_path)
+    made = store.obtain("experts", CONTENT, weights())
+    (read,) = store.artefacts()
+    assert older_than(read, 0)
+    assert not older_than(read, 1)
+    remove(store, read)
+    assert store.find("experts", CONTENT) is None
+    assert not made.folder.exists()
+
+
+def exported(tmp_path: Path) -> Path:
+    made = Store(tmp_path / "one").obtain("experts", CONTENT, weights())
+    shutil.copytree(made.folder, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_an_exported_folder_is_the_same_artefact_in_another_store(tmp_path) -> None:
+    folder = exported(tmp_path)
+    made = adopt(Store(tmp_path / "two"), folder)
+    assert made.key == content_key(CONTENT)
+    assert made.info["val_accuracy"] == 1.0
+    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.file("model.safetensors")))
+
+
+def _read(path: Path) -> torch.Tensor:
+    from mergekit_lab import open_checkpoint
+
+    return open_checkpoint(path)["w"]
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = exported(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (tmp_path / "secret").write_text("x")
+    for change, match in (
+        ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
+        ({"kind": "../../etc"}, "names the kind"),
+        ({"schema": 99}, "has schema 99"),
+        ({"files": {"model.safetensors": "0" * 64}}, "is damaged"),
+        ({"files": 3}, "cannot be used"),
+    ):
+        (folder / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(InputError, match=match):
+            adopt(Store(tmp_path / "two"), folder)
+    (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(InputError, match="cannot be used"):
+        adopt(Store(tmp_path / "two"), folder)
+    assert not Path("exploded").exists()
+    assert not (tmp_path / "two/experts").exists()

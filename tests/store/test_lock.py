@@ -1,0 +1,125 @@
+"""One holder at a time; a lock whose holder is gone is taken over, whatever the clocks say."""
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mergekit_lab.store.lock import FolderLock
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["mergekit_lab.store"])
+
+
+def left_by(path: Path, **owner) -> None:
+    """A lock as a process of another host leaves it."""
+    path.mkdir()
+    (path / "beat").write_text("7")
+    (path / "owner.json").write_text(json.dumps({"host": "far/1/x", "pid": 1, "token": "old", **owner}))
+
+
+def test_threads_hold_it_in_turn(tmp_path) -> None:
+    inside, most = [], []
+
+    def work() -> None:
+        with FolderLock(tmp_path / "lock", "it", poll=0.01):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert most == [1] * 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_host_s_lock_without_a_beat_is_taken_over_after_its_time(tmp_path) -> None:
+    left_by(tmp_path / "lock")
+    begun = time.monotonic()
+    with FolderLock(tmp_path / "lock", "it", stale_after=0.6, poll=0.05):
+        assert time.monotonic() - begun >= 0.6
+        assert json.loads((tmp_path / "lock/owner.json").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("skew", [-1e6, 1e6], ids=["clock behind", "clock ahead"])
+def test_a_beating_lock_is_waited_for_though_the_clocks_of_the_hosts_differ(tmp_path, skew) -> None:
+    lock = tmp_path / "lock"
+    left_by(lock)
+    ended = threading.Event()
+
+    def beat() -> None:
+        for count in range(100):
+            (lock / "beat").write_text(str(count))
+            os.utime(lock / "beat", (time.time() + skew, time.time() + skew))
+            if ended.wait(0.1):
+                return
+
+    holder = threading.Thread(target=beat)
+    holder.start()
+    taken = threading.Event()
+
+    def take() -> None:
+        with FolderLock(lock, "it", stale_after=0.5, poll=0.05):
+            taken.set()
+
+    waiter = threading.Thread(target=take)
+    waiter.start()
+    assert not taken.wait(1.2)
+    ended.set()
+    assert taken.wait(5)
+    holder.join()
+    waiter.join()
+
+
+def _hold(path: Path) -> None:
+    with FolderLock(path, "it"):
+        (path.parent / "held").write_text("")
+        time.sleep(60)
+
+
+def test_the_lock_of_a_killed_process_of_this_host_is_taken_at_once(tmp_path) -> None:
+    holder = FORKS.Process(target=_hold, args=(tmp_path / "lock",))
+    holder.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.02)
+    holder.kill()  # and not joined: a process nobody collected is dead all the same
+    begun = time.monotonic()
+    with FolderLock(tmp_path / "lock", "it", stale_after=60):
+        assert time.monotonic() - begun < 5
+    holder.join()
+
+
+def test_a_number_used_again_by_another_process_does_not_keep_a_lock(tmp_path) -> None:
+    with FolderLock(tmp_path / "other", "it"):
+        mine = json.loads((tmp_path / "other/owner.json").read_text())
+    left_by(tmp_path / "lock", host=mine["host"], pid=os.getpid(), started="1")
+    with FolderLock(tmp_path / "lock", "it", stale_after=60):
+        pass
+
+
+def test_of_two_waiters_that_find_it_abandoned_one_takes_it(tmp_path) -> None:
+    left_by(tmp_path / "lock")
+    inside, most = [], []
+
+    def work() -> None:
+        with FolderLock(tmp_path / "lock", "it", stale_after=0.4, poll=0.01):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.2)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert most == [1] * 4

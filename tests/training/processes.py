@@ -1,0 +1,54 @@
+"""What two processes do in tests/training/test_processes.py."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import TinyEncoder, tiny_objective
+
+from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.training import Settings, finetune
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda named: ADAMW([p for _, p in named]),
+    "sam": partial(SAM, base=ADAMW, rho=0.1),
+    "asam": partial(ASAM, base=ADAMW, scaling="saft"),
+    "mergopt": partial(MergOPT, base=ADAMW, scale=0.01),
+}
+SHARDED = ("mergopt", "asam")
+SETTINGS = Settings(steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last")
+
+
+def train(name: str, resume: Path, seen: list[float] | None = None, **trainer: Any) -> dict[str, Any] | None:
+    """Weights after six steps; `seen` gets a checksum of them after every one."""
+    model = TinyEncoder()
+    model.body[3].p = 0.0  # masks depend on a batch's shape
+    head = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def look(metrics: Any, step: int) -> None:
+        if seen is not None and "train_loss" in metrics:
+            seen.append(sum(float(p.detach().abs().sum()) for p in model.parameters()))
+
+    options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
+    done = finetune(
+        model, {"a": tiny_objective(head)}, OPTIMIZERS[name], SETTINGS, seed=0, resume=resume, trainer=options,
+        on_metrics=look,
+    )  # fmt: skip
+    return None if done is None else {"state": done.state, "curve": done.curve}
+
+
+def both(folder: str) -> None:
+    """Every optimizer under DDP, some under FSDP2; a file a rank."""
+    import os
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in OPTIMIZERS:
+        seen: list[float] = []
+        done = train(name, Path(folder, "ddp", name), seen, strategy="ddp", devices=2)
+        found[f"ddp {name}"] = {"seen": seen, "done": done}
+    for name in SHARDED:
+        found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
+    torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))

@@ -1,0 +1,114 @@
+"""Signals, too little memory and cut checkpoints: training stops or goes on as told."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from stages.conftest import TINY, composed
+from tiny import TinyEncoder, tiny_objective
+
+from mergekit_lab import InputError
+from mergekit_lab.training import Settings, finetune
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
+SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
+
+
+def train(resume: Path, head, on_metrics=None):
+    return finetune(
+        TinyEncoder(),
+        {"a": tiny_objective(head)},
+        lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
+        SETTINGS,
+        seed=0,
+        resume=resume,
+        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        on_metrics=on_metrics,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_step_and_training_goes_on_bit_for_bit(tmp_path, head, number) -> None:
+    def look(metrics, step: int) -> None:
+        if step == 6 and "train_loss" in metrics:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", head, look)
+    assert signal.getsignal(number) is before
+    assert torch.load(tmp_path / "cut/last.ckpt", weights_only=True)["global_step"] in (6, 7)
+    resumed, whole = train(tmp_path / "cut", head), train(tmp_path / "whole", head)
+    assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
+
+
+def test_a_checkpoint_cut_short_is_told_and_training_starts_again(tmp_path, head, caplog) -> None:
+    whole = train(tmp_path / "whole", head)
+    file = tmp_path / "cut/last.ckpt"
+    file.parent.mkdir()
+    file.write_bytes((tmp_path / "whole/last.ckpt").read_bytes()[:2000])
+    with caplog.at_level(logging.WARNING, "mergekit_lab"):
+        again = train(tmp_path / "cut", head)
+    assert "cannot be read" in caplog.text
+    assert all(torch.equal(value, whole.state[name]) for name, value in again.state.items())
+
+
+def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
+    """Micro-batches above so many images do not fit; what was tried."""
+    from mergekit_lab.training.module import FinetuneModule
+
+    tried, loss = [], FinetuneModule._loss
+
+    def crowded(self, batch, total):
+        (images, _), *_ = batch.values()
+        tried.append(len(images))
+        if len(images) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss(self, batch, total)
+
+    monkeypatch.setattr(FinetuneModule, "_loss", crowded)
+    return tried
+
+
+def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
+    from mergekit_lab.stages import run
+
+    cfg, choices = composed(
+        [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
+    )
+    run(cfg, tmp_path / "run", choices, [])
+    return sorted((tmp_path / "store/experts").glob("*/manifest.json"))
+
+
+def test_out_of_memory_halves_the_micro_batches_until_they_fit(tmp_path, monkeypatch) -> None:
+    tried = out_of_memory_above(4, monkeypatch)
+    assert len(finetuned(tmp_path, "~suite.tasks.latin")) == 1
+    assert tried[:3] == [16, 8, 4]
+    assert set(tried[2:]) == {4}
+
+
+def test_one_sample_that_does_not_fit_says_what_to_set(tmp_path, monkeypatch) -> None:
+    out_of_memory_above(0, monkeypatch)
+    with pytest.raises(InputError, match=r"accumulate=16 \(CUDA out of memory.*lower training.batch_size, or"):
+        finetuned(tmp_path, "~suite.tasks.latin")
+
+
+def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_path) -> None:
+    from mergekit_lab.stages.context import Context
+
+    def key(*overrides: str) -> dict:
+        cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
+        return Context(cfg, tmp_path, choices).expert_content("digits")
+
+    two = ["trainer=ddp", "trainer.devices=2"]
+    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.devices=2")
+    assert key("optimizer=sam") == key("optimizer=sam", *two)
+    for own in (
+        ["optimizer=sam", "optimizer.sync_ascent=false"],
+        ["optimizer=mergopt", "optimizer.per_rank=true"],
+    ):
+        assert key(*own, *two) == key(*own) | {"processes": 2}
+        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.devices=3")

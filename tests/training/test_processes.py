@@ -1,0 +1,37 @@
+"""One expert trained by two processes: ranks that agree after every step, and the weights of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training.processes import OPTIMIZERS, SHARDED, both, train
+
+from mergekit_lab.stages.workers import together
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    together(both, (str(folder),), ["cpu", "cpu"])
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ranks_agree_after_every_step_and_give_what_one_process_gives(ranks, name, tmp_path) -> None:
+    first, second = (rank[f"ddp {name}"] for rank in ranks)
+    assert len(first["seen"]) == 6
+    assert first["seen"] == second["seen"]
+    assert second["done"] is None
+    alone = train(name, tmp_path)
+    for key, value in alone["state"].items():
+        torch.testing.assert_close(first["done"]["state"][key], value, rtol=0, atol=2e-5)
+    assert [p["step"] for p in first["done"]["curve"]] == [p["step"] for p in alone["curve"]]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_weights_give_what_one_process_gives(ranks, name, tmp_path) -> None:
+    found = ranks[0][f"fsdp {name}"]["done"]["state"]
+    for key, value in train(name, tmp_path)["state"].items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5)
