@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.stages.checking import check_against, stage_list
+from mergekit_lab.store.store import says_full
 
 if TYPE_CHECKING:
     from mergekit_lab.stages.context import Context
@@ -91,11 +93,17 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             context.tracker.finish()
         log.info("done in %.0f s", time.monotonic() - begun)
     except Exception as error:
-        folder.mkdir(parents=True, exist_ok=True)
         failure = {"overrides": overrides, "error": f"{type(error).__name__}: {error}"}
-        (folder / "failure.json").write_text(json.dumps(failure, indent=1) + "\n")
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-        raise
+        with suppress(OSError):  # the disk may be what failed
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "failure.json").write_text(json.dumps(failure, indent=1) + "\n")
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+        if isinstance(error, InputError) or not says_full(error):
+            raise
+        raise InputError(
+            f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
+            "was finished is in the store, and the same command finds it there"
+        ) from error
 
 
 def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:

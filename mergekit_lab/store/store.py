@@ -38,6 +38,7 @@ SCHEMA = 1
 _MANIFEST = "manifest.json"
 _KEY_DIGITS = 24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _VERSIONED = ("torch", "open_clip_torch", "lightning")
 log = logging.getLogger(__name__)
 
@@ -222,13 +223,10 @@ class Store:
         try:
             yield
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and getattr(cause, "errno", None) not in _FULL:
-                cause = cause.__cause__ or cause.__context__
-            if cause is None and not _says_full(error):
+            if not says_full(error):
                 raise
             raise InputError(
-                f"no room for more in the store {self.root} ({cause or error}): free some (stage=store "
+                f"no room for more in the store {self.root} ({error}): free some (stage=store "
                 "store.action=prune), or set store.root=PATH; what was finished is kept"
             ) from error
 
@@ -283,11 +281,15 @@ def read_artefact(folder: Path) -> Artefact:
     )
 
 
-def _says_full(error: BaseException) -> bool:
-    """Writers outside of Python (torch, safetensors) tell a full disk in words alone."""
-    text = str(error)
-    return any(word in text for word in ("No space left", "os error 28", "os error 27", "quota exceeded",
-                                         "PytorchStreamWriter failed writing", "File too large"))  # fmt: skip
+def says_full(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, is that of a full disk; writers outside of Python (torch,
+    safetensors) tell it in words alone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "errno", None) in _FULL or any(word in str(cause) for word in _FULL_WORDS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _fsync(path: Path) -> None:

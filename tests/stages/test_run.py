@@ -1,5 +1,6 @@
 """The whole path on two tasks, and what a second run finds."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -159,3 +160,14 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
             assert f"{100 * record.value:.1f}" in ties
     with pytest.raises(InputError, match="no dimension"):
         go(tmp_path, store, "stage=report", "table=mergers*task")
+
+
+def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, tmp_path, monkeypatch) -> None:
+    _, store = finished
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mergekit_lab.stages.report.write_report", full)
+    with pytest.raises(InputError, match=r"no room for more in the run's folder .*set run_dir=PATH"):
+        go(tmp_path, store, "stage=report")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stages.conftest import TINY
 
-JOBS = ["joint=false", "search=none", "merger=average,task_arithmetic", "~suite.tasks.latin"]
+JOBS = ["joint=false", "merger=average,task_arithmetic", "~suite.tasks.latin"]
 LAUNCHERS = {
     "local": ["hydra.launcher.devices=[cpu,cpu]"],
     "submitit_local": ["hydra.launcher.timeout_min=5", "hydra.launcher.cpus_per_task=1"],
@@ -48,5 +48,6 @@ def test_a_plan_says_what_two_jobs_would_make_and_makes_nothing(tmp_path) -> Non
     rows = {line.split()[0]: line.split()[1:4] for line in told.splitlines() if line and line[0].isalpha()}
     assert rows["experts"] == ["1", "0", "1"]
     assert rows["merged"] == ["2", "0", "2"]
-    assert rows["evaluations"] == ["4", "0", "4"]
+    assert rows["searches"] == ["1", "0", "1"]
+    assert rows["evaluations"] == ["5", "0", "5"]
     assert not (tmp_path / "store").exists()
