@@ -10,6 +10,7 @@ again before it does.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -92,9 +93,10 @@ class FolderLock:
             (mine / _BEAT).write_text("0")
             (mine / _OWNER).write_text(json.dumps(_identity() | {"token": self.token}))
             mine.rename(self.path)
-        except OSError:
+        except OSError as error:
             shutil.rmtree(mine, ignore_errors=True)
-            if self.path.exists():
+            # it may have been released again since the rename found it
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or self.path.exists():
                 return False
             raise
         return True
