@@ -150,7 +150,7 @@ class ImageObjective(Objective):
         with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
             features = model(images)
         with torch.autocast(device, enabled=False):
-            return features.float() @ self.head.T
+            return features.to(self.head.dtype) @ self.head.T
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
         return self._logits(model, self._images(part, index)).argmax(dim=-1)
