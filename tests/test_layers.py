@@ -28,7 +28,7 @@ ONLY_IN = {
     "peft": {"backbones"},
     "transformers": {"backbones", "tasks", "training"},
     "wandb": {"reporting"},
-    "torchmetrics": {"evaluation", "training"},
+    "torchmetrics": {"tasks"},
 }
 HEAVY = ("lightning", "transformers", "open_clip", "wandb", "hydra", "datasets", "peft")
 

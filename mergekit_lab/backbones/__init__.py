@@ -3,6 +3,7 @@
 from .classification import Classifier, ImageObjective
 from .clip_layouts import as_image_tower, from_transformers, to_transformers
 from .image_encoder import ImageEncoder
+from .language import LanguageModel
 from .linearised import Linearised, Tangent, linearised_model
 from .lora import LoRA
 from .objective import Backbone, Batch, Objective
@@ -17,6 +18,7 @@ __all__ = [
     "Full",
     "ImageEncoder",
     "ImageObjective",
+    "LanguageModel",
     "Linearised",
     "LoRA",
     "Objective",

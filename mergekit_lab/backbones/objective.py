@@ -106,7 +106,13 @@ class Objective(nn.Module, ABC):
 
 
 class Backbone(ABC):
-    """A pretrained model to fine-tune. A subclass is a frozen dataclass of what names it."""
+    """A pretrained model to fine-tune. A subclass is a frozen dataclass of what names it.
+
+    Attributes:
+        note: what every report is to say of its weights, if anything.
+    """
+
+    note: str | None = None
 
     @abstractmethod
     def model(self) -> nn.Module:

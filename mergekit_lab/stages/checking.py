@@ -38,6 +38,7 @@ class TopLevel:
     published: list[str]
     mergers: dict[str, Target]
     merger: Target | None
+    optimizer_of: dict[str, Target]
     stages: list[str]
     stage: str | None
     seed: int

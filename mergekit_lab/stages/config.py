@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
+from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
 from mergekit_lab.training import Settings
 
@@ -243,12 +244,33 @@ def check(cfg: DictConfig) -> None:
             "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
             "give the scale as a number"
         )
+    for task, node in cfg.optimizer_of.items():
+        if wants_fit(node):
+            raise InputError(
+                f"optimizer_of.{task}.scale is 'fit', which one optimizer of all tasks can have: give it as a "
+                "number"
+            )
+        evaluations_a_step(node)
     Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    if cfg.training.precision == "bf16-true":
+        _refuse_vanishing_offsets([cfg.optimizer, *cfg.optimizer_of.values()])
     if cfg.training.get("budget") == "seconds" and "steps" in cfg.optimizer:
         raise InputError(
             f"{cfg.optimizer._target_.rpartition('.')[2]} plans over its number of steps, which "
             "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
         )
+
+
+def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for node in nodes:
+        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)([("weight", parameter)])
+        if isinstance(made, OffsetOptimizer):
+            raise InputError(
+                f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
+                "unit in the last place of .25 is 5e-4): set training.precision=bf16-mixed, which trains "
+                "float32 weights with bfloat16 arithmetic and stores them as the backbone is stored"
+            )
 
 
 def evaluations_a_step(node: DictConfig) -> Fraction:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Context:
         self.choices = choices
         self.folder = folder
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
-        self.settings = Settings(**plain["training"]).planned(evaluations_a_step(cfg.optimizer))
+        self.training = Settings(**plain["training"])
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
         self.devices = devices_of(plain["device"])
@@ -101,6 +101,9 @@ class Context:
             raise InputError("the suite has no tasks")
         for task in self.tasks.values():
             self.backbone.check(task)
+        for name in [*cfg.optimizer_of, *(self.training.epochs_of or ())]:
+            if name not in self.tasks:
+                raise InputError(f"{name!r} is no task of this run{suggestion(name, self.tasks)}")
         self.mergers = self._mergers()
         self.tracker: Tracker = build(cfg.logger)
         self.timings: dict[str, Timing] = {}
@@ -193,7 +196,7 @@ class Context:
             "backbone": self.backbone_content,
             "finetuning": self.plain["finetuning"],
             "optimizer": optimizer,
-            "training": asdict(settings),
+            "training": settings.content(),
             "seed": self.seed,
         }
         if any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()) and self.processes > 1:
@@ -213,7 +216,7 @@ class Context:
         found: dict[str, Any] = {}
         for task in tasks:
             how = self.backbone.learning(self.tasks[task])
-            if self.settings.keep == "best":
+            if self.training.keep == "best":
                 how = how | self.scoring(task)
             if how:
                 found[task] = how
@@ -223,6 +226,23 @@ class Context:
         """What decides a score beside model and data, where there is more than one way."""
         how = self.backbone.scoring(self.tasks[task])
         return {"scoring": how} if how else {}
+
+    def settings_of(self, task: str, optimizer: DictConfig | None = None) -> Settings:
+        """A task's planned settings, with its optimizer or another."""
+        given = self.training
+        if given.epochs is not None or given.epochs_of:
+            given = given.for_task(task, self.tasks[task].count("train"))
+        return given.planned(evaluations_a_step(optimizer or self.optimizer_of(task)))
+
+    def optimizer_of(self, task: str) -> DictConfig:
+        """The configuration of the optimizer that trains a task's expert."""
+        return self.cfg.optimizer_of.get(task, self.cfg.optimizer)
+
+    @property
+    def optimizer_name(self) -> str:
+        """What records call the optimizer: its option, and those of single tasks."""
+        own = [f"{self.choices.get(f'optimizer@optimizer_of.{t}', 'other')} {t}" for t in self.cfg.optimizer_of]
+        return ", ".join([self.choices["optimizer"], *own])
 
     def expert_source(self, task: str) -> str | None:
         """Where the expert of a task comes from, if it is not trained."""
@@ -234,7 +254,8 @@ class Context:
             if task not in self._imported:
                 self._imported[task] = imported_content(source, self.backbone_content, task)
             return self._imported[task]
-        return self._training_content(self.settings, self.optimizer_content) | self._for_task(task)
+        optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
+        return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
 
     @cached_property
     def _imported(self) -> dict[str, dict[str, Any]]:
@@ -248,15 +269,14 @@ class Context:
             return given
         return given | {"pilots": {task: content_key(self.pilot_content(task)) for task in self.tasks}}
 
-    @cached_property
-    def pilot_settings(self) -> Settings:
-        return Settings(**self.plain["training"]).planned(evaluations_a_step(self.cfg.optimizer.base))
+    def pilot_settings(self, task: str) -> Settings:
+        return self.settings_of(task, self.cfg.optimizer.base)
 
     def pilot_content(self, task: str) -> dict[str, Any]:
         """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
-        return self._training_content(self.pilot_settings, self.plain["optimizer"]["base"]) | self._for_task(
-            task
-        )
+        return self._training_content(
+            self.pilot_settings(task), self.plain["optimizer"]["base"]
+        ) | self._for_task(task)
 
     def fit_content(self) -> dict[str, Any]:
         return {name: self.optimizer_content[name] for name in ("distribution", "pilots")}
@@ -264,7 +284,7 @@ class Context:
     @property
     def joint_settings(self) -> Settings:
         """The budget of all experts together."""
-        return self.settings.times(len(self.tasks))
+        return Settings.together([self.settings_of(task, self.cfg.optimizer) for task in self.tasks])
 
     def joint_content(self) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}

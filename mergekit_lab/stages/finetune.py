@@ -33,7 +33,7 @@ CURVE = "curve.json"
 
 
 def stage_finetune(run: Context) -> None:
-    if run.settings.seconds is not None:
+    if run.training.seconds is not None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
@@ -43,9 +43,9 @@ def stage_finetune(run: Context) -> None:
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
     if run.place.strategy == "auto":
         run.spread(stage_finetune, _missing(run))
-    train = Training(run, run.cfg.optimizer, run.settings, fit)
     for number, task in enumerate(run.tasks, start=1):
         if run.mine(task):
+            train = Training(run, run.optimizer_of(task), run.settings_of(task), fit)
             train.expert(f"expert {number}/{len(run.tasks)} {task}", run.expert_content(task), task)
     if run.cfg.joint and run.mine("+joint"):
         title = f"joint model of {len(run.tasks)} tasks"
@@ -142,7 +142,9 @@ class Training:
     def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
         run = self.run
         prefix = tasks[0] if len(tasks) == 1 else "joint"
-        model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+        pretrained = run.backbone.model()
+        dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
+        model = run.parametrisation.trainable(pretrained, run.seed)
         cost = TrainingCost()
         done = finetune(
             model,
@@ -161,7 +163,8 @@ class Training:
             return {}
         model = run.parametrisation.trainable(run.backbone.model(), run.seed)
         model.load_state_dict(done.state)
-        write_tensors(place.out / "model.safetensors", run.parametrisation.folded(model))
+        state = {n: t.to(dtypes[n]) for n, t in run.parametrisation.folded(model).items()}
+        write_tensors(place.out / "model.safetensors", state)
         (place.out / CURVE).write_text(json.dumps(done.curve))
         told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
         return told | cost.measured
@@ -187,9 +190,9 @@ def _train_a_rank(shared: tuple[Any, ...], own: tuple[Any, ...]) -> Mapping[str,
 
 def train_pilots(run: Context) -> None:
     """The experts of the base optimizer alone, which offsets are fitted to."""
-    train = Training(run, run.cfg.optimizer.base, run.pilot_settings)
     for number, task in enumerate(run.tasks, start=1):
         if run.mine(task):
+            train = Training(run, run.cfg.optimizer.base, run.pilot_settings(task))
             train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
 
 

@@ -39,6 +39,10 @@ def stage_report(run: Context) -> None:
     curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
     if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):
         curves["+joint"] = json.loads(joint.file(CURVE).read_text())
+    title = f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts"
+    if run.backbone.note:
+        title += f" ({run.backbone.note})"
+        log.info("%s", run.backbone.note)
     paths = write_report(
         run.folder,
         records,
@@ -48,7 +52,7 @@ def stage_report(run: Context) -> None:
         timings=run.timings,
         samples=_samples(run),
         published=_published(run, records),
-        title=f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts",
+        title=title,
     )
     run.tracker.log_summary(paths.table)
     for figure in paths.figures:
@@ -92,7 +96,7 @@ def _record(
         backbone=run.choices["backbone"],
         suite=run.plain["suite"]["name"],
         finetuning=run.choices["finetuning"],
-        optimizer=run.choices["optimizer"],
+        optimizer=run.optimizer_name,
         kind=subject.kind,
         merger=subject.merger.label if subject.merger else None,
         coefficient=chosen_coefficient(run, subject.merger) if subject.merger else None,

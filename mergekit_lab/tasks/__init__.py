@@ -1,5 +1,6 @@
-"""What to learn: tasks of three parts each, of images with class names."""
+"""What to learn: tasks of three parts each, of images with class names or of prompts with answers."""
 
+from .arithmetic import WordProblems
 from .checks import DataCheck, check_task
 from .crops import random_boxes, resized
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
@@ -7,6 +8,7 @@ from .handwriting import Digits, Handwriting, Mnist
 from .images import HubImages, Keeper
 from .pretraining import held_out
 from .task import PARTS, ImageTask, Part, Split, Task, image_digests, shared_images
+from .text import TextFile, TextSplit, TextTask
 
 __all__ = [
     "PARTS",
@@ -27,6 +29,10 @@ __all__ = [
     "Split",
     "Style",
     "Task",
+    "TextFile",
+    "TextSplit",
+    "TextTask",
+    "WordProblems",
     "check_task",
     "held_out",
     "image_digests",

@@ -60,7 +60,8 @@ def finetune(
     """Train `model` in place and return the weights to keep; None in all but the first of several processes.
 
     Args:
-        model: as pretrained; its parameters that require a gradient train.
+        model: as pretrained; its parameters that require a gradient train. Under "32-true" and "bf16-mixed"
+            weights of 16 bits become float32, for small steps and offsets vanish in their rounding.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         settings: see `Settings`; planned, so that the budget is of steps or seconds.
@@ -78,6 +79,7 @@ def finetune(
         make_optimizer,
         steps=settings.steps,
         warmup_steps=settings.warmup_steps,
+        schedule=settings.schedule,
         clock=clock,
         accumulate=settings.accumulate,
         clip_norm=settings.clip_norm,
@@ -125,6 +127,10 @@ def finetune(
     resumed = last if _readable(last) else None
     if resumed:
         log.info("resuming from %s", last)
+    if settings.precision in ("32-true", "bf16-mixed"):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = tensor.data.float()
     model.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13

@@ -31,13 +31,14 @@ OnMetrics = Callable[[dict[str, float], int], None]
 
 
 class FinetuneModule(lightning.LightningModule):
-    """The mean of the objectives' losses over all items of a batch; cosine schedule with linear warm-up.
+    """The mean of the objectives' losses over all items of a batch; a schedule with linear warm-up.
 
     Args:
         model: all its parameters that require gradients are trained.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
-        steps, warmup_steps: of the schedule; the rate is 0 at `steps`.
+        steps, warmup_steps: of the schedule.
+        schedule: see `Settings`.
         clock: if given, it says how far the schedule is, in place of the number of steps done.
         accumulate: micro-batches that the batch of every evaluation is cut into.
         clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
@@ -56,6 +57,7 @@ class FinetuneModule(lightning.LightningModule):
         *,
         steps: int,
         warmup_steps: int = 0,
+        schedule: str = "cosine",
         clock: Clock | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -71,6 +73,7 @@ class FinetuneModule(lightning.LightningModule):
         self.make_optimizer = make_optimizer
         self.steps = steps
         self.warmup_steps = warmup_steps
+        self.schedule = schedule
         self.clock = clock
         self.accumulate = accumulate
         self.clip_norm = clip_norm
@@ -115,7 +118,7 @@ class FinetuneModule(lightning.LightningModule):
 
     def _rate(self, step: int) -> float:
         done = step if self.clock is None else self.clock.fraction * self.steps
-        return cosine_with_warmup(done, self.steps, self.warmup_steps)
+        return rate_at(done, self.steps, self.warmup_steps, self.schedule)
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
@@ -270,9 +273,11 @@ class FinetuneModule(lightning.LightningModule):
         self._saved = checkpoint["global_step"]
 
 
-def cosine_with_warmup(step: float, steps: int, warmup_steps: int) -> float:
-    """The factor on the learning rate: 0 to 1 linearly over the warm-up, then a half cosine to 0 at `steps`."""
+def rate_at(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
+    """The factor on the learning rate: 0 to 1 linearly over the warm-up, then as the schedule says."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    if schedule == "constant":
+        return 1.0
+    return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

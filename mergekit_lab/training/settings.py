@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from mergekit_lab.errors import InputError, suggestion
 
 _KEEP = ("best", "last")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+SCHEDULES = ("cosine", "linear", "constant")
 BUDGETS = ("steps", "gradient_evaluations", "seconds")
 
 
@@ -18,18 +22,23 @@ class Settings:
 
     Args:
         steps: optimizer steps, at least 1.
-        batch_size: images a step.
+        batch_size: samples a step.
         lr, weight_decay: for the optimizers, whose configurations refer to them.
         budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
             whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
         gradient_evaluations: that budget's size; None takes as many as `steps`.
         seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
         warmup_steps: linear warm-up, at most `steps`. It takes the same part of every budget.
+        epochs: passes over a task's training part, in place of `steps`; `steps` then only says which part
+            `warmup_steps` are.
+        epochs_of: the same for single tasks, by name.
+        schedule: of the rate after the warm-up: "cosine" or "linear" to 0, or "constant".
         accumulate: micro-batches that a batch is cut into, at least 1: the gradient of the whole batch in the
             memory of a part. Every evaluation of a step, an ascent too, goes over all of them.
         clip_norm: largest gradient norm, or None.
         label_smoothing: in [0, 1).
-        precision: Lightning's name: "32-true" or "bf16-mixed". fp16 scaling cannot step with a closure.
+        precision: Lightning's name: "32-true"; "bf16-mixed", float32 weights with bfloat16 arithmetic; or
+            "bf16-true", bfloat16 weights. fp16 scaling cannot step with a closure.
         validations: how often validation runs; lowered to the next number that divides `steps`.
         keep: the weights that are kept: "best" on validation, or "last".
 
@@ -45,6 +54,9 @@ class Settings:
     gradient_evaluations: int | None = None
     seconds: float | None = None
     warmup_steps: int = 0
+    epochs: float | None = None
+    epochs_of: dict[str, float] | None = None
+    schedule: str = "cosine"
     accumulate: int = 1
     clip_norm: float | None = 1.0
     label_smoothing: float = 0.0
@@ -76,11 +88,23 @@ class Settings:
             raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive, or null")
         if self.keep not in _KEEP:
             raise InputError(f"training.keep is {self.keep!r}; it must be one of {', '.join(_KEEP)}")
-        if self.precision not in ("32-true", "bf16-mixed", "64-true"):
+        if self.precision not in _PRECISIONS:
             raise InputError(
-                f"training.precision is {self.precision!r}; it must be 32-true, bf16-mixed or 64-true: fp16 "
+                f"training.precision is {self.precision!r}; it must be one of {', '.join(_PRECISIONS)}: fp16 "
                 "gradient scaling steps without a closure, which SAM and its kin need"
             )
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"training.schedule is {self.schedule!r}{suggestion(self.schedule, SCHEDULES)}")
+        self._check_epochs()
+
+    def _check_epochs(self) -> None:
+        given = {"epochs": self.epochs} if self.epochs is not None else {}
+        given |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
+        for name, value in given.items():
+            if not 0 < value < math.inf:
+                raise InputError(f"training.{name} is {value}; it must be positive, and finite")
+        if given and self.budget != "steps":
+            raise InputError(f"training.{next(iter(given))} says how long: leave training.budget at 'steps'")
 
     def _check_budget(self) -> None:
         if self.budget not in BUDGETS:
@@ -96,6 +120,22 @@ class Settings:
                 raise InputError(f"training.{name} is {value}; it must be positive, and finite")
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
+
+    def for_task(self, task: str, samples: int) -> Settings:
+        """The same with epochs turned into steps: whole ones, at least 1.
+
+        Args:
+            samples: of the task's training part.
+        """
+        epochs = (self.epochs_of or {}).get(task, self.epochs)
+        steps = self.steps if epochs is None else max(1, round(epochs * samples / self.batch_size))
+        warmup = self.warmup_steps * steps // self.steps
+        return replace(self, epochs=None, epochs_of=None, steps=steps, warmup_steps=warmup)
+
+    def content(self) -> dict[str, Any]:
+        """What of planned settings enters keys: all but what is at a default that once went without saying."""
+        unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
+        return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid.items()}
 
     def planned(self, evaluations_a_step: Fraction) -> Settings:
         """The same with a budget of gradient evaluations turned into as many whole steps as it allows.
@@ -125,10 +165,12 @@ class Settings:
             return None
         return replace(self, accumulate=min(2 * self.accumulate, self.batch_size))
 
-    def times(self, factor: int) -> Settings:
-        """The same with `factor` times the budget, as a model for `factor` tasks has; of planned settings."""
-        seconds = None if self.seconds is None else self.seconds * factor
-        return replace(self, steps=self.steps * factor, seconds=seconds)
+    @staticmethod
+    def together(settings: Sequence[Settings]) -> Settings:
+        """The budget of several models for one, as a model of all tasks has; of planned settings."""
+        first = settings[0]
+        seconds = None if first.seconds is None else first.seconds * len(settings)
+        return replace(first, steps=sum(each.steps for each in settings), seconds=seconds)
 
     @property
     def validate_every(self) -> int:

@@ -23,10 +23,12 @@ OF_THEIR_OWN = {"merge_checkpoints", "expand", "diagnose"}
 """Experiments without backbone and tasks; the tests of their stages run them."""
 ON_THE_HUB = ("vit_", "saft_", "mergopt_", "epimer_")
 """Experiments on published data sets; test_clip_experiments.py runs them."""
+LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
+"""How experiments over language models begin: test_language_experiments.py runs them on tiny ones."""
 EXPERIMENTS = [
     f.stem
     for f in sorted((conf_dir() / "experiment").glob("*.yaml"))
-    if f.stem not in OF_THEIR_OWN and not f.stem.startswith(ON_THE_HUB)
+    if f.stem not in OF_THEIR_OWN and not f.stem.startswith(ON_THE_HUB + LANGUAGE)
 ]
 
 

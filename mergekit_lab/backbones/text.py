@@ -1,0 +1,369 @@
+"""Text tasks for language models: tokens, losses on answers, answers chosen or decoded.
+
+Legend: N samples, L tokens of a row, V vocabulary, C choices, B tokens of all choices together.
+
+Answers end with the tokenizer's end-of-text token, which is learnt and scored like any other. A choice's score
+is the log-likelihood of all its tokens, so that no choice gains by being the beginning of another one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mergekit_lab.backbones.objective import Batch, Objective, device_of
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import Part, TextTask
+from mergekit_lab.tasks.metrics import MEANS, METRICS
+
+if TYPE_CHECKING:
+    from mergekit_lab.backbones.language import Reading
+
+log = logging.getLogger(__name__)
+
+IGNORED = -100
+_TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
+"""What one forward pass of an evaluation may hold: tokens, entries of logits, rows of a decoder."""
+_MARK = "\ue000"
+"""A private character that stands for the prompt while its template is looked at."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One part's tokens: `prompts` and `answers`, int64 `[L]` each."""
+
+    prompts: list[Tensor]
+    answers: list[Tensor]
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)])
+
+
+class TextObjective(Objective):
+    """A text task for a language model.
+
+    Args:
+        task: prompts and answers.
+        tokenizer: of transformers, with a padding token.
+        reading: how prompts are shown and cut, and how the model is asked.
+
+    Attributes:
+        truncated: by part, how many prompts and answers were cut.
+    """
+
+    task: TextTask
+
+    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading) -> None:
+        super().__init__(task)
+        self.tokenizer = tokenizer
+        self.reading = reading
+        self.truncated: dict[Part, tuple[int, int]] = {}
+        self._encoded: dict[Part, Encoded] = {}
+        self._template = self._look_at_template()
+        self._choices = None if task.choices is None else [self._answer(text) for text in task.choices]
+
+    # --- tokens -----------------------------------------------------------------------------------------
+
+    def _look_at_template(self) -> tuple[str, str]:
+        """What stands before and after a prompt."""
+        if self.reading.prompt == "plain":
+            return "", ""
+        if not self.tokenizer.chat_template:
+            raise InputError("this tokenizer has no chat template: set backbone.prompt=plain")
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before, found, after = text.partition(_MARK)
+        if not found or _MARK in after:
+            raise InputError(
+                "the chat template does not show a user's message as it is: set backbone.prompt=plain"
+            )
+        return before, after
+
+    def _tokens(self, text: str, special: bool = False) -> Tensor:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        if special and ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids = ids[:-1]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def _prompt(self, text: str) -> tuple[Tensor, int]:
+        """The tokens, and how many the template has after the text, which are never cut."""
+        before, after = self._template
+        special = self.reading.prompt == "plain"
+        return self._tokens(before + text + after, special), len(self._tokens(after)) if after else 0
+
+    def _answer(self, text: str) -> Tensor:
+        end = self.tokenizer.eos_token_id
+        tokens = self._tokens(text)
+        return tokens if end is None else torch.cat([tokens, torch.tensor([end])])
+
+    def encoded(self, part: Part) -> Encoded:
+        """The tokens of a part, once a process; says how much was cut."""
+        if part not in self._encoded:
+            split = self.task.split(part)
+            prompts, answers, cut = [], [], [0, 0]
+            for prompt, answer in zip(split.prompts, split.answers, strict=True):
+                a = self._answer(answer)
+                if len(a) > self.reading.max_length // 2:
+                    a = a[: self.reading.max_length // 2]
+                    cut[1] += 1
+                p, was_cut = self._fitted(prompt, self._room(len(a)))
+                cut[0] += was_cut
+                prompts.append(p)
+                answers.append(a)
+            self.truncated[part] = (cut[0], cut[1])
+            if any(cut):
+                log.info(
+                    "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
+                    self.task.name, part, cut[0], len(split), cut[1], self.reading.max_length,
+                )  # fmt: skip
+            self._encoded[part] = Encoded(prompts, answers)
+        return self._encoded[part]
+
+    def _room(self, answer: int) -> int:
+        """Tokens that a prompt may have."""
+        return self.reading.max_length - answer
+
+    def _fitted(self, text: str, room: int) -> tuple[Tensor, bool]:
+        """A prompt's tokens, cut inside its template if there are more than `room`."""
+        tokens, tail = self._prompt(text)
+        if len(tokens) <= room:
+            return tokens, False
+        before, _ = self._template
+        head = len(self._tokens(before, self.reading.prompt == "plain"))
+        inside = max(0, room - head - tail)
+        end = len(tokens) - tail
+        kept = tokens[head : head + inside] if self.reading.cut == "end" else tokens[end - inside : end]
+        return torch.cat([tokens[:head], kept, tokens[end:]]), True
+
+    def lengths(self, part: Part) -> Tensor | None:
+        return self.encoded(part).lengths if self.reading.group_by_length else None
+
+    # --- answers ----------------------------------------------------------------------------------------
+
+    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
+        encoded = self.encoded(part)
+        prompts = [encoded.prompts[i] for i in index.tolist()]
+        device = device_of(model)
+        found: list[str] = []
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.compute == "bfloat16"):
+            for few in self._within_memory(prompts):
+                if self.reading.chooses(self.task):
+                    assert self.task.choices is not None
+                    best = self.choice_scores(model, few).argmax(dim=1).tolist()
+                    found += [self.task.choices[i] for i in best]
+                else:
+                    found += self._generate(model, few)
+        return found
+
+    def _within_memory(self, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Prompts in parts that one forward pass can hold."""
+        longest = max(len(p) for p in prompts)
+        block = sum(map(len, self._choices)) if self._choices else self.task.max_new_tokens
+        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * (block + 1)))
+        size = max(1, rows)
+        return (prompts[i : i + size] for i in range(0, len(prompts), size))
+
+    @abstractmethod
+    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+        """log p(choice | prompt), summed over the choice's tokens, `[N, C]`."""
+
+    def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
+        """Greedy answers, with prompts padded at their start and a cache of keys and values."""
+        from transformers import GenerationConfig
+
+        if not hasattr(model, "generate"):
+            raise InputError(
+                f"a {type(model).__name__} cannot decode a text: set backbone.answering=choices for tasks that "
+                "have choices"
+            )
+        tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
+        own: Any = model.generation_config
+        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        plain = GenerationConfig(
+            max_new_tokens=self.task.max_new_tokens,
+            do_sample=False,
+            eos_token_id=ends,
+            pad_token_id=self._pad,
+            decoder_start_token_id=own.decoder_start_token_id,
+            bos_token_id=own.bos_token_id,
+        )
+        kept, model.generation_config = own, plain  # type: ignore[assignment]
+        try:
+            made = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)  # type: ignore[operator]
+        finally:
+            model.generation_config = kept
+        new = made[:, tokens.shape[1] :] if self.causal else made
+        texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return texts
+
+    @property
+    def _pad(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+        if self.task.metric not in MEANS:
+            return None
+        split, score = self.task.split(part), METRICS[self.task.metric]
+        return [
+            score([said], [split.answers[i]], [split.prompts[i]])
+            for said, i in zip(predictions, index.tolist(), strict=True)
+        ]
+
+    def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
+        split, places = self.task.split(part), index.tolist()
+        references, sources = [split.answers[i] for i in places], [split.prompts[i] for i in places]
+        names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
+        return {name: METRICS[name](predictions, references, sources) for name in names}
+
+
+class CausalObjective(TextObjective):
+    """For decoder-only models: the answer follows the prompt in one row."""
+
+    causal = True
+
+    def batch(self, part: Part, index: Tensor) -> Batch:
+        encoded = self.encoded(part)
+        rows, labels = [], []
+        for i in index.tolist():
+            prompt, answer = encoded.prompts[i], encoded.answers[i]
+            rows.append(torch.cat([prompt, answer]))
+            silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
+            labels.append(torch.cat([silent, answer]))
+        tokens, mask = padded(rows, self._pad)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": padded(labels, IGNORED)[0]}
+
+    def items(self, batch: Any) -> Tensor:
+        return (batch["labels"][:, 1:] != IGNORED).sum().clamp_min(1)
+
+    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+        labels = batch["labels"][:, 1:]
+        used = (labels != IGNORED).any(dim=0).nonzero().flatten()
+        logits = _logits(model, used, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels[:, used].flatten(),
+            ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
+        )  # fmt: skip
+
+    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+        """All choices of a prompt stand behind it in one row, and see the prompt and themselves alone.
+
+        One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each.
+        """
+        assert self._choices is not None
+        device = device_of(model)
+        tokens, mask = padded(prompts, self._pad, device, left=True)
+        block = torch.cat([c[:-1] for c in self._choices]).to(device)
+        owner = torch.cat([torch.full((len(c) - 1,), j) for j, c in enumerate(self._choices)]).to(device)
+        place = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
+        count, length, extra = len(prompts), tokens.shape[1], len(block)
+        sees = torch.zeros(count, 1, length + extra, length + extra, dtype=torch.bool, device=device)
+        sees[:, 0, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        sees[:, 0, :, :length] &= mask[:, None, :].bool()
+        sees[:, 0, length:, :length] = mask[:, None, :].bool()
+        sees[:, 0, length:, length:] = (owner[:, None] == owner) & (place[:, None] >= place)
+        every = torch.arange(length, device=device)
+        sees[:, 0, every, every] = True  # a row of padding that saw nothing would be no number
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + place], dim=1)
+        row = torch.cat([tokens, block.expand(count, extra)], dim=1)
+        used = torch.arange(length - 1, length + extra, device=device)
+        logits = _logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
+        return self._summed(logits)
+
+    def _summed(self, logits: Tensor) -> Tensor:
+        """`[N, C]` from the logits `[N, 1 + B, V]` after the prompt and each choice's tokens but the last."""
+        assert self._choices is not None
+        whole = logits.float().logsumexp(dim=2)
+        scores, start = [], 1
+        for choice in self._choices:
+            inner = len(choice) - 1
+            places = torch.tensor([0, *range(start, start + inner)], device=logits.device)
+            picked = logits[:, places, choice.to(logits.device)].float() - whole[:, places]
+            scores.append(picked.sum(dim=1))
+            start += inner
+        return torch.stack(scores, dim=1)
+
+
+class Seq2SeqObjective(TextObjective):
+    """For encoder-decoder models: the encoder reads the prompt, the decoder learns the answer."""
+
+    def _room(self, answer: int) -> int:
+        return self.reading.max_length
+
+    def _prompt(self, text: str) -> tuple[Tensor, int]:
+        ids = torch.tensor(self.tokenizer(text).input_ids, dtype=torch.int64)
+        return ids, int(len(ids) > 0 and int(ids[-1]) == self.tokenizer.eos_token_id)
+
+    def batch(self, part: Part, index: Tensor) -> Batch:
+        encoded, places = self.encoded(part), index.tolist()
+        tokens, mask = padded([encoded.prompts[i] for i in places], self._pad)
+        labels, _ = padded([encoded.answers[i] for i in places], IGNORED)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+    def items(self, batch: Any) -> Tensor:
+        return (batch["labels"] != IGNORED).sum().clamp_min(1)
+
+    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+        logits = model(**batch).logits
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch["labels"].flatten(),
+            ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
+        )  # fmt: skip
+
+    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+        """The encoder reads every prompt once; the decoder scores all choices for it."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        assert self._choices is not None
+        device = device_of(model)
+        tokens, mask = padded(prompts, self._pad, device)
+        hidden = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state  # type: ignore[operator]
+        labels, _ = padded(self._choices, IGNORED, device)
+        count = len(self._choices)
+        scores = []
+        for state, seen in zip(
+            hidden.split(max(1, 512 // count)), mask.split(max(1, 512 // count)), strict=True
+        ):
+            every = labels.repeat(len(state), 1)
+            outputs = BaseModelOutput(last_hidden_state=state.repeat_interleave(count, dim=0))
+            seen = seen.repeat_interleave(count, dim=0)
+            logits = model(encoder_outputs=outputs, attention_mask=seen, labels=every).logits.float()
+            losses = functional.cross_entropy(
+                logits.transpose(1, 2), every, ignore_index=IGNORED, reduction="none"
+            )
+            scores.append(-losses.sum(dim=1).view(len(state), count))
+        return torch.cat(scores)
+
+
+def padded(
+    rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
+    length = max(map(len, rows))
+    tokens = torch.full((len(rows), length), value, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        where = slice(length - len(row), length) if left else slice(0, len(row))
+        tokens[i, where] = row
+        mask[i, where] = 1
+    return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
+
+
+def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
+    """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+        found: Tensor = model(**inputs, use_cache=False, logits_to_keep=used).logits
+        return found
+    whole: Tensor = model(**inputs, use_cache=False).logits
+    return whole[:, used]

@@ -1,0 +1,106 @@
+"""Arithmetic word problems from a seeded generator: two text tasks that need no download.
+
+A pair like NumGLUE's: `quantities` wants a fact of everyday life beside the numbers (how many legs a spider
+has, how many days a week), `stories` a few steps over numbers that the story gives. Answers are whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from mergekit_lab.errors import InputError, suggestion
+
+from .task import PARTS, Part
+from .text import TextSplit, TextTask
+
+_PEOPLE = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena")
+_THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stones", "tickets")
+_FACTS = (
+    ("spiders", "legs", 8), ("cats", "legs", 4), ("birds", "wings", 2), ("insects", "legs", 6),
+    ("weeks", "days", 7), ("days", "hours", 24), ("hours", "minutes", 60), ("years", "months", 12),
+    ("dozens", "pieces", 12), ("triangles", "sides", 3), ("squares", "corners", 4), ("hexagons", "sides", 6),
+    ("tricycles", "wheels", 3), ("cars", "wheels", 4), ("hands", "fingers", 5), ("decades", "years", 10),
+)  # fmt: skip
+_QUESTION = "\nAnswer with a number."
+_PATIENCE = 2000
+"""Problems that were there already, one after another, before it is said that there are no more."""
+
+
+def _quantities(draw: Random) -> tuple[str, int]:
+    (one, part, each), (other, second, weight) = draw.sample(_FACTS, 2)
+    a, b = draw.randint(2, 9), draw.randint(2, 9)
+    if draw.random() < 0.5:
+        return f"How many {part} do {a} {one} have?", a * each
+    if part == second:
+        return f"How many {part} do {a} {one} and {b} {other} have together?", a * each + b * weight
+    return f"Which number is larger: the {part} of {a} {one} or the {second} of {b} {other}?", max(
+        a * each, b * weight
+    )
+
+
+def _stories(draw: Random) -> tuple[str, int]:
+    who, friend = draw.sample(_PEOPLE, 2)
+    thing = draw.choice(_THINGS)
+    a, b, c = draw.randint(10, 60), draw.randint(2, 9), draw.randint(2, 9)
+    stories = (
+        (f"{who} has {a} {thing} and gives {b} to {friend}. {friend} gives {c} back. How many does {who} have?",
+         a - b + c),
+        (f"{who} buys {b} boxes of {c} {thing} each and loses {1 + a % b} of them. How many are left?",
+         b * c - 1 - a % b),
+        (f"{who} has {a} {thing}. {friend} has {b} more. How many do both have together?", 2 * a + b),
+        (f"{who} shares {b * c} {thing} equally with {b - 1} friends. How many does each of them get?", c),
+    )  # fmt: skip
+    return draw.choice(stories)
+
+
+_KINDS = {"quantities": _quantities, "stories": _stories}
+
+
+@dataclass(frozen=True)
+class WordProblems(TextTask):
+    """Word problems of one kind; no problem stands in two parts.
+
+    Args:
+        kind: quantities or stories.
+        train_size, validation_size, test_size: samples, at least 1.
+        seed: of the problems.
+    """
+
+    name: str = "stories"
+    kind: str = "stories"
+    max_new_tokens: int = 6
+    train_size: int = 2000
+    validation_size: int = 200
+    test_size: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in _KINDS:
+            raise InputError(f"task {self.name!r}: kind is {self.kind!r}{suggestion(self.kind, _KINDS)}")
+
+    def make(self, part: Part) -> TextSplit:
+        draw, seen = Random(f"{self.kind}/{self.seed}"), set()
+        sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
+        assert set(sizes) == set(PARTS)
+        for name, size in sizes.items():
+            prompts: list[str] = []
+            answers: list[str] = []
+            misses = 0
+            while len(prompts) < size and misses < _PATIENCE:
+                misses += 1
+                question, answer = _KINDS[self.kind](draw)
+                if question not in seen:
+                    misses = 0
+                    seen.add(question)
+                    prompts.append(question + _QUESTION)
+                    answers.append(str(answer))
+            if len(prompts) < size:
+                raise InputError(
+                    f"task {self.name!r}: there are not {sum(sizes.values())} different problems of kind "
+                    f"{self.kind!r}: lower its sizes"
+                )
+            if name == part:
+                break
+        return TextSplit(tuple(prompts), tuple(answers))

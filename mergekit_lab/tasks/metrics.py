@@ -1,0 +1,169 @@
+"""What scores texts: functions of predictions, references and (for SARI) sources, over a whole part at once.
+
+All values are at most 1, more is better. `accuracy` is strict: the very text, as TRACE compares it; beside it
+stands `lenient_accuracy`, which forgives white space, case and a full stop at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+Metric = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
+"""Of predictions, references and sources (the prompts)."""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def plain(text: str) -> str:
+    """Without white space around it and a full stop at the end, in lower case."""
+    return text.strip().removesuffix(".").removesuffix("。").strip().casefold()
+
+
+def accuracy(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+    """The share of predictions that are the reference, character by character."""
+    return _mean([p == r for p, r in zip(predictions, references, strict=True)])
+
+
+def lenient_accuracy(
+    predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
+) -> float:
+    """The same after `plain` on both sides."""
+    return _mean([plain(p) == plain(r) for p, r in zip(predictions, references, strict=True)])
+
+
+def first_character(
+    predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
+) -> float:
+    """The share of predictions that begin with the reference's first character: TRACE's ScienceQA.
+
+    White space before it counts as a character, as it does there.
+    """
+    return _mean([p[:1] == r[:1] for p, r in zip(predictions, references, strict=True)])
+
+
+def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+    """Mean F1 of the longest common subsequence of words (Lin 2004), by torchmetrics.
+
+    Google's tokens: lower case, letters a-z and digits. TRACE's own script takes another package, which splits
+    at blanks and joins the subsequences of sentences, so that its numbers lie somewhat apart.
+    """
+    from torchmetrics.functional.text import rouge_score
+
+    found = rouge_score(list(predictions), list(references), rouge_keys="rougeL")
+    return float(found["rougeL_fmeasure"])
+
+
+def sari(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float:
+    """Mean SARI of sentences against their source (Xu et al. 2016, section 4), as a fraction.
+
+    The mean over n-grams of 1 to 4 words and over keeping (F1), adding (F1) and deleting (precision). With one
+    reference; `sari_of` takes several. Words are split as sacreBLEU's 13a does for texts in lower case.
+    """
+    return _mean([sari_of(s, p, [r]) for s, p, r in zip(sources, predictions, references, strict=True)])
+
+
+def sari_of(source: str, prediction: str, references: Sequence[str]) -> float:
+    """SARI of one prediction, in [0, 1].
+
+    As in the authors' corrected code: an empty set of operations counts as right where none was wanted.
+    """
+    words = [_words(text) for text in (source, prediction, *references)]
+    keep, delete, add = 0.0, 0.0, 0.0
+    for n in range(1, 5):
+        s, c, *rs = (_grams(text, n) for text in words)
+        k, d, a = _operations(s, c, rs)
+        keep, delete, add = keep + k / 4, delete + d / 4, add + a / 4
+    return (keep + delete + add) / 3
+
+
+def _operations(s: Counter[str], c: Counter[str], rs: Sequence[Counter[str]]) -> tuple[float, float, float]:
+    """F1 of keeping, precision of deleting, F1 of adding; n-grams count as often as there are references."""
+    count = len(rs)
+    r = sum(rs, Counter[str]())
+    s_all = Counter({g: n * count for g, n in s.items()})
+    c_all = Counter({g: n * count for g, n in c.items()})
+
+    kept, right = s_all & c_all, s_all & c_all & r
+    wanted = s_all & r
+    precision = _ratio(sum(right[g] / kept[g] for g in right), len(kept))
+    recall = _ratio(right.total(), wanted.total())
+    keep = _f1(precision, recall)
+
+    gone = s_all - c_all
+    rightly = gone - r
+    delete = _ratio(sum(rightly[g] / gone[g] for g in rightly), len(gone))
+
+    added, missing = set(c) - set(s), set(r) - set(s)
+    good = added & set(r)
+    return keep, delete, _f1(_ratio(len(good), len(added)), _ratio(len(good), len(missing)))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _f1(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def _words(text: str) -> list[str]:
+    """sacreBLEU's 13a: punctuation stands alone, but for points and commas within numbers."""
+    text = re.sub(r"([\{-\~\[-\` -\&\(-\+\:-\@\/])", r" \1 ", text.lower())
+    text = re.sub(r"([^0-9])([\.,])", r"\1 \2 ", text)
+    text = re.sub(r"([\.,])([^0-9])", r" \1 \2", text)
+    return re.sub(r"([0-9])(-)", r"\1 \2 ", text).split()
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[str]:
+    return Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+def matthews(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+    """Matthews' correlation coefficient of two labels (GLUE's CoLA); 0 where one side never varies."""
+    positive = sorted(set(references))[-1]
+    p = torch.tensor([plain(x) == plain(positive) for x in predictions], dtype=torch.float64)
+    r = torch.tensor([x == positive for x in references], dtype=torch.float64)
+    return _correlation(p, r)
+
+
+def spearman(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+    """Rank correlation of numbers (GLUE's STS-B); what is no number counts as 0."""
+    from torchmetrics.functional.regression import spearman_corrcoef
+
+    p, r = (torch.tensor([_number(x) for x in side]) for side in (predictions, references))
+    if not (p.std() > 0 and r.std() > 0):
+        return 0.0
+    return float(spearman_corrcoef(p, r))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.strip())
+    except ValueError:
+        return 0.0
+
+
+def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale > 0 else 0.0
+
+
+MEANS = ("accuracy", "lenient_accuracy", "first_character", "rouge_l", "sari")
+"""Metrics that are means over samples; the others are of all of them at once."""
+
+METRICS: dict[str, Metric] = {
+    "accuracy": accuracy,
+    "lenient_accuracy": lenient_accuracy,
+    "first_character": first_character,
+    "rouge_l": rouge_l,
+    "sari": sari,
+    "matthews": matthews,
+    "spearman": spearman,
+}

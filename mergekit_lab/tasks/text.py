@@ -1,0 +1,259 @@
+"""Text tasks: prompts with answers, from files of any of the usual kinds or from the hub.
+
+A sample is a prompt and the answer that is to follow it. How a prompt is shown to a model (a chat template, a
+prefix) is the backbone's affair; what it says is the task's.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import torch
+
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.paths import default_store
+
+from .metrics import METRICS
+from .task import PARTS, Part, Task
+
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True, eq=False)
+class TextSplit:
+    """One part of a text task's data: a prompt and an answer a sample."""
+
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.answers):
+            raise InputError(
+                f"{len(self.prompts)} prompts have {len(self.answers)} answers; one each is needed"
+            )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Prompts and answers.
+
+    Args:
+        name: of the task.
+        metric: what scores it, one of `tasks.metrics.METRICS`.
+        choices: the answers there are, if the task is to choose among some; a model can then be asked for the
+            likeliest instead of for a text of its own.
+        max_new_tokens: of a text of its own.
+    """
+
+    metric: str = "accuracy"
+    choices: tuple[str, ...] | None = None
+    max_new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise InputError(f"task {self.name!r}: metric is {self.metric!r}{suggestion(self.metric, METRICS)}")
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+            if len(set(self.choices)) < max(2, len(self.choices)):
+                raise InputError(
+                    f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
+                )
+        if self.max_new_tokens < 1:
+            raise InputError(f"task {self.name!r}: max_new_tokens is {self.max_new_tokens}; at least 1")
+
+    @abstractmethod
+    def make(self, part: Part) -> TextSplit:
+        """Build one part from the fields alone: the same fields give the same text."""
+
+    def split(self, part: Part) -> TextSplit:
+        split: TextSplit = super().split(part)
+        return split
+
+    def check(self, part: Part, split: TextSplit) -> None:
+        """Answers are among the choices, and none is empty."""
+        if self.choices is not None:
+            odd = set(split.answers) - set(self.choices)
+            if odd:
+                raise InputError(
+                    f"task {self.name!r}: {part} has answers that are no choice ({listing(sorted(odd))}); "
+                    f"choices are {listing(self.choices)}"
+                )
+        if not all(split.answers):
+            raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
+
+    def digest(self) -> str:
+        """Over name, choices, and the text of all three parts."""
+        digest = hashlib.sha256(repr((self.name, self.choices)).encode())
+        for part in PARTS:
+            split = self.split(part)
+            digest.update(repr((part, split.prompts, split.answers)).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class TextFile(TextTask):
+    """A task from tables: files, a folder of them, or a data set of the hub, with a prompt template.
+
+    Args:
+        source: a folder with `train`, `validation` and `test` as `.jsonl`, `.json`, `.csv`, `.tsv` or
+            `.parquet` (a relative one is looked for under `$MERGEKIT_LAB_DATA`, by default `data` in the
+            store); or `hub:org/name` or `hub:org/name/configuration`, which is downloaded once.
+        prompt: a template with column names in braces, such as `"{sentence}\\nSentiment:"`.
+        answer: likewise; by default the column `answer`.
+        labels: words for an answer's values, such as `{"0": "negative", "1": "positive"}`.
+        splits: which file or split a part is read from, where it is not called like the part. Parts that come
+            from the same one share none of its rows: validation takes its rows after a seeded shuffle first.
+        sizes: how many samples of a part at most, after a seeded shuffle.
+        seed: of the shuffle.
+    """
+
+    source: str = ""
+    prompt: str = "{prompt}"
+    answer: str = "{answer}"
+    labels: Mapping[str, str] | None = field(default=None, hash=False)
+    splits: Mapping[str, str] | None = field(default=None, hash=False)
+    sizes: Mapping[str, int] | None = field(default=None, hash=False)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("splits", "sizes"):
+            for part in getattr(self, name) or ():
+                if part not in PARTS:
+                    raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
+        if not self.source:
+            raise InputError(f"task {self.name!r} has no source: a folder, or hub:org/name")
+
+    def make(self, part: Part) -> TextSplit:
+        rows = self._rows_of(part)
+        prompts = tuple(filled(self.prompt, row, self.name) for row in rows)
+        answers = tuple(self._word(filled(self.answer, row, self.name)) for row in rows)
+        return TextSplit(prompts, answers)
+
+    def _word(self, value: str) -> str:
+        if self.labels is None:
+            return value
+        if value not in self.labels:
+            raise InputError(
+                f"task {self.name!r}: labels has no word for {value!r}; it has {listing(self.labels)}"
+            )
+        return self.labels[value]
+
+    def _rows_of(self, part: Part) -> list[Mapping[str, Any]]:
+        whence = {p: (self.splits or {}).get(p, p) for p in PARTS}
+        rows = read_rows(self.source, whence[part], self.name)
+        generator = torch.Generator().manual_seed(self.seed)
+        order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
+        taken = 0
+        for other in ("validation", "test", "train"):
+            if whence[other] != whence[part]:
+                continue
+            wanted = (self.sizes or {}).get(other)
+            if wanted is None and other != part and other != "train":
+                raise InputError(
+                    f"task {self.name!r}: {other} and {part} are read from {whence[part]!r}, so sizes.{other} "
+                    "must say how many rows are whose"
+                )
+            chosen = order[taken:] if wanted is None else order[taken : taken + wanted]
+            if other == part:
+                return [rows[i] for i in chosen]
+            taken += len(chosen)
+        raise AssertionError(part)
+
+
+def filled(template: str, row: Mapping[str, Any], task: str) -> str:
+    """The template with a row's columns.
+
+    Raises:
+        InputError: it names a column that the row has not.
+    """
+    missing = [name for _, name, _, _ in Formatter().parse(template) if name is not None and name not in row]
+    if missing:
+        raise InputError(
+            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggestion(missing[0], row)}"
+        )
+    return template.format_map(row)
+
+
+def data_folder(source: str) -> Path:
+    """A folder of data: an absolute path, or one under `$MERGEKIT_LAB_DATA`, by default `data` in the store."""
+    named = os.environ.get("MERGEKIT_LAB_DATA")
+    return (Path(named) if named else default_store() / "data") / Path(source).expanduser()
+
+
+@cache
+def read_rows(source: str, split: str, task: str) -> list[Mapping[str, Any]]:
+    """The rows of a split of a source, as mappings by column.
+
+    Raises:
+        InputError: it is not there, or is no table; says how to get it.
+    """
+    if source.startswith("hub:"):
+        return _hub_rows(source.removeprefix("hub:"), split, task)
+    folder = data_folder(source)
+    files = [folder / f"{split}{kind}" for kind in KINDS]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise InputError(
+            f"task {task!r}: {folder} has no {split}{'|'.join(KINDS)}: put the data there, name another place "
+            f"with suite.tasks.{task}.source=FOLDER, or prepare it (docs/language_models.md says how for the "
+            "suites that are known)"
+        )
+    try:
+        return list(_table(found))
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
+
+
+def _table(file: Path) -> Iterator[Mapping[str, Any]]:
+    if file.suffix == ".jsonl":
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            if line.strip():
+                yield json.loads(line)
+    elif file.suffix == ".json":
+        yield from json.loads(file.read_text(encoding="utf-8"))
+    elif file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        yield from parquet.read_table(file).to_pylist()
+    else:
+        with file.open(encoding="utf-8", newline="") as stream:
+            yield from csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
+
+
+def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
+    from datasets import DownloadConfig, load_dataset
+
+    from mergekit_lab import checkpoints
+
+    offline = checkpoints.unreachable()
+    organisation, repository, *configuration = name.split("/")
+    options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
+    try:
+        data = load_dataset(
+            f"{organisation}/{repository}",
+            split=split,
+            download_config=DownloadConfig(max_retries=1, local_files_only=offline is not None),
+            **options,
+        )
+    except Exception as error:  # the hub's clients raise errors of many libraries
+        cause = offline or (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"task {task!r}: cannot get {split} of hub:{name}: {cause}. It is downloaded once and then cached "
+            f"(HF_HOME): run once with internet access, or set suite.tasks.{task}.source to a folder of "
+            "train, validation and test as .parquet, .jsonl or .csv"
+        ) from None
+    return list(data)

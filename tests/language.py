@@ -1,0 +1,97 @@
+"""Tiny language models and text tasks that tests of several rooms share."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mergekit_lab.backbones import LanguageModel
+from mergekit_lab.tasks import Part, TextSplit, TextTask
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> Any:
+    """A token a byte, and four of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<pad>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
+    made.chat_template = CHAT
+    return made
+
+
+def tiny_config(kind: str) -> Any:
+    from transformers import LlamaConfig, Qwen2Config, T5Config
+
+    shape = {
+        "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "eos_token_id": 256, "pad_token_id": 259, "bos_token_id": None,
+    }  # fmt: skip
+    if kind == "llama":
+        return LlamaConfig(**shape, tie_word_embeddings=True)
+    if kind == "qwen2":
+        return Qwen2Config(**shape, tie_word_embeddings=False)
+    return T5Config(
+        vocab_size=260, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, decoder_start_token_id=259, eos_token_id=256, pad_token_id=259,
+    )  # fmt: skip
+
+
+def save_tiny(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder as transformers writes it: a tiny random Llama, Qwen2 or T5 with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    model = loader.from_config(tiny_config(kind), dtype=dtype)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    if kind == "t5":
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(260, 16, dtype=dtype))
+    model.save_pretrained(folder)
+    if (
+        kind == "t5"
+    ):  # as Flan-T5's own: transformers 5 ties it, and forgets in saving that logits are not scaled
+        file = folder / "config.json"
+        config = json.loads(file.read_text()) | {"tie_word_embeddings": False}
+        file.write_text(json.dumps({n: v for n, v in config.items() if n != "scale_decoder_outputs"}))
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_backbone(folder: Path, kind: str, **options: Any) -> LanguageModel:
+    seq2seq = kind == "t5"
+    options = {"prompt": "plain" if seq2seq else "chat", "max_length": 96} | options
+    return LanguageModel(source=str(folder), kind="seq2seq" if seq2seq else "causal", **options)
+
+
+@dataclass(frozen=True)
+class Colours(TextTask):
+    """Says whether a colour is warm."""
+
+    name: str = "colours"
+    choices: tuple[str, ...] | None = ("no", "yes", "no idea")
+    max_new_tokens: int = 5
+    size: int = 24
+
+    def make(self, part: Part) -> TextSplit:
+        shift = {"train": 0, "validation": 3, "test": 6}[part]
+        colours = ("red", "blue", "a very pale orange", "the green of old copper", "yellow", "grey")
+        index = [(i * 5 + shift) % 6 for i in range(self.size)]
+        answers = ("yes", "no", "yes", "no idea", "yes", "no")
+        return TextSplit(
+            tuple(f"Is {colours[i]} number {n} warm?" for n, i in enumerate(index)),
+            tuple(answers[i] for i in index),
+        )

@@ -1,0 +1,151 @@
+"""Runs over language models: from a folder and text to a table, with what is theirs alone."""
+
+import json
+
+import pytest
+import torch
+from language import save_tiny
+from stages.conftest import composed
+
+from mergekit_lab import InputError
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+from mergekit_lab.stages.config import check
+from mergekit_lab.stages.context import Context
+
+SMALL = [
+    *("suite=word_problems", "training=language", "joint=false", "progress=false", "device=cpu"),
+    *("trainer.accelerator=cpu", "training.precision=32-true", "training.steps=2", "training.warmup_steps=0"),
+    *(
+        "training.batch_size=4",
+        "backbone.max_length=128",
+        "curvature.samples=3",
+        "search.coefficients=[0.5,1.0]",
+    ),
+    *[
+        f"suite.tasks.{task}.{part}_size={size}"
+        for task in ("stories", "quantities")
+        for part, size in (("train", 24), ("validation", 6), ("test", 8))
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+
+
+def configured(folder, kind, store, *more):
+    backbone = "hf_seq2seq" if kind == "t5" else "hf_causal"
+    overrides = [f"backbone={backbone}", f"backbone.source={folder}", *SMALL, f"store.root={store}", *more]
+    cfg, choices = composed(overrides)
+    check(cfg)
+    return cfg, choices
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folders, tmp_path) -> None:
+    mergers = ["backbone.note='random weights'"]
+    mergers += [f"+merger@mergers.{name}={name}" for name in ("task_arithmetic", "epimer", "regmean")]
+    mergers += [f"mergers.{name}.coefficient=0.5" for name in ("task_arithmetic", "epimer")]
+    cfg, choices = configured(folders[kind], kind, tmp_path / "store", "training.lr=1e-2", *mergers)
+    run(cfg, tmp_path / "run", choices, [])
+    records = read_records(tmp_path / "run/records.jsonl")
+    assert {r.metric for r in records} == {"accuracy"}
+    assert {r.label for r in records} == {"zero-shot", "experts", "task_arithmetic", "epimer", "regmean"}
+    manifests = [json.loads(f.read_text()) for f in (tmp_path / "store/evaluations").glob("*/manifest.json")]
+    assert all(set(m["info"]["metrics"]) == {"accuracy", "lenient_accuracy"} for m in manifests)
+    scoring = {m["content"]["scoring"]["answering"] for m in manifests}
+    assert scoring == {"generate"}
+    assert "(random weights)" in (tmp_path / "run/report.html").read_text()
+    merged = next(r for r in records if r.merger == "task_arithmetic")
+    names = set(open_checkpoint(tmp_path / "store/merged" / merged.model_key))
+    assert names == set(Context(cfg, tmp_path, choices).base_state)
+
+
+def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_scores(
+    folders, tmp_path
+) -> None:
+    def keys(*more):
+        context = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+        return context.expert_content("stories"), context.scoring("stories")
+
+    expert, scoring = keys()
+    assert keys("backbone.prompt=plain")[0] != expert
+    assert keys("backbone.max_length=64")[0] != expert
+    assert keys("backbone.compute=bfloat16")[0] == expert
+    assert keys("backbone.compute=bfloat16")[1] != scoring
+    assert keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
+
+
+def _args(made, folder):
+    cfg, choices = made
+    return cfg, folder, choices
+
+
+def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
+    more = ["training.epochs=2", "training.epochs_of={quantities: 0.5}", "training.warmup_steps=1"]
+    context = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+    assert (context.settings_of("stories").steps, context.settings_of("stories").warmup_steps) == (12, 6)
+    assert context.settings_of("quantities").steps == 3
+    assert context.joint_settings.steps == 15
+    other = Context(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
+                                      "training.warmup_steps=6"), tmp_path))  # fmt: skip
+    assert other.expert_content("stories") == context.expert_content("stories")
+    with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
+        Context(
+            *_args(configured(folders["llama"], "llama", tmp_path, "training.epochs_of={storeis: 1}"), tmp_path)
+        )
+
+
+def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
+    more = ["+optimizer@optimizer_of.quantities=mergopt", "merger=average"]
+    cfg, choices = configured(folders["llama"], "llama", tmp_path / "store", *more)
+    run(cfg, tmp_path / "run", choices, [])
+    assert {r.optimizer for r in read_records(tmp_path / "run/records.jsonl")} == {"adamw, mergopt quantities"}
+    plain, _ = configured(folders["llama"], "llama", tmp_path / "store")
+    mixed, alone = Context(cfg, tmp_path, choices), Context(plain, tmp_path, choices)
+    assert mixed.expert_content("stories") == alone.expert_content("stories")
+    assert mixed.expert_content("quantities") != alone.expert_content("quantities")
+
+
+def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_as_they_were(
+    folders, tmp_path, monkeypatch
+) -> None:
+    from mergekit_lab.optim import mergopt
+
+    seen = []
+    real = mergopt.add_offset
+
+    def watched(params, *args, **named):
+        before = [p.clone() for p in params]
+        real(params, *args, **named)
+        moved = sum(int((p != b).sum()) for p, b in zip(params, before, strict=True))
+        seen.append((params[0].dtype, moved / sum(p.numel() for p in params)))
+
+    monkeypatch.setattr(mergopt, "add_offset", watched)
+    more = ["backbone.dtype=bfloat16", "optimizer=mergopt", "training.lr=1e-3", "stage=finetune"]
+    cfg, choices = configured(
+        folders["llama"], "llama", tmp_path / "store", *more, "training.precision=bf16-mixed"
+    )
+    run(cfg, tmp_path / "run", choices, [])
+    assert seen
+    assert all(dtype == torch.float32 and share > 0.99 for dtype, share in seen)
+    context = Context(cfg, tmp_path, choices)
+    expert = open_checkpoint(context.expert("stories").file("model.safetensors"), "expert")
+    assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
+    assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
+    with pytest.raises(InputError, match="MergOPT's offsets would vanish in the rounding of bfloat16 weights"):
+        configured(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
+
+
+def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folders, tmp_path) -> None:
+    cfg, choices = composed(
+        ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
+    )
+    with pytest.raises(InputError, match="a language model reads text, and task 'digits' is a Digits"):
+        Context(cfg, tmp_path, choices)
+    cfg, choices = composed(["suite=word_problems", f"store.root={tmp_path}"])
+    with pytest.raises(InputError, match="glyph-clip reads images, and task 'stories' is a WordProblems"):
+        Context(cfg, tmp_path, choices)

@@ -1,0 +1,119 @@
+"""Every experiment over language models composes and runs to a report, on tiny models and a dozen rows."""
+
+import json
+from string import Formatter
+
+import pytest
+from language import save_tiny
+from stages.conftest import composed, plain
+from stages.test_conf import LANGUAGE
+
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+from mergekit_lab.stages.config import check
+
+EXPERIMENTS = [
+    f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+
+
+def write_rows(folder, node) -> None:
+    """Files as the task's source has them: its templates' columns, answers among its labels or choices."""
+    folder.mkdir(parents=True)
+    columns = {name for t in (node["prompt"], node["answer"]) for _, name, _, _ in Formatter().parse(t) if name}
+    answer = next(name for _, name, _, _ in Formatter().parse(node["answer"]) if name)
+    words = list(node["labels"] or node["choices"] or ("4", "12"))
+    rows = []
+    for i in range(12):
+        value = words[i % len(words)]
+        if ":.1f" in node["answer"]:
+            value = float(value)
+        rows.append({name: f"{name} number {i}" for name in columns} | {answer: value})
+    splits = {part: part for part in ("train", "validation", "test")} | (node["splits"] or {})
+    for name in set(splits.values()):
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+
+
+def small(name, folders, tmp_path, *more):
+    cfg, _ = composed([f"+experiment={name}"])
+    check(cfg)
+    overrides = []
+    for task, node in plain(cfg)["suite"]["tasks"].items():
+        if node["_target_"].endswith("TextFile"):
+            write_rows(tmp_path / "data" / task, node)
+            overrides.append(f"suite.tasks.{task}.source={tmp_path}/data/{task}")
+            overrides.append(f"++suite.tasks.{task}.sizes={{validation: 3, test: 4}}")
+        else:
+            overrides += [f"suite.tasks.{task}.{part}_size=4" for part in ("train", "validation", "test")]
+        overrides.append(f"suite.tasks.{task}.max_new_tokens=2")
+    folder = folders["t5" if plain(cfg)["backbone"]["kind"] == "seq2seq" else "llama"]
+    return composed([
+        f"+experiment={name}", *overrides, f"backbone.source={folder}", "backbone.max_length=64",
+        f"store.root={tmp_path}/store", "progress=false", "device=cpu", "trainer.accelerator=cpu",
+        "training.steps=1", "training.warmup_steps=0", "training.batch_size=2", "training.precision=32-true",
+        "training.epochs=null", "training.epochs_of=null", "training.validations=1", "search.coefficients=[]",
+        *more,
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_says_its_command_and_runs_fast(name, folders, tmp_path) -> None:
+    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
+    assert any(line.startswith("# Question:") for line in head)
+    assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
+    assert any(line.startswith("# Cost:") for line in head)
+    cfg, choices = small(name, folders, tmp_path)
+    run(cfg, tmp_path / "run", choices, [])
+    records = read_records(tmp_path / "run/records.jsonl")
+    assert {r.task for r in records} == set(cfg.suite.tasks)
+    assert (tmp_path / "run/report.html").is_file()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])
+def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_generation_settings(
+    kind, tmp_path
+) -> None:
+    import torch
+    from language import Colours, tiny_backbone
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+
+    base = save_tiny(tmp_path / "base", kind, torch.bfloat16)
+    backbone = tiny_backbone(base, kind, dtype="bfloat16")
+    for seed, expert in enumerate(("one", "two")):
+        torch.manual_seed(seed + 1)
+        (tmp_path / expert).mkdir()
+        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.model().state_dict().items()}
+        write_tensors(tmp_path / expert / "model.safetensors", moved)
+    cfg, choices = composed(
+        [
+            *("+experiment=merge_checkpoints", f"base={base}", f"experts=[{tmp_path}/one,{tmp_path}/two]"),
+            *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
+        ]
+    )
+    run(cfg, tmp_path / "run", choices, [])
+    states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
+    wanted = backbone.model()
+    start = wanted.state_dict()
+    wanted.load_state_dict(
+        {
+            n: (t.float() + 0.4 * sum(s[n].float() - t.float() for s in states.values())).bfloat16()
+            for n, t in start.items()
+        }
+    )
+    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    loaded = loader.from_pretrained(tmp_path / "out")
+    batch = backbone.objective(Colours()).batch("train", torch.arange(3))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
+    assert loaded.generation_config.temperature == 0.7
+    shown = [{"role": "user", "content": "hello"}]
+    made = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
+    assert made == "<|user|>hello<|end|>"

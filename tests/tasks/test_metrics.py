@@ -1,0 +1,74 @@
+"""Each metric equals published or independently computed values."""
+
+import pytest
+from scipy.stats import spearmanr
+from sklearn.metrics import matthews_corrcoef
+
+from mergekit_lab.tasks.metrics import (
+    METRICS,
+    accuracy,
+    first_character,
+    lenient_accuracy,
+    matthews,
+    rouge_l,
+    sari,
+    sari_of,
+    spearman,
+)
+
+SPECIES = "About 95 species are currently accepted."
+SIMPLER = [
+    "About 95 species are currently known.",
+    "About 95 species are now accepted.",
+    "95 species are now accepted.",
+]
+
+
+def test_sari_is_the_value_published_with_the_metrics_public_implementation() -> None:
+    """The example on the card of `sari` in Hugging Face's evaluate."""
+    assert 100 * sari_of(SPECIES, "About 95 you now get in.", SIMPLER) == pytest.approx(26.953601953601954)
+
+
+def test_sari_by_hand() -> None:
+    """Source `a b`, reference `a c`. Output `a c`: all that was done was wanted; `a b`: keeping `a` was."""
+    assert sari(["a c"], ["a c"], ["a b"]) == pytest.approx(1.0)
+    one = {"keep": 2 * 0.5 / 1.5, "delete": 1.0, "add": 0.0}
+    two = {"keep": 0.0, "delete": 1.0, "add": 0.0}
+    longer = {"keep": 1.0, "delete": 1.0, "add": 1.0}
+    wanted = sum(sum(g.values()) for g in (one, two, longer, longer)) / 12
+    assert sari(["a b"], ["a c"], ["a b"]) == pytest.approx(wanted)
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:
+    assert rouge_l(["police killed the gunman"], ["police kill the gunman"]) == pytest.approx(0.75)
+    assert rouge_l(["the gunman kill police"], ["police kill the gunman"]) == pytest.approx(
+        0.5
+    )  # Lin 2004, section 3.1
+    assert rouge_l(["a b", "c"], ["a b", "d"]) == pytest.approx(0.5)
+    assert rouge_l(["the cat"], ["the cat sat on the mat"]) == pytest.approx(2 * 1 * (2 / 6) / (1 + 2 / 6))
+
+
+def test_strict_accuracy_wants_the_very_text_and_lenient_forgives() -> None:
+    said, wanted = ["Yes", " yes.", "no", ""], ["Yes", "Yes", "No", "Yes"]
+    assert accuracy(said, wanted) == 0.25
+    assert lenient_accuracy(said, wanted) == 0.75
+    assert first_character(["A. because", " A", "B"], ["A", "A", "B"]) == pytest.approx(2 / 3)
+
+
+def test_correlations_equal_those_of_scikit_learn_and_scipy() -> None:
+    said = ["acceptable", "unacceptable", "acceptable", "acceptable ", "unacceptable", "nonsense"]
+    wanted = ["acceptable", "acceptable", "unacceptable", "acceptable", "unacceptable", "acceptable"]
+    positive = [[x.strip() == "unacceptable" for x in side] for side in (said, wanted)]
+    assert matthews(said, wanted) == pytest.approx(matthews_corrcoef(positive[1], positive[0]))
+    said, wanted = ["1.0", "3.5", "2.0", "5.0", "no number"], ["0.2", "3.0", "2.6", "2.8", "1.0"]
+    numbers = [1.0, 3.5, 2.0, 5.0, 0.0]
+    assert spearman(said, wanted) == pytest.approx(
+        spearmanr(numbers, [0.2, 3.0, 2.6, 2.8, 1.0]).statistic, abs=1e-5
+    )
+    assert spearman(["1", "1"], ["1", "2"]) == 0.0
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_perfect_answer_scores_one(name) -> None:
+    texts = ["1.0", "2.0", "3.5"] if name == "spearman" else ["a small house", "b", "a small house"]
+    assert METRICS[name](texts, texts, ["some long source", "c", "another"]) == pytest.approx(1.0, abs=1e-5)

