@@ -44,6 +44,8 @@ class TopLevel:
     seed: int
     joint: bool
     device: Any
+    only: list[str] | None
+    dry_run: bool
     evaluation_batch_size: int
     progress: bool
     run_dir: str

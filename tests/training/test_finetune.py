@@ -168,6 +168,13 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
     assert factors[10] == pytest.approx(0.0)
 
 
+def test_a_linear_schedule_falls_evenly_after_its_warm_up_and_a_constant_one_stays() -> None:
+    assert [rate_at(step, 8, 2, "linear") for step in (0, 1, 2, 5, 8)] == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert [rate_at(step, 8, 0, "constant") for step in (0, 4, 8)] == [1.0, 1.0, 1.0]
+    with pytest.raises(InputError, match=r"schedule is 'linera'; did you mean 'linear'"):
+        Settings(steps=1, batch_size=1, lr=1.0, weight_decay=0.0, schedule="linera")
+
+
 @pytest.mark.parametrize(
     ("steps", "asked", "every"), [(300, 5, 60), (7, 5, 7), (2000, 5, 400), (1, 5, 1), (12, 5, 3)]
 )
