@@ -35,6 +35,7 @@ class TopLevel:
     sources: dict[str, str | None]
     images_limit_gb: float
     fetch_to: str
+    experts: Any
     published: list[str]
     mergers: dict[str, Target]
     merger: Target | None
@@ -44,6 +45,8 @@ class TopLevel:
     seed: int
     joint: bool
     device: Any
+    only: list[str] | None
+    dry_run: bool
     evaluation_batch_size: int
     progress: bool
     run_dir: str

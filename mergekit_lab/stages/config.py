@@ -222,8 +222,6 @@ class Main(TopLevel):
     trainer: Place
     logger: Target
     store: StorePlace
-    only: list[str] | None
-    dry_run: bool
 
 
 def check(cfg: DictConfig) -> None:
