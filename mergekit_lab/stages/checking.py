@@ -35,6 +35,7 @@ class TopLevel:
     sources: dict[str, str | None]
     images_limit_gb: float
     fetch_to: str
+    experts: Any
     published: list[str]
     mergers: dict[str, Target]
     merger: Target | None

@@ -45,7 +45,6 @@ class Diagnose(TopLevel):
     """
 
     base: str | None
-    experts: Any
     fishers: Any
     include: list[str] | None
     exclude: list[str]

@@ -45,7 +45,6 @@ class MergeCheckpoints(TopLevel):
     """
 
     base: str | None
-    experts: Any
     out: str | None
     recipe: str | None
     fishers: Any
@@ -56,7 +55,6 @@ class MergeCheckpoints(TopLevel):
     tokenizer_from: str | None
     dtype: str | None
     format: str
-    dry_run: bool
     overwrite: bool
     max_shard_bytes: int
 
