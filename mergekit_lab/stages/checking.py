@@ -50,6 +50,7 @@ class TopLevel:
     evaluation_batch_size: int
     progress: bool
     run_dir: str
+    runs: Any
     table: str | None
     metric: str
 

@@ -7,11 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import (
@@ -20,6 +21,7 @@ from mergekit_lab.reporting import (
     compare,
     print_slice,
     print_table,
+    read_records,
     set_beside,
     write_report,
     write_slice,
@@ -212,6 +214,44 @@ class _Measured:
         if column == "normalised":
             return record.normalised
         return record.value if column in ("average", record.task) else None
+
+
+def report_runs(cfg: DictConfig, folder: Path) -> None:
+    """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
+
+    Raises:
+        InputError: a folder that is not there, or none that holds a run.
+    """
+    given = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs)
+    folders = [place for pattern in given for place in _run_folders(str(pattern))]
+    paths = compare(folders, folder, title=f"Comparison of {len(folders)} runs")
+    print_table(paths.table)
+    if cfg.table:
+        print_slice(write_slice(folder, read_records(paths.records), cfg.table, cfg.metric))
+    log.info("comparison %s\nreport %s", paths.summary, paths.html)
+
+
+def _run_folders(pattern: str) -> list[Path]:
+    """The folders of runs that a path or a glob names; of a sweep, its jobs."""
+    path = Path(pattern).expanduser()
+    found = [path] if path.is_dir() else sorted(map(Path, glob(str(path))))
+    folders = [place for place in found if place.is_dir()]
+    if not folders:
+        raise InputError(f"runs={pattern}: there is no such folder")
+    held = [job for place in folders for job in (_jobs_of(place) or [place] * _is_run(place))]
+    if not held:
+        raise InputError(f"runs={pattern}: {folders[0]} holds no run (no records.jsonl, no failure.json)")
+    return held
+
+
+def _jobs_of(folder: Path) -> list[Path]:
+    """A sweep's jobs are numbered."""
+    jobs = [place for place in folder.iterdir() if place.name.isdigit() and _is_run(place)]
+    return sorted(jobs, key=lambda place: int(place.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("records.jsonl", "failure.json"))
 
 
 def report_sweep(folders: Iterable[Path], out: Path) -> None:

@@ -62,6 +62,9 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if set(wanted) & set(_ON_DATA):
             _run_on_data(wanted, cfg, folder)
             return
+        if cfg.runs:
+            _compare(wanted, cfg, folder)
+            return
         from mergekit_lab.stages.preflight import refuse_missing
 
         refuse_missing(cfg)
@@ -104,6 +107,17 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
         ) from error
+
+
+def _compare(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
+    """Runs that are there, from their folders alone."""
+    from mergekit_lab.stages.config import check
+    from mergekit_lab.stages.report import report_runs
+
+    check(cfg)
+    if wanted != ["report"]:
+        raise InputError("runs= compares runs that are there: say stage=report with it")
+    report_runs(cfg, folder)
 
 
 def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:

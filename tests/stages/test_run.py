@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,26 @@ def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, t
     monkeypatch.setattr("mergekit_lab.stages.report.write_report", full)
     with pytest.raises(InputError, match=r"no room for more in the run's folder .*set run_dir=PATH"):
         go(tmp_path, store, "stage=report")
+
+
+def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp_path) -> None:
+    folder, _ = finished
+    sweep = tmp_path / "sweep"
+    for job in ("0", "10", "2"):
+        shutil.copytree(folder, sweep / job)
+    (sweep / "2/records.jsonl").unlink()
+    (sweep / "2/failure.json").write_text(json.dumps({"overrides": ["seed=2"], "error": "lost"}))
+    out = tmp_path / "out"
+    shared = ["stage=report", f"runs=[{folder},{sweep}]", "table=merger*task"]
+    go(out, tmp_path / "none", *shared)
+    assert len(read_records(out / "records.jsonl")) == len(read_records(folder / "records.jsonl"))
+    assert "lost" in (out / "summary.md").read_text()
+    assert (out / "slice.tex").is_file()
+    assert not (tmp_path / "none").exists()
+    for wrong, match in (
+        ([f"runs={tmp_path}/nowhere", "stage=report"], "no such folder"),
+        ([f"runs={tmp_path}", "stage=report"], "holds no run"),
+        ([f"runs={folder}"], "stage=report"),
+    ):
+        with pytest.raises(InputError, match=match):
+            go(tmp_path / "x", tmp_path / "none", *wrong)
