@@ -181,7 +181,7 @@ class _Reader:
         self.images = images
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self._left = deque(chunks)
         self._begun: deque[tuple[Tensor, Future[tuple[Tensor, torch.cuda.Event]]]] = deque()
         for _ in range(_AHEAD):

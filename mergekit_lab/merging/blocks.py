@@ -123,7 +123,7 @@ class Reader:
                 flats.own = self.flat()
             return self.read(piece, flats.own)[1]
 
-        with ThreadPoolExecutor(_AHEAD) as pool:
+        with ThreadPoolExecutor(_AHEAD, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             coming = ((piece, pool.submit(read, piece)) for piece in pieces)
             flying = deque(islice(coming, _AHEAD))
             while flying:

@@ -63,7 +63,7 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        with ThreadPoolExecutor(1) as reader:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
             ahead: deque[Future[dict[str, Batch]]] = deque()
             for step in range(self.start, self.steps + _AHEAD):
                 if step < self.steps:
