@@ -97,8 +97,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.close:
             close[row.group].append(row.label)
+    said = "not distinguishable from the best average (95 %, bootstrap over test samples and seeds)"
     return [
-        f"{' / '.join((*group, ''))}not distinguishable from the best average (95 %, bootstrap over test "
-        f"samples and seeds): {', '.join(labels)}."
+        f"{' / '.join(group)}: {said}: {', '.join(labels)}." if group else f"N{said[1:]}: {', '.join(labels)}."
         for group, labels in close.items()
     ]
