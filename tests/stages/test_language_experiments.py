@@ -6,13 +6,14 @@ from string import Formatter
 import pytest
 from language import save_tiny
 from stages.conftest import composed, plain
-from stages.test_conf import LANGUAGE
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
 
+LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
+"""How experiments over language models begin."""
 EXPERIMENTS = [
     f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
 ]

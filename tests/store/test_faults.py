@@ -76,7 +76,9 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         assert damages(store, done) == []
         for seed in range(len(done) + 1):
             assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
-        assert list((root / "locks").iterdir()) == []
+        left = {lock.name for lock in (root / "locks").iterdir()}
+        # a lock stays where the kill came between publishing and letting go: nobody waits for it any more
+        assert left <= {f"experts-{artefact.key}" for artefact in done}
 
 
 def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
