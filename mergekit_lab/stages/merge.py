@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -96,20 +96,22 @@ def merged_content(run: Context, merger: Merger) -> dict[str, Any]:
     return run.merge_content(merger, {**merger.content, **chosen_fields(run, merger)}) | chosen
 
 
-def _merge(run: Context, method: Method, notes: dict[str, dict[str, object]]) -> dict[str, Any]:
-    experts: dict[str, Path] = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
+def merge_experts(
+    run: Context,
+    method: Method,
+    tasks: Iterable[str] | None = None,
+    notes: dict[str, dict[str, object]] | None = None,
+) -> dict[str, Any]:
+    """The state dict that a method makes of the run's experts, or of those of some tasks, in memory."""
+    names = list(run.tasks if tasks is None else tasks)
+    experts: dict[str, Path] = {task: run.expert(task).file("model.safetensors") for task in names}
     statistics: dict[str, dict[str, Path]] = {
-        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in run.tasks}
+        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in names}
         for kind in method.side_inputs
     }
     return merge_state_dicts(
         run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
     )
-
-
-def merge_at(run: Context, merger: Merger, coefficient: float) -> dict[str, Any]:
-    """The merged state dict at another coefficient than the merger's own, in memory."""
-    return _merge(run, merger.method.at(coefficient), {})
 
 
 def _maker(run: Context, merger: Merger) -> Any:
@@ -123,7 +125,7 @@ def _maker(run: Context, merger: Merger) -> Any:
         notes: dict[str, dict[str, object]] = {}
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        write_tensors(place.out / "model.safetensors", _merge(run, method, notes))
+        write_tensors(place.out / "model.safetensors", merge_experts(run, method, notes=notes))
         (place.out / "notes.json").write_text(json.dumps(notes, indent=1))
         return {
             "method": repr(method),
@@ -142,7 +144,7 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
     }
     curve: list[Candidate] = []
     for fields in run.search.variants(merger.content):
-        at = _scores_of(run, _merge(run, _method(merger, fields).at(1.0), {}))
+        at = _scores_of(run, merge_experts(run, _method(merger, fields).at(1.0)))
         reached = best_candidate(curve).normalised if curve else -math.inf
         label = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients

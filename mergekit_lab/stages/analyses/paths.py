@@ -28,7 +28,7 @@ from mergekit_lab.stages.analyses.contract import (
     states,
 )
 from mergekit_lab.stages.context import Context, load_state
-from mergekit_lab.stages.merge import merge_at, merged_content
+from mergekit_lab.stages.merge import merge_experts, merged_content
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import Part
 
@@ -74,7 +74,7 @@ class AlphaSweep(Analysis):
             own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
         found: Data = {"alphas": content["alphas"], "experts": own, "mergers": {}}
         for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
-            unit = merge_at(run, run.mergers[label], 1.0)
+            unit = merge_experts(run, run.mergers[label].method.at(1.0))
             weights = Weights(run.model, run.base_state, {label: unit})
             found["mergers"][label] = line(run.model, weights, label, found["alphas"], chosen, size)
         return found

@@ -12,7 +12,7 @@ from rich.progress import track
 
 from mergekit_lab.analysis.plane import Sample, Weights, line
 from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.merging import EpiMer, Method, merge_state_dicts
+from mergekit_lab.merging import EpiMer
 from mergekit_lab.stages.analyses.contract import (
     Analysis,
     Data,
@@ -25,7 +25,7 @@ from mergekit_lab.stages.analyses.contract import (
     states,
 )
 from mergekit_lab.stages.context import Context, Merger
-from mergekit_lab.stages.merge import merge_at
+from mergekit_lab.stages.merge import merge_experts
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import Part
 
@@ -110,9 +110,8 @@ class RankSweep(_Sweep):
         for label, rank in track(cells, "sweeping ranks", disable=not run.cfg.progress, transient=True):
             if (label, rank) in done:
                 continue
-            merger = run.mergers[label]
-            method: Any = merger.method
-            unit = merge_at(run, replace(merger, method=replace(method, rank=rank)), 1.0)
+            method: Any = run.mergers[label].method
+            unit = merge_experts(run, replace(method, rank=rank).at(1.0))
             entry = {"merger": label, "rank": rank, **self._best(run, unit, own, list(run.tasks))}
             done[label, rank] = entry
             keep(kept, entry)
@@ -162,7 +161,7 @@ class ExpertCount(_Sweep):
         for label, group in track(cells, "merging groups", disable=not run.cfg.progress, transient=True):
             if (label, group) in done:
                 continue
-            unit = _merged(run, run.mergers[label].method.at(1.0), group)
+            unit = merge_experts(run, run.mergers[label].method.at(1.0), group)
             best = self._best(run, unit, own, group)
             entry = {"merger": label, "tasks": list(group), "experts": len(group), **best}
             done[label, group] = entry
@@ -171,15 +170,6 @@ class ExpertCount(_Sweep):
 
     def draw(self, data: Data) -> Drawing:
         return _drawn("Experts merged", "experts", "experts", data["points"], self.part)
-
-
-def _merged(run: Context, method: Method, tasks: Sequence[str]) -> dict[str, Any]:
-    experts = {task: run.expert(task).file("model.safetensors") for task in tasks}
-    sides = {
-        kind: {task: run.side(kind, task).file(f"{kind}.safetensors") for task in tasks}
-        for kind in method.side_inputs
-    }
-    return merge_state_dicts(run.base_state, experts, method, statistics=sides, device=run.device)
 
 
 def _drawn(title: str, x: str, key: str, points: list[dict[str, Any]], part: str) -> Drawing:
@@ -249,14 +239,7 @@ class CurvatureGain(Analysis):
         losses = {}
         for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
             kept = notes if name == "curved" else {}
-            unit = merge_state_dicts(
-                run.base_state,
-                {task: run.expert(task).file("model.safetensors") for task in run.tasks},
-                method.at(1.0),
-                fishers={task: run.side("fisher", task).file("fisher.safetensors") for task in run.tasks},
-                device=run.device,
-                notes=kept,
-            )
+            unit = merge_experts(run, method.at(1.0), notes=kept)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
             scores = line(run.model, weights, name, [self.coefficient], chosen, size)
