@@ -73,13 +73,25 @@ class Flat:
 
 @dataclass(frozen=True)
 class Reader:
-    """The inputs in pieces, on one device. A `Stream` for surveys."""
+    """The inputs in pieces, on one device. A `Stream` for surveys.
+
+    Attributes:
+        inputs: what is read.
+        method: for whom.
+        device: where blocks go.
+        changes: made to the task vectors of every block of a survey.
+        notes: the method's diagnostics.
+        sharing: the devices among which a survey may be split; one may be named more than once.
+        own: the tensors that a survey goes through; None for all that are merged.
+    """
 
     inputs: Inputs
     method: Method
     device: torch.device
     changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
     notes: Notes = field(default_factory=dict)
+    sharing: tuple[torch.device, ...] = ()
+    own: tuple[str, ...] | None = None
     _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
 
     @property
@@ -101,6 +113,26 @@ class Reader:
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))
 
+    def shares(self) -> list[Reader]:
+        if len(self.sharing) < 2:
+            return [self]
+        specs = self.inputs.base.specs
+        parts: list[list[str]] = [[] for _ in self.sharing]
+        sizes = [0] * len(parts)
+        for name in sorted(self.names, key=lambda name: -specs[name].numel):
+            place = sizes.index(min(sizes))
+            parts[place].append(name)
+            sizes[place] += specs[name].numel
+        return [
+            replace(self, device=device, sharing=(), own=tuple(part))
+            for device, part, size in zip(self.sharing, parts, sizes, strict=True)
+            if size
+        ]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.inputs.merged if self.own is None else self.own
+
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
         for piece, deltas in self._deltas():
             site = self.site(piece)
@@ -110,7 +142,7 @@ class Reader:
 
     def _deltas(self) -> Iterator[tuple[list[Segment], Tensor]]:
         """Every block's task vectors; an accelerator's are read from the host while it works on others."""
-        pieces = self.pieces(self.inputs.merged)
+        pieces = self.pieces(self.names)
         if not self.fed:
             flat = self.flat()
             for piece in pieces:
@@ -132,7 +164,7 @@ class Reader:
                 yield piece, deltas.result()
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
-        for piece in self.pieces(self.inputs.merged):
+        for piece in self.pieces(self.names):
             yield self._side(piece)[kind]
 
     @cached_property

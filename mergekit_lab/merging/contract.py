@@ -101,6 +101,11 @@ class Stream(Protocol):
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
         """The same stream with every block of task vectors changed."""
 
+    def shares(self) -> Sequence[Stream]:
+        """This stream cut into some for `at_once`, by tensors: one for each device that takes part, a few on a
+        CPU. For surveys whose result does not depend on the order of blocks, as counts do not and sums of
+        rounded numbers do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

@@ -19,7 +19,7 @@ from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import AtomMethod, rank_budget
-from mergekit_lab.merging.stream import Devices, readers_of, results_of, stacked
+from mergekit_lab.merging.stream import Devices, readers_of, results_of, stacked, survey_of
 
 
 def factor_method(method: Method) -> AtomMethod:
@@ -58,7 +58,7 @@ def merged_factors(
     found = factor_method(method)
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
     readers = readers_of(inputs, method, device, notes)
-    survey = method.survey(readers[0])
+    survey = survey_of(readers)
 
     def run(reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
         return [(name, value.cpu()) for name, value in _factors(found, reader, names, survey)]

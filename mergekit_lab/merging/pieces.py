@@ -9,9 +9,10 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from mergekit_lab.merging.contract import Segment
 
+_Share = TypeVar("_Share")
+_Found = TypeVar("_Found")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -30,7 +33,17 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def at_once(work: Callable[[_Share], _Found], shares: Sequence[_Share]) -> list[_Found]:
+    """`work` of every share, a thread each: several devices, or cores, count at once."""
+    if len(shares) == 1:
+        return [work(shares[0])]
+    with ThreadPoolExecutor(len(shares), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(work, shares))
+
+
 # --- trimming -----------------------------------------------------------------------------------------
+
+Pass = Callable[[], Iterator[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,21 +75,20 @@ class Largest:
         return out
 
 
-def select_largest(
-    blocks: Callable[[], Iterator[Tensor]], kept: int, entries: int, with_ties: bool = False
-) -> Largest:
+def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: bool = False) -> Largest:
     """Find the `kept` entries of largest magnitude of each expert, exactly, in a few passes over blocks.
 
     A radix selection over the magnitudes' bits: what it holds does not grow with the model, nor with how many
     entries are equal.
 
     Args:
-        blocks: starts a pass over blocks `[T, n]`, all float32 or all float64, in flat order.
+        shares: each starts a pass over blocks `[T, n]`, all float32 or all float64; several run at once.
+            Without `with_ties` there is one share, in flat order.
         kept: 0 or more; as many as there are, or more, keeps everything.
         entries: how many an expert has over all blocks.
         with_ties: keep all entries as large as the last kept one; otherwise those of lowest flat index.
     """
-    example = next(blocks())
+    example = next(shares[0]())
     experts, dtype = len(example), example.dtype
     if kept <= 0:
         return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
@@ -87,9 +99,8 @@ def select_largest(
     equal = room
     for width in _widths(dtype, entries):
         counts = torch.zeros(experts, 1 << width, dtype=torch.int64, device=example.device)
-        for block in blocks():
-            for t, row in enumerate(block):
-                _count_digits(counts[t], row, prefix[t], known, width)
+        for found in at_once(partial(_count, experts, prefix, known, width), shares):
+            counts += found.to(counts.device)
         from_above = counts.flip(1).cumsum(1)
         place = torch.searchsorted(from_above, room)
         digit = counts.shape[1] - 1 - place
@@ -101,8 +112,20 @@ def select_largest(
     below = [_next_below(threshold, dtype) for threshold in thresholds]
     cuts = [math.inf] * experts
     if not with_ties and not torch.equal(room, equal):
-        cuts = _cuts(blocks, thresholds, room[:, 0].tolist(), equal[:, 0].tolist())
+        cuts = _cuts(shares[0], thresholds, room[:, 0].tolist(), equal[:, 0].tolist())
     return Largest(thresholds, below, cuts)
+
+
+def _count(experts: int, prefix: Sequence[int], known: int, width: int, blocks: Pass) -> Tensor:
+    """How often each value of the next `width` bits occurs in a pass, `[T, 2^width]`, on the blocks' device."""
+    counts: Tensor | None = None
+    for block in blocks():
+        if counts is None:
+            counts = torch.zeros(experts, 1 << width, dtype=torch.int64, device=block.device)
+        for t, row in enumerate(block):
+            _count_digits(counts[t], row, prefix[t], known, width)
+    assert counts is not None
+    return counts
 
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -137,9 +160,7 @@ def _next_below(value: float, dtype: torch.dtype) -> float:
     return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)))
 
 
-def _cuts(
-    blocks: Callable[[], Iterator[Tensor]], thresholds: list[float], room: list[int], equal: list[int]
-) -> list[float]:
+def _cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[int]) -> list[float]:
     """The flat index from which entries equal to the threshold go, where there is `room` for so many."""
     cuts = [math.inf if places == count else -1.0 for places, count in zip(room, equal, strict=True)]
     left = list(room)
@@ -168,7 +189,7 @@ def keep_largest(values: Tensor, kept: int) -> Tensor:
     Of equal magnitudes the lowest flat index stays first.
     """
     rows = values.reshape(len(values), -1)
-    return select_largest(lambda: iter([rows]), kept, rows.shape[1]).of(rows).view_as(values)
+    return select_largest([lambda: iter([rows])], kept, rows.shape[1]).of(rows).view_as(values)
 
 
 # --- dropping -----------------------------------------------------------------------------------------

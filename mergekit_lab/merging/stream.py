@@ -194,7 +194,7 @@ def merged_tensors(
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
     readers = readers_of(inputs, method, device, notes)
-    return _generate(readers, method.survey(readers[0]), dtype)
+    return _generate(readers, survey_of(readers), dtype)
 
 
 def readers_of(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
@@ -204,6 +204,20 @@ def readers_of(inputs: Inputs, method: Method, device: Devices, notes: Notes | N
         raise InputError("device is an empty list")
     shared: Notes = {} if notes is None else notes
     return [Reader(inputs, method, resolve_device(each), notes=shared) for each in wanted]
+
+
+def survey_of(readers: list[Reader]) -> Any:
+    """The method's survey, which may be split among the devices, and among some cores of a CPU."""
+
+    def places(reader: Reader) -> int:
+        return min(_workers(reader), _COUNTING) if reader.device.type == "cpu" else 1
+
+    sharing = tuple(each.device for each in readers for _ in range(places(each)))
+    return readers[0].method.survey(replace(readers[0], sharing=sharing))
+
+
+_COUNTING = 4
+"""Cores that work on a survey: each has counters of its own, 8 MB an expert, and memory is to be bounded."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

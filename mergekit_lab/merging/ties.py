@@ -20,8 +20,9 @@ negative entries, `mergelm` takes none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -29,11 +30,16 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import Largest, select_largest
+from mergekit_lab.merging.pieces import Largest, at_once, select_largest
 
 _WHOLE_MODEL = ("paper", "mergelm", "sum")
 _PRESETS = (*_WHOLE_MODEL, "mergekit", "peft")
 _ELECTIONS = ("mass", "frequency")
+
+
+def _task_vectors(stream: Stream) -> Iterator[Tensor]:
+    for _, deltas, _ in stream.blocks():
+        yield deltas
 
 
 class _Survey:
@@ -119,7 +125,7 @@ class TIES(Method):
         if self.preset not in _WHOLE_MODEL:
             return None
         largest = select_largest(
-            lambda: (deltas for _, deltas, _ in stream.blocks()),
+            [partial(_task_vectors, share) for share in stream.shares()],
             self.kept(stream.entries + stream.buffer_entries * self.count_buffers),
             stream.entries,
             with_ties=True,
@@ -127,16 +133,20 @@ class TIES(Method):
         return _Survey(largest, lambda found: self._majority(stream, found))
 
     def _majority(self, stream: Stream, largest: Largest) -> float:
-        balance = torch.zeros((), dtype=torch.float64)
-        for _, deltas, site in stream.blocks():
-            signs = self._elect(site.weigh(largest.of(deltas)))
-            balance = balance.to(signs.device) + signs.sum(dtype=torch.float64)
-        return float(balance.sign())
+        def balance(share: Stream) -> float:
+            signs_of_all = torch.zeros((), dtype=torch.float64)
+            for _, deltas, site in share.blocks():
+                signs = self._elect(site.weigh(largest.of(deltas)))
+                signs_of_all = signs_of_all.to(signs.device) + signs.sum(dtype=torch.float64)
+            return float(signs_of_all)
+
+        total = sum(at_once(balance, stream.shares()))
+        return float((total > 0) - (total < 0))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.preset in _WHOLE_MODEL:
             return None
-        return select_largest(lambda: (deltas for deltas, _ in blocks()), self.kept(entries), entries)
+        return select_largest([lambda: (deltas for deltas, _ in blocks())], self.kept(entries), entries)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.preset in _WHOLE_MODEL:

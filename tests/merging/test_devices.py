@@ -1,0 +1,45 @@
+"""A merge over several devices gives the bits of one: here they are all the CPU."""
+
+import pytest
+import torch
+
+from mergekit_lab.merging import DARE, TIES, blocks, merge_state_dicts
+from mergekit_lab.merging.inputs import open_inputs
+
+
+def models(experts: int = 3) -> tuple[dict, list[dict]]:
+    """Tensors of several sizes, one of them empty, with many equal magnitudes: thresholds fall on ties."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed": (40, 50), "empty": (0, 4), "mlp": (30, 20), "norm": (20,), "scale": ()}
+    base = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    steps = [
+        {n: torch.randint(-3, 4, s, generator=generator) / 8 for n, s in shapes.items()} for _ in range(experts)
+    ]
+    return base, [{n: base[n] + step[n] for n in base} for step in steps]
+
+
+@pytest.mark.parametrize("preset", ["paper", "mergelm", "sum"])
+@pytest.mark.parametrize("dropped", [False, True], ids=["ties", "dare+ties"])
+def test_a_survey_that_devices_share_finds_what_one_finds(preset: str, dropped: bool, monkeypatch) -> None:
+    method = TIES(preset=preset, density=0.3)
+    method = DARE(drop=0.5, inner=method) if dropped else method
+    base, experts = models()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    seen, count = [], blocks.Reader.shares
+    monkeypatch.setattr(blocks.Reader, "shares", lambda self: seen.append(count(self)) or seen[-1])
+    one = merge_state_dicts(base, experts, method)
+    assert [len(shares) for shares in seen] == [1] * len(seen)
+    seen.clear()
+    several = merge_state_dicts(base, experts, method, device=["cpu", "cpu", "cpu"])
+    assert [len(shares) for shares in seen] == [3] * len(seen) != []
+    assert all(torch.equal(one[name], several[name]) for name in base)
+
+
+def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> None:
+    base, experts = models()
+    inputs = open_inputs(base, experts, TIES())
+    cpu = torch.device("cpu")
+    shares = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 9).shares()
+    assert sorted(name for share in shares for name in share.names) == sorted(n for n in base if n != "empty")
+    two = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 2).shares()
+    assert [two[0].names[0], two[1].names[0]] == ["embed", "mlp"]
