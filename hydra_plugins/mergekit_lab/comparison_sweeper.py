@@ -3,7 +3,9 @@
 The comparison is written also when some of them failed.
 """
 
+import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +16,11 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import open_dict
 
 log = logging.getLogger(__name__)
 _CLOCK_STEP = 2.0  # seconds: file systems keep coarser times than the clock
-SHARED = "training"
-"""The folder, beside those of the jobs, of trainings that several jobs share."""
 
 
 @dataclass
@@ -44,27 +45,29 @@ class ComparisonSweeper(BasicSweeper):
         begun = time.time()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
-        jobs = self._jobs(arguments)
-        over_tasks = "suite" in self.config
-        if over_tasks and self.config.dry_run:
-            return self._print_plan(jobs)
+        if "suite" in self.config and self.config.dry_run:
+            return self._print_plan(arguments)
+        self._give_up({})  # of a sweep that was killed
         try:
-            if over_tasks and not isinstance(self.launcher, BasicLauncher) and self.config.only is None:
-                self._train_first(jobs)
-            return super().sweep(arguments)
+            return self._launch_all(arguments)
         finally:
+            self._give_up({})
             close = getattr(self.launcher, "close", None)
             if close is not None:
                 close()
-            try:
+            if not isinstance(sys.exception(), KeyboardInterrupt):
                 self._compare(begun)
-            except Exception:
-                log.exception("the comparison of the jobs could not be written")
+
+    def _launch_all(self, arguments: list[str]) -> Any:
+        self._train_first(self._jobs(arguments))
+        return super().sweep(arguments)
+
+    def _parsed(self, arguments: Sequence[str]) -> list[Override]:
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        return parser.parse_overrides([*self._parse_config(), *arguments])
 
     def _jobs(self, arguments: Sequence[str]) -> list[list[str]]:
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        parsed = parser.parse_overrides([*self._parse_config(), *arguments])
-        return [job for batch in self.split_arguments(parsed, None) for job in batch]
+        return [job for batch in self.split_arguments(self._parsed(arguments), None) for job in batch]
 
     def _contexts(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs' contexts by job; a job that its own check will refuse has none."""
@@ -86,35 +89,64 @@ class ComparisonSweeper(BasicSweeper):
                 log.warning(f"#{number} will be refused: {error}")
         return found
 
-    def _print_plan(self, jobs: Sequence[Sequence[str]]) -> None:
+    def _print_plan(self, arguments: list[str]) -> None:
         from mergekit_lab.stages.plan import Plan
 
-        contexts = self._contexts(jobs)
+        contexts = self._contexts(self._jobs(arguments))
         if contexts:
             print(Plan.of(list(contexts.values())).text())
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
-        from mergekit_lab.stages.plan import shared_training
+        """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
+        from mergekit_lab.stages.given_up import SHARED
+        from mergekit_lab.stages.plan import shared_training, unmade
 
+        here = isinstance(self.launcher, BasicLauncher)
+        if (
+            here
+            or "suite" not in self.config
+            or self.config.only is not None
+            or "finetune" not in self._stages()
+        ):
+            return
         contexts = self._contexts(jobs)
         numbers = list(contexts)
         works = shared_training(list(contexts.values()))
-        if len(works) < 2 or len(jobs) < 2 or "finetune" not in self._stages():
+        if not works or len(jobs) < 2:
             return
-        log.info(f"{len(works)} trainings first, which {len(jobs)} jobs share")
-        self.launcher.launch(
+        log.info(f"{len(works)} trainings first, for {len(jobs)} jobs")
+        trainings = [
             [
-                [
-                    *jobs[numbers[work.job]],
-                    "stage=null",
-                    "stages=[finetune,curvature]",
-                    *([] if work.only is None else [f"only=[{work.only}]"]),
-                    f"hydra.sweep.subdir={SHARED}/{place}",
-                ]
-                for place, work in enumerate(works)
-            ],
-            initial_job_idx=0,
-        )
+                *jobs[numbers[work.job]],
+                "stage=null",
+                "stages=[finetune,curvature]",
+                *([] if work.only is None else [f"only=[{work.only}]"]),
+                f"hydra.sweep.subdir={SHARED}/{place}",
+            ]
+            for place, work in enumerate(works)
+        ]
+        try:
+            self.launcher.launch(trainings, initial_job_idx=0)
+        except Exception:  # as submitit has it for a process that died
+            log.exception("not all trainings have returned")
+        failed = {}
+        for place, work in enumerate(works):
+            for kind, key in unmade(contexts[numbers[work.job]], work):
+                what = f"{kind} {key}" if work.only is None else f"{work.only} ({kind} {key})"
+                failed[f"{kind} {key}"] = (
+                    f"{what} could not be made in {SHARED}/{place}, once for all jobs of this sweep that need "
+                    f"it: {self._reason(f'{SHARED}/{place}')}"
+                )
+        self._give_up(failed)
+
+    def _give_up(self, failed: dict[str, str]) -> None:
+        from mergekit_lab.stages.given_up import give_up
+
+        give_up(Path(self.config.hydra.sweep.dir), failed)
+
+    def _reason(self, job: str) -> str:
+        file = Path(self.config.hydra.sweep.dir, job, "failure.json")
+        return json.loads(file.read_text())["error"] if file.is_file() else "its process died"
 
     def _stages(self) -> list[str]:
         return [self.config.stage] if self.config.stage else list(self.config.stages)
@@ -124,7 +156,12 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.stages.report import report_sweep
 
         out = Path(self.config.hydra.sweep.dir)
-        marks = [p / ".hydra" / "overrides.yaml" for p in out.iterdir() if p.name.isdigit()]
-        jobs = [m.parents[1] for m in marks if m.is_file() and m.stat().st_mtime >= begun - _CLOCK_STEP]
-        if jobs and "suite" in self.config:
-            report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
+        if not out.is_dir():
+            return
+        try:
+            marks = [p / ".hydra" / "overrides.yaml" for p in out.iterdir() if p.name.isdigit()]
+            jobs = [m.parents[1] for m in marks if m.is_file() and m.stat().st_mtime >= begun - _CLOCK_STEP]
+            if jobs and "suite" in self.config:
+                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
+        except Exception:
+            log.exception("the comparison of the jobs could not be written")

@@ -25,6 +25,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
 from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
+from mergekit_lab.stages.given_up import given_up
 from mergekit_lab.stages.published_experts import expert_source, imported_content
 from mergekit_lab.stages.workers import Pool
 from mergekit_lab.store import Artefact, Store, content_key
@@ -322,13 +323,24 @@ class Context:
     # --- artefacts --------------------------------------------------------------------------------------
 
     def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artefact:
-        """`Store.obtain`, counted for the stage in progress."""
+        """`Store.obtain`, counted for the stage in progress.
+
+        Raises:
+            InputError: a sweep that this run is a job of has tried to make it for all of its jobs, and failed.
+        """
+        failed = self._given_up.get(f"{kind} {content_key(content)}")
+        if failed and not self.store.find(kind, content):
+            raise InputError(failed)
         artefact = self.store.obtain(kind, content, make)
         made = not artefact.reused or artefact.key in self.made
         self._counts["computed" if made else "reused"] += 1
         if not artefact.reused:
             self.made.add(artefact.key)
         return artefact
+
+    @cached_property
+    def _given_up(self) -> dict[str, str]:
+        return given_up(self.folder.parent)
 
     def expert(self, task: str) -> Artefact:
         return self.made_earlier("experts", self.expert_content(task), f"the expert of {task}", "finetune")
@@ -338,6 +350,12 @@ class Context:
         return self.made_earlier(
             f"{kind}s", self.side_content(kind, task), f"the {kind} of {task}", "curvature"
         )
+
+    @property
+    def side_kinds(self) -> list[str]:
+        """The side inputs that this run makes: what its mergers read, and what `curvature.kind` asks for."""
+        asked = [kind for merger in self.mergers.values() for kind in merger.method.side_inputs]
+        return list(dict.fromkeys([*asked, *filter(None, [self.cfg.curvature.kind])]))
 
     # --- several devices --------------------------------------------------------------------------------
 

@@ -111,8 +111,7 @@ def pieces(run: Context) -> Iterator[Piece]:
         yield piece("experts", run.expert_content(task))
     if run.cfg.joint:
         yield piece("joint", run.joint_content())
-    asked = [kind for merger in run.mergers.values() for kind in merger.method.side_inputs]
-    for kind in dict.fromkeys([*asked, *filter(None, [run.cfg.curvature.kind])]):
+    for kind in run.side_kinds:
         for task in run.tasks:
             yield piece(f"{kind}s", run.side_content(kind, task))
     models = [("zero_shot", content_key({"base": run.backbone_content}), tuple(run.tasks))]
@@ -167,6 +166,20 @@ def shared_training(contexts: Sequence[Context]) -> list[Work]:
             if not run.store.find("experts", content):
                 experts[key] = (sides, Work(number, task))
     return [*joint.values(), *(work for _, work in experts.values())]
+
+
+def unmade(run: Context, work: Work) -> list[tuple[str, str]]:
+    """Kinds and keys of what a training job was to make, with the curvature that its run wants, and did not."""
+    if work.only == "+joint":
+        wanted = [("joint", run.joint_content())]
+    else:
+        tasks = list(run.tasks) if work.only is None else [work.only]
+        wanted = [("experts", run.expert_content(task)) for task in tasks]
+        wanted += [(f"{kind}s", run.side_content(kind, task)) for kind in run.side_kinds for task in tasks]
+        if work.only is None:
+            wanted += [("experts", run.pilot_content(task)) for task in tasks] + [("fits", run.fit_content())]
+            wanted += [("joint", run.joint_content())] if run.cfg.joint else []
+    return [(kind, content_key(content)) for kind, content in wanted if not run.store.find(kind, content)]
 
 
 def _seconds(piece: Piece, records: Sequence[Any]) -> float | None:
