@@ -45,6 +45,7 @@ class Objective(nn.Module, ABC):
 
     Attributes:
         causal: the logits at a token are of the next one (a decoder-only language model).
+        most: samples at a time that evaluation takes, once more were too many for the device's memory.
     """
 
     causal: ClassVar[bool] = False
@@ -52,6 +53,7 @@ class Objective(nn.Module, ABC):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.task = task
+        self.most: int | None = None
 
     @abstractmethod
     def batch(self, part: Part, index: Tensor) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import listed
+from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,21 @@ class Scores:
     loss: float = math.nan
 
 
+def _fewer(samples: int, task: str, error: torch.OutOfMemoryError) -> int:
+    """Half as many samples."""
+    told = str(error).splitlines()[0]
+    if samples == 1:
+        raise InputError(
+            f"evaluating one sample of {task} does not fit the device's memory ({told}): take a smaller "
+            "backbone, or set device=cpu"
+        ) from None
+    log.warning(
+        "out of memory with %d samples of %s at a time: trying %d (evaluation_batch_size=%d says so from the "
+        "start)", samples, task, samples // 2, samples // 2,
+    )  # fmt: skip
+    return samples // 2
+
+
 @torch.inference_mode()
 def score(
     model: nn.Module,
@@ -48,8 +67,12 @@ def score(
         model: where its parameters are, the objective is.
         part: train, validation or test.
         index: which samples, int64; all by default.
-        batch_size: samples at a time. Those of one length share a batch where the objective knows lengths.
+        batch_size: samples at a time, fewer where the device has no memory for so many. Those of one length
+            share a batch where the objective knows lengths.
         with_loss: compute the loss too.
+
+    Raises:
+        InputError: the device has no memory for a single sample.
     """
     places = torch.arange(objective.task.count(part)) if index is None else index
     lengths = objective.lengths(part)
@@ -59,17 +82,27 @@ def score(
     items: Any = 0
     was_training = model.training
     model.eval()
-    chunks = order.split(batch_size)
-    objective.expect(part, [places[chunk] for chunk in chunks])
-    answered: list[list[Any] | Tensor] = []
-    for chunk in chunks:
-        if with_loss:
-            found = objective.assess(model, part, places[chunk])
-            answers, loss, items = found.predictions, loss + found.loss.double(), items + found.items
+    size = min(batch_size, objective.most or batch_size)
+    objective.expect(part, [places[chunk] for chunk in order.split(size)])
+    answered: list[tuple[Tensor, list[Any] | Tensor]] = []
+    done = 0
+    while done < len(order):
+        chunk = order[done : done + size]
+        try:
+            if with_loss:
+                found = objective.assess(model, part, places[chunk])
+                answers, loss, items = found.predictions, loss + found.loss.double(), items + found.items
+            else:
+                answers = objective.predict(model, part, places[chunk])
+        except torch.OutOfMemoryError as error:
+            size = objective.most = _fewer(len(chunk), objective.task.name, error)
         else:
-            answers = objective.predict(model, part, places[chunk])
-        answered.append(answers)
-    for chunk, answers in zip(chunks, answered, strict=True):
+            answered.append((chunk, answers))
+            done += len(chunk)
+            continue
+        torch.cuda.empty_cache()
+        objective.expect(part, [places[chunk] for chunk in order[done:].split(size)])
+    for chunk, answers in answered:
         for place, answer in zip(chunk.tolist(), listed(answers), strict=True):
             predictions[place] = answer
     model.train(was_training)

@@ -14,6 +14,7 @@ from mergekit_lab.backbones import Batch
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, input_grams
+from mergekit_lab.errors import InputError
 from mergekit_lab.stages.config import Curvature
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.store.store import Workplace
@@ -22,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def stage_curvature(run: Context) -> None:
-    asked = [kind for merger in run.mergers.values() for kind in merger.method.side_inputs]
-    kinds = dict.fromkeys([*asked, *filter(None, [run.cfg.curvature.kind])])
+    kinds = run.side_kinds
     if not kinds:
         log.info("curvature: no merger of this run needs any")
     missing = [task for task in run.tasks if run.mine(task) and not all(
@@ -44,26 +44,46 @@ def _maker(run: Context, kind: str, task: str) -> Any:
         whole = objective.scored(run.model)
         inside = prefix(whole, run.model)
         count = settings.count(run.tasks[task].count("train"))
-        batches = _batches(run, kind, task, count, settings.chunk)
+        found = _computed(run, kind, task, whole, count, settings)
         if kind == "fisher":
-            found = diagonal_fisher(
-                whole,
-                batches,
-                causal=objective.causal,
-                sampled=settings.sampled,
-                seed=run.seed,
-                chunk=settings.chunk,
-            )
             tensors = _of_all_tensors(run, {n.removeprefix(inside): v for n, v in found.items()})
             trace = sum(float(value.sum()) for value in found.values())
         else:
-            found = input_grams(whole, batches)
             tensors = {name.removeprefix(inside): value for name, value in found.items()}
             trace = sum(float(value.trace()) for value in found.values())
         write_tensors(place.out / f"{kind}.safetensors", tensors)
         return {"samples": count, "trace": trace}
 
     return make
+
+
+def _computed(
+    run: Context, kind: str, task: str, whole: nn.Module, count: int, settings: Curvature
+) -> dict[str, Tensor]:
+    """A Fisher or Grams of the first `count` samples; where memory is too small, anew with smaller chunks.
+
+    Raises:
+        InputError: one sample at a time is too much.
+    """
+    chunk = settings.chunk
+    while True:
+        batches = _batches(run, kind, task, count, chunk)
+        try:
+            if kind == "gram":
+                return input_grams(whole, batches)
+            return diagonal_fisher(
+                whole, batches, causal=run.objective(task).causal, sampled=settings.sampled, seed=run.seed,
+                chunk=chunk,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            if chunk == 1:
+                raise InputError(
+                    f"the {kind} of one sample of {task} does not fit the device's memory "
+                    f"({str(error).splitlines()[0]}): take a merger that needs none, or set device=cpu"
+                ) from None
+            chunk //= 2
+            log.warning("out of memory in the %s of %s: trying curvature.chunk=%d", kind, task, chunk)
+        torch.cuda.empty_cache()
 
 
 def prefix(whole: nn.Module, model: nn.Module) -> str:

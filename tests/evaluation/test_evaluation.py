@@ -45,3 +45,47 @@ def test_an_expert_that_scores_zero_is_named() -> None:
 def test_the_best_candidate_is_the_highest_and_of_equals_the_nearest_to_the_base() -> None:
     curve = [Candidate(a, {}, n) for a, n in [(0.2, 0.5), (1.0, 0.9), (0.5, 0.9), (-1.5, 0.9)]]
     assert best_candidate(curve).coefficient == 0.5
+
+
+def crowded(objective, limit: int, monkeypatch) -> list[int]:
+    """More samples than `limit` at a time do not fit; what was tried."""
+    tried: list[int] = []
+
+    def crowd(answer):
+        def answered(model, part, index):
+            tried.append(len(index))
+            if len(index) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+            return answer(model, part, index)
+
+        return answered
+
+    for name in ("predict", "assess"):
+        monkeypatch.setattr(objective, name, crowd(getattr(objective, name)))
+    return tried
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_out_of_memory_halves_the_samples_at_a_time_and_later_scores_begin_there(
+    encoder, head, with_loss, monkeypatch, caplog
+) -> None:
+    objective = tiny_objective(head, other_size=50)
+    whole = score(encoder, objective, "test", with_loss=with_loss)
+    tried = crowded(objective, 12, monkeypatch)
+    again = score(encoder, objective, "test", batch_size=20, with_loss=with_loss)
+    assert tried == [20, 10, 10, 10, 10, 10]
+    assert again.predictions == whole.predictions
+    assert again.loss == pytest.approx(whole.loss, nan_ok=True)
+    assert "evaluation_batch_size=10" in caplog.text
+    tried.clear()
+    score(encoder, objective, "validation", with_loss=with_loss)
+    assert tried == [10] * 5
+
+
+def test_one_sample_that_does_not_fit_says_what_to_set(encoder, head, monkeypatch) -> None:
+    objective = tiny_objective(head)
+    crowded(objective, 0, monkeypatch)
+    with pytest.raises(
+        InputError, match=r"one sample of tiny does not fit .*Tried to allocate 2 GiB\).*device=cpu"
+    ):
+        score(encoder, objective, "test")

@@ -1,5 +1,6 @@
 """Stage curvature: what is computed, for whom, and that it is found again."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,44 @@ def test_fractions_and_samples_name_other_artefacts(merged, tmp_path) -> None:
     fisher = open_checkpoint(digits.parent / "fisher.safetensors")
     expert = open_checkpoint(next((store / "experts").glob("*/model.safetensors")))
     assert {n: s.shape for n, s in fisher.specs.items()} == {n: s.shape for n, s in expert.specs.items()}
+
+
+@pytest.mark.parametrize(("kind", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
+def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeypatch, kind, function) -> None:
+    import mergekit_lab.stages.curvature as room
+
+    _, store = merged
+    tried, compute = [], getattr(room, function)
+
+    def crowded(limit: int):
+        def computed(model, batches, **options):
+            def fitting():
+                for batch in batches:
+                    yield batch
+                    if tried[-1] > limit:  # in the middle of the work
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+            batches = list(batches)
+            tried.append(len(batches[0][1]))
+            return compute(model, fitting(), **options)
+
+        return computed
+
+    shared = ["stage=curvature", f"curvature={kind}", "merger=average", "only=[digits]", "curvature.samples=7"]
+    monkeypatch.setattr(room, function, crowded(0))
+    with pytest.raises(InputError, match=rf"the {kind} of one sample of digits does not fit .*device=cpu"):
+        go(tmp_path / "a", store, *shared, "curvature.chunk=4")
+    assert tried == [4, 2, 1]
+    before = keys(store, f"{kind}s")
+    monkeypatch.setattr(room, function, crowded(2))
+    go(tmp_path / "b", store, *shared, "curvature.chunk=4")
+    (made,) = keys(store, f"{kind}s") - before
+    monkeypatch.setattr(room, function, compute)
+    other = tmp_path / "store"
+    shutil.copytree(store / "experts", other / "experts")
+    go(tmp_path / "c", other, *shared, "curvature.chunk=2")
+    file = f"{kind}s/{made}/{kind}.safetensors"
+    assert (store / file).read_bytes() == (other / file).read_bytes()
 
 
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
