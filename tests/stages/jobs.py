@@ -26,3 +26,16 @@ def rank(failing: int | None) -> tuple[str, ...]:
     if failing is not None:
         time.sleep(60)
     return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def hold(folder: str) -> None:
+    """Say who works, and work for a long time."""
+    Path(folder, "worker").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def employ(folder: str) -> None:
+    """A parent with one busy worker."""
+    from mergekit_lab.stages.workers import Pool
+
+    Pool(["cpu"]).map(hold, [(folder,)])

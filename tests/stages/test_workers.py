@@ -1,9 +1,12 @@
 """A job that fails or dies stops no other; processes that work together end together."""
 
+import multiprocessing
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from stages.jobs import rank, work
+from stages.jobs import employ, rank, work
 
 from mergekit_lab import InputError
 from mergekit_lab.stages.workers import Pool, together
@@ -38,3 +41,32 @@ def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -
     with pytest.raises(InputError, match="this rank has a mistake"):
         together(rank, (1,), ["cpu", "cpu"])
     assert time.monotonic() - begun < 30
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if done():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come about within a minute")
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
+    told = tmp_path / "worker"
+    parent = multiprocessing.get_context("spawn").Process(target=employ, args=(str(tmp_path),))
+    parent.start()
+    try:
+        wait_until(lambda: told.exists() and told.read_text() != "")
+        assert alive(int(told.read_text()))
+    finally:
+        parent.kill()
+        parent.join()
+    wait_until(lambda: not alive(int(told.read_text())))
