@@ -2,7 +2,11 @@
 
 import errno
 import json
+import resource
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,10 +29,16 @@ def count(store: Path, kind: str) -> int:
     return len(list((store / kind).glob("*/manifest.json")))
 
 
+TOKENS = {"WANDB_API_KEY": "k0" * 20, "HF_TOKEN": "hf_t0psecret", "HUGGING_FACE_HUB_TOKEN": "hf_0ldsecret"}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("run")
-    go(folder / "first", folder / "store")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TOKENS.items():
+            patch.setenv(name, value)
+        go(folder / "first", folder / "store")
     return folder / "first", folder / "store"
 
 
@@ -45,6 +55,13 @@ def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
     summary = (folder / "summary.md").read_text()
     for row in ("zero-shot", "experts", *MERGERS, "+joint"):
         assert row in summary
+
+
+def test_no_token_of_the_environment_is_in_what_a_run_writes(finished) -> None:
+    written = [file for place in finished for file in place.rglob("*") if file.is_file()]
+    assert {"records.jsonl", "manifest.json", "report.html", "metrics.csv"} <= {file.name for file in written}
+    for token in TOKENS.values():
+        assert [file for file in written if token.encode() in file.read_bytes()] == []
 
 
 def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
@@ -139,14 +156,18 @@ def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
     assert "stage=merge" in failure["overrides"]
 
 
-def test_wandb_offline_runs_the_same_path(finished, tmp_path, monkeypatch) -> None:
+def test_wandb_offline_runs_the_same_path_and_writes_no_token(finished, tmp_path, monkeypatch) -> None:
     _, store = finished
+    for name, value in TOKENS.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_MODE", "offline")
     go(tmp_path / "run", store, "logger=wandb")
     import wandb
 
     wandb.teardown()
     assert list((tmp_path / "run").rglob("*.wandb"))
+    written = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not any(token.encode() in content for token in TOKENS.values() for content in written)
 
 
 def test_two_dimensions_of_the_report_are_written_against_each_other(finished, tmp_path) -> None:
@@ -172,6 +193,41 @@ def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, t
     monkeypatch.setattr("mergekit_lab.stages.report.write_report", full)
     with pytest.raises(InputError, match=r"no room for more in the run's folder .*set run_dir=PATH"):
         go(tmp_path, store, "stage=report")
+
+
+@contextmanager
+def no_file_over(size: int) -> Iterator[None]:
+    """As on a disk that fills up: writing beyond so many bytes fails."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("experts", ["stage=finetune", "joint=false", "only=[digits]"]),
+        ("merged", ["stage=merge", "merger=average"]),
+    ],
+)
+def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
+    finished, tmp_path, kind: str, asked: list[str]
+) -> None:
+    _, whole = finished
+    store = tmp_path / "store"
+    if kind == "merged":
+        shutil.copytree(whole / "experts", store / "experts")
+    with no_file_over(1 << 16), pytest.raises(InputError, match=r"no room for more in the store .*prune"):
+        go(tmp_path / "run", store, *asked)
+    assert count(store, kind) == 0
+    assert list((store / "locks").iterdir()) == []
+    go(tmp_path / "run", store, *asked)
+    (made,) = (store / kind).glob("*/model.safetensors")
+    assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
 
 
 def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp_path) -> None:
