@@ -22,12 +22,14 @@ class UserError(CompactHydraException):
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     from mergekit_lab.stages import run
 
     settings = HydraConfig.get()
     try:
-        run(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task))
+        return run(
+            cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
+        )
     except InputError as error:
         raise UserError(str(error)) from error
 

@@ -53,6 +53,7 @@ class TopLevel:
     runs: Any
     table: str | None
     metric: str
+    objective: str | None
 
 
 def build(node: Any) -> Any:

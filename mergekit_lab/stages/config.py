@@ -21,6 +21,7 @@ from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
 from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
+OBJECTIVES = ("normalised", "value")
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 __all__ = [
@@ -234,6 +235,10 @@ def check(cfg: DictConfig) -> None:
     check_against(cfg, Main)
     if cfg.evaluation_batch_size < 1:
         raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
+    if cfg.objective not in (None, *OBJECTIVES):
+        raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
+    if cfg.objective and not (cfg.mergers or cfg.merger):
+        raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
     finetuning = build(cfg.finetuning)
     if not isinstance(finetuning, Parametrisation):
         raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrisation")

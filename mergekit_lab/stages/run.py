@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ STAGES: dict[str, Callable[[Context], None]] = {
 }
 
 
-def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> None:
+def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
     """Run the stages that the configuration names.
 
     Args:
@@ -47,6 +47,9 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         folder: where the report goes.
         choices: the option taken of each group.
         overrides: as on the command line; kept beside the error if the run fails.
+
+    Returns:
+        What the configuration asks for as `objective`; None where it asks for nothing, or plans.
 
     Raises:
         InputError: a user's mistake; `failure.json` in the run's folder says so too.
@@ -57,19 +60,20 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         alone = next((name for name in _ALONE if name in asked), None)
         if alone:
             _run_alone(alone, cfg, folder, choices)
-            return
+            return None
         wanted = stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA])
         if set(wanted) & set(_ON_DATA):
             _run_on_data(wanted, cfg, folder)
-            return
+            return None
         if cfg.runs:
             _compare(wanted, cfg, folder)
-            return
+            return None
         from mergekit_lab.stages.preflight import refuse_missing
 
         refuse_missing(cfg)
         from mergekit_lab.stages.config import check
         from mergekit_lab.stages.context import Context
+        from mergekit_lab.stages.outcome import outcome
 
         check(cfg)
         context = Context(cfg, folder, choices)
@@ -77,7 +81,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             from mergekit_lab.stages.plan import Plan
 
             log.info("%s", Plan.of([context]).text())
-            return
+            return None
         folder.mkdir(parents=True, exist_ok=True)
         context.tracker.start(
             context.plain,
@@ -89,12 +93,14 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         begun = time.monotonic()
         try:
             for name in wanted:
-                with context.timed(name):
+                with context.timed(name), _enough_memory(name):
                     STAGES[name](context)
+            found = outcome(context) if cfg.objective else None
         finally:
             context.close()
             context.tracker.finish()
         log.info("done in %.0f s", time.monotonic() - begun)
+        return found
     except Exception as error:
         failure = {"overrides": overrides, "error": f"{type(error).__name__}: {error}"}
         with suppress(OSError):  # the disk may be what failed
@@ -106,6 +112,20 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         raise InputError(
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
+        ) from error
+
+
+@contextmanager
+def _enough_memory(stage: str) -> Iterator[None]:
+    """Say what to set where a device's memory was too small for what does not shrink by itself."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"the stage {stage} does not fit the device's memory ({str(error).splitlines()[0]}): lower "
+            "evaluation_batch_size or curvature.chunk, or set device=cpu"
         ) from error
 
 
