@@ -1,5 +1,6 @@
 """The commands of Slurm as far as submitit needs them: jobs run at once, on this machine."""
 
+import os
 from pathlib import Path
 
 _COMMANDS = {
@@ -28,9 +29,9 @@ _COMMANDS = {
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Put the commands into a folder; the environment that finds them and keeps every script there."""
+    """Put the commands into a folder; the environment that finds them there, and that has every script kept."""
     folder.mkdir()
     for name, body in _COMMANDS.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
-    return {"SLURM_SCRIPTS": str(folder)}
+    return {"SLURM_SCRIPTS": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}

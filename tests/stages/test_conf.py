@@ -107,12 +107,18 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
         ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
         ("training.lr=${nowhere}", "does not resolve"),
+        ("objective=normalized", "objective is 'normalized'; did you mean 'normalised'"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:
     cfg, _ = composed(["merger=ties", "optimizer=sam", override])
     with pytest.raises(InputError, match=match):
         check(cfg)
+
+
+def test_an_objective_is_refused_where_nothing_is_merged() -> None:
+    with pytest.raises(InputError, match="objective=value is that of merged models: set merger=NAME"):
+        check(composed(["objective=value"])[0])
 
 
 def test_a_methods_own_complaint_comes_through() -> None:
