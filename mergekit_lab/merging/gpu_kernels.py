@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _count(
+def _count(  # type: ignore[no-untyped-def]
     values, stride, entries, prefixes, counts,
     KNOWN: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

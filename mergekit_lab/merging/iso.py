@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class IsoC(SpectralMethod):
     """
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        total = sum(_scaled(deltas, sites))
+        total = reduce(Tensor.add_, _scaled(deltas, sites))
         polar, ranks = polar_factor(total, deltas.dtype)
         directions = min(total.shape[1:])
         for site, rank in zip(sites, ranks.tolist(), strict=True):
@@ -70,7 +71,7 @@ class IsoCTS(SpectralMethod):
         batch, experts, *shape = deltas.shape
         r = min(shape)
         own, common = direction_budget(r, experts, self.common)
-        u, s, v = precise_triplets(sum(_scaled(deltas, sites)), common)
+        u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
         if own:
             basis = _complement(u) if common and shape[0] <= shape[1] else None
             apart = torch.stack(

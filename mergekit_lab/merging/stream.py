@@ -183,10 +183,10 @@ def _check_range(name: str, merged: Tensor) -> None:
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`base + scale·merged`, in float64 where the result is kept so."""
+    """`base + scale·merged`, in `base`'s own memory; in float64 where the result is kept so."""
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
-    return torch.add(base, merged, alpha=scale)
+    return base.add_(merged, alpha=scale)
 
 
 # --- workers ------------------------------------------------------------------------------------------
