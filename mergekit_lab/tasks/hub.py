@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.checkpoints import cached_folder, unreachable
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks.sources import part_files
 
@@ -19,16 +19,9 @@ _CONVERTED = "refs/convert/parquet"
 
 def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
-    import huggingface_hub
-
     for revision in (None, _CONVERTED):
-        try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repo, repo_type="dataset", revision=revision, local_files_only=True
-                )
-            )
-        except OSError:
+        folder = cached_folder(repo, revision, "dataset")
+        if folder is None:
             continue
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
         if all(_whole(part_files(names, part, subset)) for part in parts):
