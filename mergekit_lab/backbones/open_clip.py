@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,9 @@ _ASSET = "asset:"
 _HEAD_FILE = "head.safetensors"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SHIPPED = {"glyph-clip": "glyph_clip"}
+_OPEN_CLIP_CONFIG = "open_clip_config.json"
+_PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+"""Of OpenAI's training set: what models take if nothing is said of their weights."""
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -194,33 +198,75 @@ class OpenClip(Backbone):
             "architecture": self.architecture,
             "weights": self.weights if named else "file",
             "sha256": _sha256(file, file.stat().st_mtime_ns),
-        }
+        } | self._unnamed()
 
     def quick_gelu(self) -> bool:
-        """Whether the built model uses QuickGELU: by its architecture's name, its weights' tag or config."""
+        """Whether the built model uses QuickGELU: by its architecture's name or what is said of its weights."""
+        return self._architecture_is_quick() or bool(self._said().get("quick_gelu", False))
+
+    def _architecture_is_quick(self) -> bool:
         import open_clip
 
-        config = open_clip.get_model_config(_registered(self.architecture)) or {}
-        return bool(
-            config.get("quick_gelu", False) or self._tag().get("quick_gelu", False) or self._says_quick_gelu()
-        )
+        return bool((open_clip.get_model_config(_registered(self.architecture)) or {}).get("quick_gelu", False))
 
-    def _says_quick_gelu(self) -> bool:
-        """Whether `config.json` beside local weights, as transformers leaves it, says so."""
-        if self.weights is None or not (place := Path(self.weights).expanduser()).exists():
-            return False
-        file = (place if place.is_dir() else place.parent) / "config.json"
-        if not file.is_file():
-            return False
-        vision = json.loads(file.read_text()).get("vision_config")
-        return isinstance(vision, dict) and vision.get("hidden_act", "quick_gelu") == "quick_gelu"
+    def _said(self) -> dict[str, Any]:
+        """What is said of the weights: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
+
+        By open_clip of a tag's; of a local file's by the configuration beside it, as open_clip or transformers
+        leaves it.
+        """
+        tag = self._tag()
+        if tag or self.weights is None or not (place := Path(self.weights).expanduser()).exists():
+            return {name: tag[name] for name in ("quick_gelu", *_PIXELS) if name in tag}
+        folder = place if place.is_dir() else place.parent
+        if (file := folder / _OPEN_CLIP_CONFIG).is_file():
+            content = _read_json(file)
+            pixels = content.get("preprocess_cfg") or {}
+            quick = {"quick_gelu": bool((content.get("model_cfg") or {}).get("quick_gelu", False))}
+            return quick | {name: tuple(pixels[name]) for name in _PIXELS if name in pixels}
+        vision = _read_json(folder / "config.json").get("vision_config")
+        if not isinstance(vision, dict):
+            return {}
+        return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
+
+    def _unnamed(self) -> dict[str, str]:
+        """What a local file's model computes otherwise than its architecture's name says."""
+        if self.shipped() or self._tag():
+            return {}
+        said = self._said()
+        found = {n: repr(said[n]) for n, usual in _PIXELS.items() if said.get(n, usual) != usual}
+        quick = said.get("quick_gelu", False) and not self._architecture_is_quick()
+        return found | ({"activation": "quick_gelu"} if quick else {})
+
+    def save(self, folder: Path) -> Path:
+        """Copy the weights into a folder, with what is said of them, so that they load there as they do here.
+
+        Returns:
+            The file, to be named as `weights`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        file = self.file()
+        said = self._said()
+        config = {
+            "model_cfg": {"quick_gelu": self.quick_gelu()},
+            "preprocess_cfg": {name: list(said[name]) for name in _PIXELS if name in said},
+        }
+        (folder / _OPEN_CLIP_CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        return Path(shutil.copyfile(file, folder / f"{self.weights_name()}{file.suffix}"))
 
     def hub_name(self) -> str:
         """What checkpoints of this architecture are called on the hub, `clip-vit-base-patch32`.
 
         Raises:
-            InputError: another architecture than the three that experts are published for.
+            InputError: another architecture than the three that experts are published for, or other weights
+                than they started from.
         """
+        here = self.weights is None or self.shipped() or Path(self.weights).expanduser().exists()
+        if not here and self.weights != "openai":
+            raise InputError(
+                f"experts are published of OpenAI's weights, not of {self.weights!r}: take those, or name each "
+                "expert (experts={TASK: SOURCE})"
+            )
         plain = self.architecture.removesuffix("-quickgelu")
         if plain not in _HUB_NAMES:
             raise InputError(
@@ -334,6 +380,21 @@ def _in_folder(folder: Path) -> Path:
     return found[0]
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """A configuration beside weights; empty where there is none.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds no JSON object")
+    return content
+
+
 def _size(visual: Any) -> tuple[int, int]:
     size = visual.image_size
     return size if isinstance(size, tuple) else (size, size)
@@ -346,7 +407,6 @@ def _model(key: tuple[str, str | None, int]) -> Any:
 
     backbone = OpenClip(*key)
     file = None if backbone.weights is None else backbone.file()
-    preprocess = {key: backbone._tag()[key] for key in ("mean", "std") if key in backbone._tag()}
     renamed = None
     try:
         with torch.random.fork_rng(devices=[]):
@@ -354,12 +414,13 @@ def _model(key: tuple[str, str | None, int]) -> Any:
             if file is not None and not backbone._tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) else None
+            said = backbone._said()
             model = open_clip.create_model(
                 _registered(backbone.architecture),
                 pretrained=None if file is None or renamed is not None else str(file),
                 precision="fp32",
                 force_quick_gelu=backbone.quick_gelu(),
-                force_preprocess_cfg=preprocess,
+                force_preprocess_cfg={name: said[name] for name in _PIXELS if name in said},
                 weights_only=True,
             )
             if renamed is not None:
