@@ -43,10 +43,10 @@ def run_fetch(cfg: DictConfig) -> Path:
     if tasks:
         use.append("data_root=FOLDER/data")
         use += [f"sources.{task.name}=FOLDER/data/{task.name}" for task in tasks if task.source is not None]
-    if isinstance(backbone, OpenClip) and backbone.weights is not None and not backbone.shipped():
+    if isinstance(backbone, OpenClip) and backbone.source is not None and not backbone.source.shipped:
         place = out / "weights" / backbone.architecture
         log.info("weights: %s", place)
-        file = backbone.save(place)
+        file = backbone.source.save(place)
         use.append(f"backbone.weights=FOLDER/{file.relative_to(out)}")
     if cfg.experts:
         for task in tasks:
