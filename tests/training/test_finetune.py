@@ -153,6 +153,15 @@ def test_the_last_weights_are_those_of_the_last_step(tmp_path, head) -> None:
     assert run(tmp_path, head, partial(torch.optim.SGD, lr=0.0), settings).step == 12
 
 
+def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
+    """It would be three times the model, written to be thrown away."""
+    settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
+    done = run(tmp_path, head, settings=settings)
+    assert done.step == 12
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 9
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt"]
+
+
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:
     with pytest.raises(
         InputError, match=r"a is not finite at step 1 of 12 \(learning rate 0.005; there is no checkpoint"
