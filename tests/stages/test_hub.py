@@ -6,7 +6,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from hub_repos import write_repository
+from hub_repos import pictures, write_parquet, write_repository
 from hub_server import serving
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -50,9 +50,9 @@ def tiny_clip():
 def published(tmp_path_factory) -> Path:
     """EuroSAT, two sets of weights and an expert, with files beside them that nobody wants."""
     root = tmp_path_factory.mktemp("hub")
-    write_repository(
-        build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}), root / "datasets/tanganke/eurosat"
-    )
+    data = root / "datasets/tanganke/eurosat"
+    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}), data)
+    write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
     for seed, tag in enumerate(WEIGHTS.values()):
         place = root / "models" / tag["hf_hub"]
         place.mkdir(parents=True)
@@ -62,7 +62,7 @@ def published(tmp_path_factory) -> Path:
     renamed = to_transformers(OpenClip(NAME, None, seed=5).model().state_dict())
     kept = {n: t for n, t in renamed.items() if n.startswith("vision_model.")}
     save_file(kept, expert / "model.safetensors", {"format": "pt"})
-    for folder in (root / "datasets/tanganke/eurosat", expert):
+    for folder in (data, expert):
         for other in ("README.md", ".gitattributes", "logs/events.log", "pytorch_model.bin"):
             (folder / other).parent.mkdir(exist_ok=True)
             (folder / other).write_text("nothing to read here")
@@ -94,6 +94,11 @@ def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, m
     own = OpenClip(NAME, None, seed=5).model().state_dict()
     assert torch.equal(expert["visual.conv1.weight"], own["visual.conv1.weight"])
     assert not any("events.log" in line or "pytorch_model.bin" in line for line in online)
+    files = [line.rpartition("/")[2] for line in online if line.startswith("GET /datasets")]
+    assert [name.partition("-")[0] for name in files if name.endswith(".parquet")] == [
+        "validation",  # first, for a download that was cut must not pass for a source that has none
+        *("train", "train", "test", "test"),
+    ]
     assert not list_missing(cfg)
     online.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
