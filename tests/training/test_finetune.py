@@ -1,5 +1,7 @@
 """Fine-tuning learns, and one that was cut goes on as if it had not been."""
 
+import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -160,6 +162,30 @@ def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
     assert done.step == 12
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 9
     assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "asam", "ssamf", "wasam"])
+def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> None:
+    """The memory of moments and of copies of the weights, though Lightning's objects are still there."""
+    made = []
+
+    def make(named):
+        made.append(OPTIMIZERS[name](named))
+        return made[0]
+
+    def tensors():
+        return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.shape == (16, 48)]
+
+    model = TinyEncoder()
+    before = {id(tensor) for tensor in tensors()}
+    done = finetune(
+        model, {"a": tiny_objective(head)}, make, replace(SETTINGS, keep="last"),
+        seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
+    )  # fmt: skip
+    own = {t.data_ptr() for t in (*model.parameters(), *done.state.values())}
+    assert [t.shape for t in tensors() if id(t) not in before and t.data_ptr() not in own] == []
+    assert model.body[1].weight.grad is None
+    assert made
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:
