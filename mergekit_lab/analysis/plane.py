@@ -111,31 +111,36 @@ def plane(
         Row `start`, `start + 1`, …: α1 is fixed in a row, α2 runs.
     """
     fixed = dict(others or {})
-    alone = {
-        task: [_at(model, weights, {task: a}, tasks[task], batch_size).predictions for a in alphas]
-        for task in pair
-    }
+    alone: dict[str, list[Scores]] = {task: [] for task in pair}
+    for task, found in alone.items():
+        for a in alphas:
+            weights.move({task: a})
+            found.append(tasks[task].score(model, batch_size))
     for i in range(start, len(alphas)):
         row: Row = {}
         for j in range(len(alphas)):
             weights.move({**fixed, pair[0]: alphas[i], pair[1]: alphas[j]})
+            single = {pair[0]: alone[pair[0]][i], pair[1]: alone[pair[1]][j]}
+            known = _on_axes(single, pair, (alphas[i], alphas[j])) if not fixed else {}
             xi = 0.0
             for name, task in tasks.items():
-                scores = task.score(model, batch_size)
+                scores = known.get(name) or task.score(model, batch_size)
                 row.setdefault(f"loss/{name}", []).append(scores.loss)
                 row.setdefault(f"value/{name}", []).append(scores.value)
-                if name in pair:
-                    single = alone[name][i if name == pair[0] else j]
-                    xi += sum(a != b for a, b in zip(scores.predictions, single, strict=True)) / len(single)
+                if name in single:
+                    other = single[name].predictions
+                    xi += sum(a != b for a, b in zip(scores.predictions, other, strict=True)) / len(other)
             row.setdefault("xi", []).append(xi)
         yield row
 
 
-def _at(
-    model: nn.Module, weights: Weights, place: Mapping[str, float], task: Sample, batch_size: int
-) -> Scores:
-    weights.move(place)
-    return task.score(model, batch_size)
+def _on_axes(
+    single: Mapping[str, Scores], pair: tuple[str, str], place: tuple[float, float]
+) -> dict[str, Scores]:
+    """What is known already of a model on an axis: there a task's vector is alone."""
+    first, second = place
+    known = {pair[0]: single[pair[0]]} if second == 0 else {}
+    return known | ({pair[1]: single[pair[1]]} if first == 0 else {})
 
 
 def line(

@@ -74,12 +74,13 @@ def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
     assert small.predictions == large.predictions
 
 
-def test_a_plane_has_every_points_loss_and_disagreement() -> None:
+@pytest.mark.parametrize("others", [{}, {"c": 0.3}])
+def test_a_plane_has_every_points_loss_and_disagreement(others) -> None:
     model = TinyEncoder()
     base, ends = experts(model)
     alphas = [-0.5, 0.0, 1.0]
     both = tasks()
-    rows = list(plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others={"c": 0.3}))
+    rows = list(plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others=others))
 
     def predicted(state, name):
         model.load_state_dict(state)
@@ -87,7 +88,7 @@ def test_a_plane_has_every_points_loss_and_disagreement() -> None:
 
     for i, first in enumerate(alphas):
         for j, second in enumerate(alphas):
-            merged = at(base, ends, a=first, b=second, c=0.3)
+            merged = at(base, ends, a=first, b=second, **others)
             scores = {name: predicted(merged, name) for name in both}
             xi = 0.0
             for name, a in (("a", first), ("b", second)):
