@@ -45,7 +45,8 @@ def tiny_config(kind: str) -> Any:
         return Qwen2Config(**shape, tie_word_embeddings=False)
     return T5Config(
         vocab_size=260, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False, decoder_start_token_id=259, eos_token_id=256, pad_token_id=259,
+        tie_word_embeddings=False, dropout_rate=0.0,
+        decoder_start_token_id=259, eos_token_id=256, pad_token_id=259,
     )  # fmt: skip
 
 

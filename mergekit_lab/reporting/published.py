@@ -2,8 +2,9 @@
 
 A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
 where they are from. `when` is empty, or says under which settings of the configuration a row holds
-(`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts` or `zero_shot`; `column` is a task,
-`average` or `normalised` (in percent), or another measure that the stage of the report knows.
+(`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts`, `zero_shot` or a measure of
+experts (`training_seconds`); `column` is a task, `average` or `normalised` (in percent), or another measure
+that the stage of the report knows.
 """
 
 from __future__ import annotations

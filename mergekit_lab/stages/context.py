@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,8 @@ class Context:
             raise InputError("the suite has no tasks")
         for task in self.tasks.values():
             self.backbone.check(task)
-        for name in [*cfg.optimizer_of, *(self.training.epochs_of or ())]:
-            if name not in self.tasks:
-                raise InputError(f"{name!r} is no task of this run{suggestion(name, self.tasks)}")
+        self._check_names()
+        self._check_shares()
         self.mergers = self._mergers()
         self.tracker: Tracker = build(cfg.logger)
         self.timings: dict[str, Timing] = {}
@@ -116,6 +116,40 @@ class Context:
         for name in self.only or ():
             if name not in names:
                 raise InputError(f"only names {name!r}{suggestion(name, names)}")
+
+    def _check_names(self) -> None:
+        """Options of single tasks name tasks of this run.
+
+        `training.epochs_of` may also have those of tasks that the run leaves out, as a suite's recipe has for a
+        part of it; a name that is near a task without epochs of its own is a slip.
+        """
+        epochs = self.training.epochs_of or {}
+        without = [task for task in self.tasks if task not in epochs]
+        slips = [name for name in epochs if name not in self.tasks and get_close_matches(name, without)]
+        if epochs and not any(name in self.tasks for name in epochs):
+            slips = list(epochs)
+        for name in [*(n for n in self.cfg.optimizer_of if n not in self.tasks), *slips]:
+            raise InputError(f"{name!r} is no task of this run{suggestion(name, self.tasks)}")
+
+    def _check_shares(self) -> None:
+        """Processes that train together wait for each other at every micro-batch: they need equally many."""
+        if self.place.strategy == "auto":
+            return
+        share = max(1, self.training.batch_size // (len(self.tasks) if self.cfg.joint else 1))
+        accumulate = self.training.accumulate
+        if share < self.processes or (accumulate > 1 and share % (self.processes * accumulate)):
+            raise InputError(
+                f"trainer={self.place.strategy}: {share} samples of a task in a batch cannot be shared by "
+                f"{self.processes} processes in training.accumulate={accumulate} micro-batches each: make "
+                f"training.batch_size a multiple of {self.processes * accumulate} for each task in a batch "
+                "(the joint model has all tasks in it)"
+            )
+        if accumulate > 1 and self.plain["backbone"].get("packing"):
+            raise InputError(
+                "backbone.packing gives processes different numbers of rows, which "
+                f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it "
+                "to 1, or backbone.packing=false"
+            )
 
     def _kept(self, made: Any) -> Any:
         """A task or backbone that keeps what it makes gets the store for it."""

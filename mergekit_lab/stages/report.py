@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from mergekit_lab.reporting import (
     write_slice,
 )
 from mergekit_lab.stages.adaptive import learning_content, learns
+from mergekit_lab.stages.analyse import DATA
+from mergekit_lab.stages.analyses import TaskVectors
+from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import SAMPLES, Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
@@ -183,8 +186,10 @@ def _same(value: Any, text: str) -> bool:
 class _Measured:
     """Ours of a published table: by row and column, in the column's unit.
 
-    `average` and `normalised` are percent over tasks; `steps_per_second` and `gigabytes` are of training an
-    expert, means over tasks; `merge_seconds` is what making a merged model took.
+    Columns: `average` and `normalised` are percent over tasks; `steps_per_second` and `gigabytes` are of
+    training an expert, means over tasks; `merge_seconds` is what making a merged model took. Rows:
+    `training_seconds` is what experts took; `ks_distance` (in percent) and `mean_log_likelihood` are of a
+    Laplace distribution fitted to task vectors, if the analysis task_vectors has been made.
     """
 
     def __init__(self, run: Context, records: list[Record]) -> None:
@@ -195,6 +200,10 @@ class _Measured:
             self.rows[record.merger or name].append(record)
 
     def __call__(self, row: str, column: str) -> float | None:
+        if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
+            tasks = [task for task in self.run.tasks if column in ("average", task)]
+            told = [value for task in tasks if (value := self._of_expert(task, row)) is not None]
+            return sum(told) / len(told) if told else None
         if column in ("steps_per_second", "gigabytes"):
             costs = [cost for task in self.run.tasks if (cost := self._cost(task, column)) is not None]
             return sum(costs) / len(costs) if costs and row == "experts" else None
@@ -205,6 +214,21 @@ class _Measured:
         members = self.rows.get(row, [])
         values = [value for record in members if (value := self._value(record, column)) is not None]
         return 100 * sum(values) / len(values) if values else None
+
+    def _of_expert(self, task: str, what: str) -> float | None:
+        if what == "training_seconds":
+            return float(self.run.expert(task).info["wall_seconds"])
+        fit = self._fits.get(task)
+        return None if fit is None else float(fit[what]) * (100 if what == "ks_distance" else 1)
+
+    @cached_property
+    def _fits(self) -> dict[str, Any]:
+        """Of a Laplace distribution to every expert's task vector, by task."""
+        analysis = build(self.run.cfg.analysis)
+        content = analysis.content(self.run) if isinstance(analysis, TaskVectors) else None
+        made = self.run.store.find("analyses", content) if content else None
+        fits = json.loads(made.file(DATA).read_text())["fits"] if made else {}
+        return {task: fit["laplace"] for task, fit in fits.items()}
 
     def _cost(self, task: str, column: str) -> float | None:
         cost = self.run.expert(task).info.get(column)

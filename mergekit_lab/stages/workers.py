@@ -202,7 +202,12 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
             ours.send((function, arguments))
             channels.append(ours)
             processes.append(process)
-        return _results(channels, processes)[0]
+        first = _results(channels, processes)[0]
+        for channel in channels:
+            channel.close()
+        for process in processes:
+            process.join(_PATIENCE)  # it ends by itself, for its channel is closed
+        return first
     finally:
         for channel in channels:
             channel.close()

@@ -92,11 +92,11 @@ class FinetuneModule(lightning.LightningModule):
         return found
 
     def configure_model(self) -> None:
-        """Spread the weights over processes, block by block, where the strategy has a mesh for it."""
+        """Spread the weights over processes, inner blocks first, where the strategy has a mesh for it."""
         if self.device_mesh is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
-        for blocks in [m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]:
+        for blocks in [m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)][::-1]:
             for block in blocks:
                 if any(True for _ in block.parameters()):
                     fully_shard(block, mesh=mesh)

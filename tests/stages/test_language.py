@@ -74,6 +74,7 @@ def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_s
     expert, scoring = keys()
     assert keys("backbone.prompt=plain")[0] != expert
     assert keys("backbone.max_length=64")[0] != expert
+    assert keys("backbone.packing=true")[0] != expert
     assert keys("backbone.compute=bfloat16")[0] == expert
     assert keys("backbone.compute=bfloat16")[1] != scoring
     assert keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
@@ -93,10 +94,43 @@ def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     other = Context(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
     assert other.expert_content("stories") == context.expert_content("stories")
-    with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
-        Context(
-            *_args(configured(folders["llama"], "llama", tmp_path, "training.epochs_of={storeis: 1}"), tmp_path)
+
+
+def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
+    def made(epochs):
+        return Context(
+            *_args(configured(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path)
         )
+
+    assert made("{stories: 2, quantities_old: 3, quantities: 1}").settings_of("stories").steps == 12
+    for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
+        with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
+            made(epochs)
+    with pytest.raises(InputError, match="'elsewhere' is no task of this run"):
+        made("{elsewhere: 1}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (
+            ["training.batch_size=6", "training.accumulate=2"],
+            r"make training.batch_size a multiple of 4 for each task",
+        ),
+        (["training.batch_size=1"], "1 samples of a task in a batch cannot be shared by 2 processes"),
+        (
+            ["training.accumulate=2", "backbone.packing=true"],
+            "packing gives processes different numbers of rows",
+        ),
+    ],
+)
+def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
+    settings, match, folders, tmp_path
+) -> None:
+    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.devices=2",
+                      "trainer.accelerator=cpu", *settings)  # fmt: skip
+    with pytest.raises(InputError, match=match):
+        Context(*_args(made, tmp_path))
 
 
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:

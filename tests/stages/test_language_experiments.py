@@ -9,8 +9,10 @@ from stages.conftest import composed, plain
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.published import read_beside
 from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
+from mergekit_lab.stages.context import Context
 
 LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
 """How experiments over language models begin."""
@@ -22,6 +24,12 @@ EXPERIMENTS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One store: experiments that have experts in common train them once."""
+    return tmp_path_factory.mktemp("store")
 
 
 def write_rows(folder, node) -> None:
@@ -41,7 +49,7 @@ def write_rows(folder, node) -> None:
         (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-def small(name, folders, tmp_path, *more):
+def small(name, folders, tmp_path, store):
     cfg, _ = composed([f"+experiment={name}"])
     check(cfg)
     overrides = []
@@ -56,24 +64,42 @@ def small(name, folders, tmp_path, *more):
     folder = folders["t5" if plain(cfg)["backbone"]["kind"] == "seq2seq" else "llama"]
     return composed([
         f"+experiment={name}", *overrides, f"backbone.source={folder}", "backbone.max_length=64",
-        f"store.root={tmp_path}/store", "progress=false", "device=cpu", "trainer.accelerator=cpu",
+        f"store.root={store}", "progress=false", "device=cpu", "trainer.accelerator=cpu",
         "training.steps=1", "training.warmup_steps=0", "training.batch_size=2", "training.precision=32-true",
         "training.epochs=null", "training.epochs_of=null", "training.validations=1", "search.coefficients=[]",
-        *more,
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_its_command_and_runs_fast(name, folders, tmp_path) -> None:
+def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path) -> None:
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
-    cfg, choices = small(name, folders, tmp_path)
+    cfg, choices = small(name, folders, tmp_path, shared)
     run(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.task for r in records} == set(cfg.suite.tasks)
     assert (tmp_path / "run/report.html").is_file()
+    beside = {
+        name: [row for row in read_beside(tmp_path / "run") if name.endswith(row.table)]
+        for name in cfg.published
+    }
+    measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
+    assert measured == {name for name, rows in beside.items() if rows}
+    assert measured or not cfg.published
+
+
+def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
+    """A suite's epochs by task stay where a part of the suite is run."""
+    for name, steps in (("llama31_8b_trace_mergopt", 2), ("llama32_1b_mergopt_table23", 2)):
+        cfg, choices = composed([f"+experiment={name}", f"store.root={tmp_path}"])
+        for task, node in cfg.suite.tasks.items():
+            write_rows(tmp_path / name / task, plain(node))
+            node.source = f"{tmp_path}/{name}/{task}"
+        context = Context(cfg, tmp_path, choices)
+        found = {task: context.settings_of(task).steps for task in context.tasks}
+        assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])

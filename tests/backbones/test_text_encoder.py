@@ -1,0 +1,141 @@
+"""Text encoders with a frozen head of class means, against the same written out for one text at a time."""
+
+import logging
+
+import pytest
+import torch
+from language import Colours, byte_tokenizer
+from stages.conftest import composed
+from torch.nn import functional
+
+from mergekit_lab import InputError
+from mergekit_lab.backbones import TextEncoder
+from mergekit_lab.curvature import diagonal_fisher
+from mergekit_lab.evaluation import score
+from mergekit_lab.reporting import read_records
+from mergekit_lab.stages import run
+from mergekit_lab.stages.config import check
+from mergekit_lab.tasks import WordProblems
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random BERT as transformers writes it."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=260, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=128, pad_token_id=259, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    made = tmp_path_factory.mktemp("bert")
+    model = BertModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(made)
+    byte_tokenizer().save_pretrained(made)
+    return made
+
+
+def alone(model, text):
+    """The embedding of one text, straight from transformers."""
+    ids = torch.tensor([byte_tokenizer()(text).input_ids])
+    with torch.no_grad():
+        return functional.normalize(model(input_ids=ids).last_hidden_state[0].mean(dim=0), dim=0)
+
+
+def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(folder) -> None:
+    objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).objective(Colours())
+    model, split = TextEncoder(source=str(folder)).model(), Colours().split("train")
+    for place, choice in enumerate(Colours().choices):
+        texts = [p for p, a in list(zip(split.prompts, split.answers, strict=True))[:20] if a == choice]
+        mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
+        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+
+
+def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(folder) -> None:
+    backbone = TextEncoder(source=str(folder))
+    objective, model = backbone.objective(Colours()), backbone.model()
+    split, choices = Colours().split("test"), Colours().choices
+    logits = torch.stack([objective.head @ alone(model, text) for text in split.prompts])
+    wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
+    for size in (1, 7, 512):
+        found = score(model, objective, "test", batch_size=size, with_loss=True)
+        assert found.predictions == wanted
+        labels = torch.tensor([choices.index(a) for a in split.answers])
+        assert found.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
+    assert found.metrics.keys() == {"accuracy", "lenient_accuracy"}
+
+
+def test_training_reaches_every_weight_but_those_of_the_pooler(folder) -> None:
+    backbone = TextEncoder(source=str(folder))
+    objective, model = backbone.objective(Colours()), backbone.model()
+    objective.loss(model, objective.batch("train", torch.arange(6))).backward()
+    still = {n for n, p in model.named_parameters() if p.grad is None}
+    assert still == {"pooler.dense.weight", "pooler.dense.bias"}
+    assert model.state_dict().keys() > still
+
+
+def test_its_fisher_is_that_of_single_samples(folder) -> None:
+    backbone = TextEncoder(source=str(folder))
+    objective, model = backbone.objective(Colours()), backbone.model()
+    index = torch.arange(4)
+    batch = objective.batch("train", index)
+    found = diagonal_fisher(objective.scored(model), [batch])
+    squares = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for i in index:
+        model.zero_grad()
+        objective.loss(model, objective.batch("train", i[None])).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                squares[name] += p.grad**2 / len(index)
+    name = "encoder.layer.0.attention.self.query.weight"
+    torch.testing.assert_close(found[f"encoder.{name}"], squares[name], rtol=1e-3, atol=1e-7)
+
+
+def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    objective = TextEncoder(source=str(folder), max_length=26).objective(Colours())
+    assert max(map(len, objective.tokens("train"))) == 26
+    assert objective.truncated["train"] == 8
+    assert "8 of 24 texts were cut to 26 tokens" in caplog.text
+
+
+def test_a_run_over_a_text_encoder_merges_and_reports(folder, tmp_path) -> None:
+    rows = [("the sea is blue", "water"), ("grass grows", "land"), ("fish swim", "water"), ("cows eat", "land")]
+    for task in ("one", "two"):
+        (tmp_path / task).mkdir()
+        lines = "".join(f'{{"prompt": "{t} {i} {task}", "answer": "{a}"}}\n' for i in range(4) for t, a in rows)
+        for part in ("train", "validation", "test"):
+            (tmp_path / task / f"{part}.jsonl").write_text(lines)
+    tasks = {
+        task: f"{{_target_: mergekit_lab.tasks.TextFile, name: {task}, source: {tmp_path}/{task}, "
+        "choices: [water, land]}"
+        for task in ("one", "two")
+    }
+    cfg, choices = composed([
+        "backbone=hf_encoder", f"backbone.source={folder}", "suite=text7", "~suite.tasks",
+        f"+suite.tasks={{one: {tasks['one']}, two: {tasks['two']}}}", "training=language", "joint=false",
+        "training.steps=2", "training.warmup_steps=0", "training.batch_size=4", "training.precision=32-true",
+        "+merger@mergers.average=average", "+merger@mergers.epimer=epimer", "mergers.epimer.coefficient=0.5",
+        "curvature.samples=2", f"store.root={tmp_path}/store", "progress=false", "device=cpu",
+        "trainer.accelerator=cpu",
+    ])  # fmt: skip
+    check(cfg)
+    run(cfg, tmp_path / "run", choices, [])
+    assert {r.label for r in read_records(tmp_path / "run/records.jsonl")} == {
+        "zero-shot", "experts", "average", "epimer",
+    }  # fmt: skip
+    heads = list((tmp_path / "store/heads").glob("*/head.safetensors"))
+    assert len(heads) == 2
+
+
+def test_what_an_encoder_cannot_do_is_said(folder) -> None:
+    with pytest.raises(InputError, match=r"chooses among answers, and task 'stories' has no choices"):
+        TextEncoder(source=str(folder)).check(WordProblems())
+    with pytest.raises(InputError, match=r"backbone\.temperature is 0; it must be positive"):
+        TextEncoder(source=str(folder), temperature=0)
+    with pytest.raises(InputError, match="needs a text of every class, and 'colours' has none of 'no idea'"):
+        TextEncoder(source=str(folder), head_samples=2).objective(Colours())
