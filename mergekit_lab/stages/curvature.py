@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Batch
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.curvature import diagonal_fisher, input_grams
+from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.stages.config import Curvature
 from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,14 @@ def stage_curvature(run: Context) -> None:
     run.spread(stage_curvature, missing)
     for kind in kinds:
         for task in filter(run.mine, run.tasks):
-            artefact = run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
+            artefact = obtain_side(run, kind, task)
             how = "found in the store" if artefact.reused else f"{artefact.info['wall_seconds']:.1f} s"
             log.info("%s of %s: %s", kind, task, how)
+
+
+def obtain_side(run: Context, kind: str, task: str) -> Artefact:
+    """An expert's Fisher or Grams, computed if they are not in the store."""
+    return run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
 
 
 def _maker(run: Context, kind: str, task: str) -> Any:
@@ -44,16 +50,22 @@ def _maker(run: Context, kind: str, task: str) -> Any:
         whole = objective.scored(run.model)
         inside = prefix(whole, run.model)
         count = settings.count(run.tasks[task].count("train"))
-        batches = _batches(run, kind, task, count, settings.chunk)
+        by_moment = kind == "fisher" and settings.estimate == "first_moment"
+        size = run.training.batch_size if by_moment else settings.chunk
+        batches = _batches(run, kind, task, count, size)
         if kind == "fisher":
-            found = diagonal_fisher(
-                whole,
-                batches,
-                causal=objective.causal,
-                sampled=settings.sampled,
-                seed=run.seed,
-                chunk=settings.chunk,
-            )
+            if by_moment:
+                moments = first_moment(whole, batches, causal=objective.causal, chunk=settings.chunk)
+                found = {name: moment.square() for name, moment in moments.items()}
+            else:
+                found = diagonal_fisher(
+                    whole,
+                    batches,
+                    causal=objective.causal,
+                    sampled=settings.sampled,
+                    seed=run.seed,
+                    chunk=settings.chunk,
+                )
             tensors = _of_all_tensors(run, {n.removeprefix(inside): v for n, v in found.items()})
             trace = sum(float(value.sum()) for value in found.values())
         else:
