@@ -112,10 +112,10 @@ def plane(
     """
     fixed = dict(others or {})
     alone: dict[str, list[Scores]] = {task: [] for task in pair}
-    for task, found in alone.items():
+    for expert, found in alone.items():
         for a in alphas:
-            weights.move({task: a})
-            found.append(tasks[task].score(model, batch_size))
+            weights.move({expert: a})
+            found.append(tasks[expert].score(model, batch_size))
     for i in range(start, len(alphas)):
         row: Row = {}
         for j in range(len(alphas)):
