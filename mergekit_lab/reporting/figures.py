@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _short
+from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _log_labels, _short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,11 +164,15 @@ def _lines(axes: Axes, panel: Lines) -> None:
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
         axes.plot(x, y, markersize=4, label=_short(name), **look)
-    for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
-        if panel.logarithmic_x if name == "x" else panel.logarithmic:
-            axes.set(**{f"{name}scale": "log"})
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter(lambda value, _: "")
+    if panel.logarithmic_x:
+        axes.set_xscale("log")
+        _log_labels(axes.xaxis)
+    elif panel.labels is None:
+        whole = all(float(place).is_integer() for x, _ in panel.curves.values() for place in x)
+        axes.locator_params(axis="x", nbins=6, integer=whole)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+        _log_labels(axes.yaxis)
     if panel.labels is not None:
         names = [_short(name, 14) for name in panel.labels]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)

@@ -265,6 +265,7 @@ def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, 
     axes.set_xscale("log")
     axes.set_xlabel(name)
     axes.margins(x=0.15, y=0.1)
+    _log_labels(axes.xaxis)
     _percent_axis(axes.yaxis)
     axes.grid()
 
@@ -422,6 +423,16 @@ def _legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> 
     widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
     lines = math.ceil(len(names) / widest) or 1
     figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
+
+
+def _log_labels(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, whose own labels are formulas; call it when the data is there."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: "")
 
 
 def _percent_axis(axis: Any) -> None:

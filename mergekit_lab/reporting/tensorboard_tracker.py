@@ -1,4 +1,4 @@
-"""Tracking with TensorBoard's event files, which tensorboardX writes: `tensorboard --logdir FOLDER` shows them."""
+"""Tracking with TensorBoard's event files, by tensorboardX: `tensorboard --logdir FOLDER` shows them."""
 
 from collections.abc import Mapping
 from pathlib import Path

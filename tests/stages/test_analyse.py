@@ -129,6 +129,27 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
     assert resumed == whole
 
 
+def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
+    from mergekit_lab.stages.analyses import paths
+
+    _, store = trained
+    options = ["analysis.points=4"]
+    real, made = paths.line, []
+
+    def cut(model, weights, label, *args):
+        if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
+            raise KeyboardInterrupt
+        made.append(label)
+        return real(model, weights, label, *args)
+
+    monkeypatch.setattr(paths, "line", cut)
+    with pytest.raises(KeyboardInterrupt):
+        analyse(tmp_path / "cut", store, "barrier", *options)
+    (tmp_path / "again").mkdir()
+    assert list(analyse(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
+    assert made == ["digits", "latin"]
+
+
 def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
     folder, store = trained
