@@ -1,16 +1,19 @@
 """How fast CLIP ViT-B/32 evaluates and trains from decoded images, and what a whole run costs at full size.
 
-    python experiments/clip_scale/bench.py --out results.json            # one GPU: four minutes
-    python experiments/clip_scale/bench.py --out results.json --tiny     # any CPU, in small, to see that it
-    runs
+    python experiments/clip_scale/bench.py --out results.json                        # one GPU: nine minutes
+    python experiments/clip_scale/bench.py --out results.json --parts training run   # these alone
+    python experiments/clip_scale/bench.py --out results.json --tiny                 # that it runs, on any CPU
 
-Results are written after every part; a run that was cut is found in the store and goes on.
+Results are written after every part, beside those that the file holds; a run that was cut is found in the store
+and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,16 +25,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.backbones.classification import Crops
-from mergekit_lab.backbones.objective import pinned
+from mergekit_lab.backbones.objective import moved, pinned
 from mergekit_lab.evaluation import score
 from mergekit_lab.tasks import ImageTask, Part, Split
 from mergekit_lab.tasks.decoding import Pictures, mapped
 from mergekit_lab.training import Settings, StepBatches, TrainingCost, finetune
 
 CLASSES = 10
+PARTS = ("evaluation", "training", "run")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +55,16 @@ class Noise(ImageTask):
         if part == "train":
             rng = np.random.default_rng(0)
             sizes = np.stack([np.full(self.pictures, 256), rng.integers(256, 400, self.pictures)], 1)
-            data = Pictures(self._bytes("pictures.u8", int(3 * sizes.prod(1).sum())), sizes, self.side)
+            sizes = rng.permuted(sizes, axis=1)
+            data = Pictures(self._bytes("pictures", int(3 * sizes.prod(1).sum())), sizes, self.side)
             return Split(data, torch.arange(self.pictures) % CLASSES)
         shape = (self.images, 3, self.side, self.side)
         return Split(
-            self._bytes("images.u8", int(np.prod(shape))).view(shape), torch.arange(self.images) % CLASSES
+            self._bytes("images", int(np.prod(shape))).view(shape), torch.arange(self.images) % CLASSES
         )
 
     def _bytes(self, name: str, size: int) -> torch.Tensor:
-        file = self.folder / name
+        file = self.folder / f"{name}-{size}.u8"
         if not file.exists():
             block = np.random.default_rng(1).integers(0, 256, 1 << 26, np.uint8).tobytes()
             with file.open("wb") as out:
@@ -73,10 +79,16 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _objective(backbone: OpenClip, task: Noise, device: torch.device, precision: str) -> ImageObjective:
+def _objective(
+    backbone: OpenClip,
+    task: Noise,
+    device: torch.device,
+    precision: str,
+    kind: type[ImageObjective] = ImageObjective,
+) -> ImageObjective:
     width = backbone.model()(torch.zeros(1, 3, task.side, task.side)).shape[1]
     head = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
-    return ImageObjective(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
+    return kind(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
 
 
 def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
@@ -107,33 +119,85 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
     return found
 
 
+class _Again(ImageObjective):
+    """Gives the first batch that was asked for again and again: training without reading."""
+
+    _held: Any = None
+
+    def training_batch(self, index: torch.Tensor) -> Any:
+        if self._held is None:
+            self._held = super().training_batch(index)
+            if torch.cuda.is_available():
+                self._held = pinned(self._held)
+        return self._held
+
+
+class _Steps(Callback):
+    """When steps began, and how long each waited for its batch."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begun.append(time.perf_counter())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended.append(time.perf_counter())
+
+    def measured(self) -> dict[str, float]:
+        """Of the last two thirds of the steps, each from its beginning to the next one's; nothing after the
+        last step is in it."""
+        first = len(self.begun) // 3
+        each = np.diff(self.begun[first:])
+        waits = [
+            begun - ended for begun, ended in zip(self.begun[first:], self.ended[first - 1 :], strict=False)
+        ]
+        return {
+            "steps_per_second, median": round(1 / statistics.median(each), 2),
+            "steps_per_second, mean": round(len(each) / float(each.sum()), 2),
+            "between steps, ms": round(1e3 * statistics.median(waits), 2),
+        }
+
+
 def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision: str) -> dict[str, Any]:
-    """Steps a second with batches from the files, and with one batch that is given again and again."""
-    found: dict[str, Any] = {"steps": steps, "batch": batch, "pictures": task.pictures}
-    settings = Settings(
-        steps=steps,
-        batch_size=batch,
-        lr=1e-5,
-        weight_decay=0.1,
-        precision=precision,
-        validations=1,
-        keep="last",
-    )
-    own = StepBatches.batch
-    for name in ("from files", "one batch again"):
-        objective = _objective(backbone, task, torch.device("cpu"), "bfloat16")
-        if name == "one batch again":
-            held = own(StepBatches({"noise": objective}, batch, 1, 0), 0)
-            held = {n: pinned(part) for n, part in held.items()} if torch.cuda.is_available() else held
-            StepBatches._pinned = lambda self, step, held=held: dict(held)  # type: ignore[method-assign]
-        cost = TrainingCost()
+    """Batches a second that are read and nothing else; steps a second with them, and with one batch again."""
+    found: dict[str, Any] = {"steps": steps, "batch": batch, "pictures": task.pictures, "cores": os.cpu_count()}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    objective = _objective(backbone, task, torch.device("cpu"), "bfloat16")
+    for name in ("files not read before", "files read before"):
+        batches = StepBatches({"noise": objective}, batch, steps, seed=0)
+        begun = time.perf_counter()
+        count = sum(len(labels) for made in batches for _, labels in made.values())
+        found[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
+    made = moved(objective.training_batch(torch.arange(batch)), device)
+    crops = []
+    for seed in range(10):
+        begun = _now()
+        objective.augmented(made, seed)
+        crops.append(_now() - begun)
+    found["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
+    del made
+    for name, kind in {"one batch again": _Again, "from files": ImageObjective}.items():
+        own = _objective(backbone, task, torch.device("cpu"), "bfloat16", kind)
+        cost, timer = TrainingCost(), _Steps()
+        settings = Settings(
+            steps=steps, batch_size=batch, lr=1e-5, weight_decay=0.1, precision=precision, validations=1,
+            keep="last",
+        )  # fmt: skip
+        begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             finetune(
-                backbone.model(), {"noise": objective}, partial(torch.optim.AdamW, lr=1e-5), settings, seed=0,
-                resume=Path(folder), callbacks=[cost], trainer={"accelerator": "auto", "devices": 1,
-                "enable_progress_bar": False},
+                backbone.model(), {"noise": own}, partial(torch.optim.AdamW, lr=1e-5, fused=True), settings,
+                seed=0, resume=Path(folder), callbacks=[cost, timer], trainer={"accelerator": "auto",
+                "devices": 1, "enable_progress_bar": False},
             )  # fmt: skip
-        found[name] = cost.measured
+        whole = time.perf_counter() - begun
+        found[name] = timer.measured() | cost.measured | {
+            "seconds before the first step": round(timer.begun[0] - begun, 2),
+            "seconds of steps": round(timer.ended[-1] - timer.begun[0], 2),
+            "seconds after the last step": round(begun + whole - timer.ended[-1], 2),
+        }  # fmt: skip
     return found
 
 
@@ -147,16 +211,22 @@ def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> 
     except subprocess.TimeoutExpired:
         code = "cut"
     found: dict[str, Any] = {
-        "command": command[1:],
+        "command": " ".join(["python", *command[1:-2]]),
         "exit": code,
         "seconds": round(time.monotonic() - begun, 1),
     }
     if (folder / "timings.json").exists():
         found["stages"] = json.loads((folder / "timings.json").read_text())
-    for kind in ("experts", "fishers", "searches", "merged", "evaluations"):
-        infos = [json.loads(f.read_text())["info"] for f in sorted(store.glob(f"{kind}/*/manifest.json"))]
+    for kind in ("experts", "heads", "fishers", "searches", "merged", "evaluations"):
+        manifests = [json.loads(file.read_text()) for file in sorted(store.glob(f"{kind}/*/manifest.json"))]
         kept = ("wall_seconds", "steps_per_second", "gigabytes", "method", "peak_memory_bytes", "samples")
-        found[kind] = [{name: info[name] for name in kept if name in info} for info in infos]
+        rows = []
+        for manifest in sorted(manifests, key=lambda each: each["created"]):
+            row = {name: manifest["info"][name] for name in kept if name in manifest["info"]}
+            rows.append({"task": manifest["content"]["task"]} | row if "task" in manifest["content"] else row)
+        found[kind] = rows
+    walls = [row["wall_seconds"] for row in found.pop("evaluations")]
+    found["evaluations"] = {"count": len(walls), "seconds": round(sum(walls), 1)}
     return found
 
 
@@ -164,45 +234,41 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()) / "clip_scale")
-    parser.add_argument("--limit", type=float, default=185, help="seconds for the whole run")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--limit", type=float, default=400, help="seconds for the whole run")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
-    results: dict[str, Any] = {
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results |= {
         "card": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    if options.out.exists():
-        results = json.loads(options.out.read_text())
 
     def keep(name: str, value: Any) -> None:
         results[name] = value
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(name, json.dumps(value)[:2000], flush=True)
+        print(name, json.dumps(value)[:4000], flush=True)
 
     backbone = OpenClip("ViT-B-32-quickgelu", None)
-    task = Noise("noise", folder=options.store / "noise", images=20_480, pictures=3_000)
-    sizes = (512, 60, 128, "bf16-mixed")
+    task = Noise("noise", folder=options.store / "noise", images=20_480, pictures=4_000)
+    sizes = (512, 150, 128, "bf16-mixed")
     arguments = ["backbone.weights=null", "suite=glyphs8", "training.steps=200", "training.warmup_steps=50"]
     arguments += ["training.validations=1", "curvature.samples=64", "progress=false"]
     if options.tiny:
         backbone, task = OpenClip("glyph-clip", None), replace(task, images=96, pictures=40, side=32)
         sizes = (32, 8, 4, "32-true")
-        arguments += [
-            "backbone=glyph_clip",
-            "training.steps=2",
-            "training.warmup_steps=1",
-            "training.batch_size=4",
-        ]
-        arguments += ["training.precision=32-true", "curvature.samples=8", "suite=glyphs4"]
+        arguments += ["backbone=glyph_clip", "suite=glyphs4", "training.steps=2", "training.warmup_steps=1"]
+        arguments += ["training.batch_size=4", "training.precision=32-true", "curvature.samples=8"]
     (options.store / "noise").mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if cuda else "cpu")
-    if "evaluation" not in results:
+    if "evaluation" in options.parts:
         keep("evaluation", evaluation(backbone, task, device, sizes[0]))
-    if "training" not in results:
-        keep("training", training(backbone, task, *sizes[1:]))
-    keep("run", whole_run(arguments, options.store / "store", options.out.parent / "run", options.limit))
+    if "training" in options.parts:
+        keep("training", training(backbone, replace(task, images=sizes[0]), *sizes[1:]))
+    if "run" in options.parts:
+        keep("run", whole_run(arguments, options.store / "store", options.out.parent / "run", options.limit))
 
 
 if __name__ == "__main__":

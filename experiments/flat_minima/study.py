@@ -159,7 +159,7 @@ def main() -> None:
     ready = {(c["arm"], c["seed"]) for c in done}
     order = cells()
     if options.arms:
-        order = [(arm, seed) for arm in options.arms for seed in SEEDS if (arm, seed) in order]
+        order = [(arm, seed) for seed in SEEDS for arm in options.arms if (arm, seed) in order]
     left = [cell for cell in order if cell not in ready][: options.limit]
     deadline = time.time() + 60 * options.minutes
     begun = time.time()

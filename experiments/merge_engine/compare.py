@@ -133,7 +133,7 @@ def version(command: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="absolute, or mergekit takes it for a hub id")
     parser.add_argument("--mergekit", type=Path, help="mergekit-yaml of an environment of its own")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--repeats", type=int, default=2)

@@ -44,8 +44,11 @@ TASKS = ("r8", "newsgroups", "tweets", "spam", "wordnet", "reviews", "stories")
 SEEDS = (0, 1, 2)
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0)
 COARSE = (0.3, 0.6, 1.0, 1.5, 2.0)
-GROUPED = ("adamw", "asam", "mergopt")
-"""Arms that are merged in smaller groups too."""
+BEYOND = (2.5, 3.0)
+"""Coefficients of TSV-M that are looked at and not chosen among."""
+GROUPED = [(arm, seed) for arm in ("adamw", "asam", "mergopt") for seed in SEEDS[:2]]
+"""Experts that are merged in smaller groups too."""
+WITH_FISHERS = ("adamw", "mergopt", "asam", "sam", "sgd", "mergopt_gaussian", "mergopt_b5e-3")
 BATCH, LR, DECAY = 16, 2e-5, 0.001
 State = dict[str, Tensor]
 
@@ -66,21 +69,22 @@ ARMS: dict[str, tuple[Callable[..., Any], float]] = {
 }
 """Optimizer, and how many times the steps. `mergopt_gaussian` has the standard deviation of `mergopt`."""
 
-JOBS = [
-    *[(arm, seed) for arm in ("asam", "adamw", "mergopt") for seed in SEEDS],
-    ("mergopt_b5e-3", 0), ("sgd", 0), ("mergopt_gaussian", 0), ("sam", 0), ("mergopt_b1e-3", 0),
-    ("adamw_double", 0), ("mixed", 0), ("mergopt_fit", 0), ("mergopt_b5e-2", 0), ("mergopt_b5e-5", 0),
-    *[("mixed", seed) for seed in SEEDS[1:]],
-    *[(arm, seed) for seed in SEEDS[1:] for arm in ("sgd", "mergopt_gaussian", "sam")],
-]  # fmt: skip
-"""The most important first. "mixed" merges experts of both kinds, which other jobs have left on disk."""
+JOBS = list(dict.fromkeys([
+    *[(arm, 0) for arm in ("asam", "adamw", "sam")], ("mergopt_b5e-3", 1), ("asam", 1), ("mergopt_fit", 0),
+    ("adamw_double", 0), ("mergopt_b5e-3", 2), ("asam", 2), ("mergopt", 0), ("mergopt_gaussian", 2), ("sgd", 2),
+    ("sam", 1), ("sam", 2),
+    *[(arm, seed) for seed in SEEDS for arm in ("mergopt", "adamw", "mixed", "mergopt_gaussian", "sgd")],
+    *[(f"mergopt_b{b}", 0) for b in ("5e-3", "1e-3", "5e-5", "5e-2")],
+]))  # fmt: skip
+"""What is least known first. "mixed" merges experts of both kinds, which other jobs have left on disk."""
+NEEDS = {"mixed": ("adamw", "mergopt"), "mergopt_fit": ("adamw",)}
 
 
 class Bench:
-    """The model, its tasks, and results that are written as they come."""
+    """The model, its tasks, and a job's results, which are written as they come."""
 
-    def __init__(self, options: argparse.Namespace, job: str, file: Path) -> None:
-        self.options, self.file = options, file
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         compute = "bfloat16" if self.device.type == "cuda" else "float32"
         self.backbone = LanguageModel(source=options.source, max_length=options.length, compute=compute)
@@ -91,6 +95,9 @@ class Bench:
         }
         self.model = self.backbone.model().to(self.device)
         self.base: State = {n: t.detach().clone() for n, t in self.model.state_dict().items()}
+
+    def begin(self, job: str) -> None:
+        self.file = self.options.work / f"{job}.json"
         self.found: dict[str, Any] = {"job": job, "done": False}
         self.begun = time.monotonic()
 
@@ -174,6 +181,8 @@ class Bench:
             seconds = time.monotonic() - begun
             also = (0.3, 0.6) if label == "task_arithmetic" else (1.0,)
             found[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
+            if label == "tsvm":
+                found[label]["beyond"] = {a: self.value(self.at(unit, a), names, "validation") for a in BEYOND}
             self.note(mergers=found)
 
     def epimer(self, experts: Mapping[str, State]) -> None:
@@ -191,9 +200,13 @@ class Bench:
         return {n: self.base[n] + alpha * (t.to(self.device) - self.base[n]) for n, t in unit.items()}
 
     def searched(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
-        """The validation curve, test at its best coefficient, and test at coefficients fixed in advance."""
+        """The validation curve, test at its best coefficient, and test at coefficients fixed in advance.
+
+        The best is that of the tasks with choices.
+        """
+        chosen = [n for n in names if self.tasks[n].choices is not None] or list(names)
         curve = {alpha: self.value(self.at(unit, alpha), names, "validation") for alpha in alphas}
-        best = max(curve, key=lambda a: sum(curve[a].values()))
+        best = max(curve, key=lambda a: sum(curve[a][n] for n in chosen))
         test = {
             alpha: self.value(self.at(unit, alpha), names, "test") for alpha in dict.fromkeys((best, *also))
         }
@@ -233,9 +246,9 @@ def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
                     metric="accuracy")  # fmt: skip
 
 
-def run_job(options: argparse.Namespace, arm: str, seed: int) -> None:
-    file = options.work / f"{arm}-{seed}.json"
-    bench = Bench(options, f"{arm}-{seed}", file)
+def run_job(bench: Bench, arm: str, seed: int) -> None:
+    bench.begin(f"{arm}-{seed}")
+    options = bench.options
     kept = options.work / "experts"
     if arm == "zero_shot":
         bench.note(test=bench.value(bench.base, list(bench.tasks), "test"), done=True)
@@ -265,47 +278,55 @@ def run_job(options: argparse.Namespace, arm: str, seed: int) -> None:
         torch.save(experts, kept / f"{arm}-{seed}.partial")
         (kept / f"{arm}-{seed}.partial").replace(kept / f"{arm}-{seed}.pt")
     bench.vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
-    plain = not (arm.startswith("mergopt_") and arm != "mergopt_gaussian") and factor == 1
     bench.merges(experts)
-    if arm in GROUPED:
+    if (arm, seed) in GROUPED:
         bench.groups(experts)
-    if plain and options.fisher:
+    if arm in WITH_FISHERS and options.fisher:
         bench.epimer(experts)
     bench.note(done=True)
 
 
-def needs(arm: str, seed: int, options: argparse.Namespace) -> bool:
-    """Whether a job can begin: those that take others' experts wait for them."""
-    wanted = {"mixed": ("adamw", "mergopt"), "mergopt_fit": ("adamw",)}.get(arm, ())
-    return all((options.work / "experts" / f"{a}-{seed}.pt").exists() for a in wanted)
+def missing(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
+    """Jobs whose experts this one takes and that are not on disk."""
+    wanted = [f"{a}-{seed}" for a in NEEDS.get(arm, ())]
+    return [name for name in wanted if not (options.work / "experts" / f"{name}.pt").exists()]
 
 
 def claimed(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Jobs nobody has taken, the most important first, until time is up or none is left."""
-    done = set(options.finished)
     while time.time() < options.deadline:
-        for arm, seed in options.jobs:
-            mark = options.work / f"{arm}-{seed}.claimed"
-            if f"{arm}-{seed}" in done or mark.exists() or not needs(arm, seed, options):
-                continue
+        left = [(a, s) for a, s in options.jobs if not (options.work / f"{a}-{s}.claimed").exists()]
+        ready = [(a, s) for a, s in left if not missing(a, s, options)]
+        if not ready and not (left and busy(options)):
+            return
+        for arm, seed in ready:
             try:
-                mark.mkdir()
+                (options.work / f"{arm}-{seed}.claimed").mkdir()
             except FileExistsError:
                 continue
             yield arm, seed
             break
         else:
-            if all((options.work / f"{a}-{s}.claimed").exists() or f"{a}-{s}" in done for a, s in options.jobs):
-                return
             time.sleep(1)
+
+
+def busy(options: argparse.Namespace) -> bool:
+    """Whether a job is being worked on."""
+    for mark in options.work.glob("*.claimed"):
+        file = mark.with_suffix(".json")
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if not found.get("done") and "error" not in found:
+            return True
+    return False
 
 
 def worker(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    bench = Bench(options)
     for arm, seed in claimed(options):
         try:
-            run_job(options, arm, seed)
+            run_job(bench, arm, seed)
         except Exception as error:  # one arm's failure is a result too
             file = options.work / f"{arm}-{seed}.json"
             found = json.loads(file.read_text()) if file.exists() else {"job": f"{arm}-{seed}"}
@@ -315,11 +336,17 @@ def worker(options: argparse.Namespace) -> None:
             print(f"{arm}-{seed}: {error}", file=sys.stderr, flush=True)
 
 
+def reached(found: dict[str, Any]) -> tuple[bool, int, int]:
+    """How far a job came: what was cut does not replace what came further before."""
+    merged = len(found.get("mergers", ())) + len(found.get("groups", ()))
+    return bool(found.get("done")), merged, len(found.get("experts", ()))
+
+
 def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
     arms = dict(old.get("arms", {}))
     for file in sorted(options.work.glob("*.json")):
         found = json.loads(file.read_text())
-        if not arms.get(found["job"], {}).get("done"):
+        if reached(found) >= reached(arms.get(found["job"], {})):
             arms[found["job"]] = found
     settings = {
         n: getattr(options, n) for n in ("steps", "batch", "length", "train", "validation", "test", "fisher")
@@ -363,9 +390,15 @@ def main() -> None:
     options.gpus = torch.cuda.device_count()
     earlier = options.earlier or options.out
     old = json.loads(earlier.read_text()) if earlier.exists() else {}
-    options.finished = [name for name, arm in old.get("arms", {}).items() if arm.get("done")]
+    finished = {name for name, arm in old.get("arms", {}).items() if arm.get("done")}
     jobs = [("zero_shot", 0), *JOBS]
-    options.jobs = [j for j in jobs if options.jobs is None or f"{j[0]}-{j[1]}" in options.jobs]
+    wanted = [j for j in jobs if options.jobs is None or f"{j[0]}-{j[1]}" in options.jobs]
+    for arm, seed in wanted:
+        if f"{arm}-{seed}" not in finished:
+            finished -= set(missing(arm, seed, options))  # whose experts are gone is done again
+    options.jobs = [(a, s) for a, s in wanted if f"{a}-{s}" not in finished]
+    for mark in options.work.glob("*.claimed"):
+        mark.rmdir()
     options.deadline = time.time() + options.seconds
     plan = options.work / "plan"
     plan.write_text(json.dumps({n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items()}))

@@ -1,7 +1,8 @@
-"""What parametrisations need to know of attention: which weights are its projections, which path it takes."""
+"""What others need to know of attention: which weights are its projections, which path it takes."""
 
 import re
 
+import torch
 from torch import nn
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -39,3 +40,13 @@ def keep_differentiable(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and module.dropout == 0:
             module.training = True
+
+
+def leave_out_cudnn() -> None:
+    """Let this process compute attention by any of torch's kernels but cuDNN's, which recent GPUs prefer.
+
+    Under a mask, a token that may see nothing, as padding at a prompt's start, comes out of it as NaN, and so
+    does every token after it, for a weight of 0 keeps a NaN. Its gradients are NaN at some lengths, too
+    (pytorch/pytorch, issue 196678). For the whole process: a backward pass may compute a forward pass again.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)

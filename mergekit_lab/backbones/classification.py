@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.objective import Assessed, Batch, Objective, samples
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks import ImageTask, Part, random_boxes, resized
+from mergekit_lab.tasks import ImageTask, Packed, Part, random_boxes, resized
 
 _RESIDENT_SHARE = 0.25
 _AHEAD = 2
@@ -56,18 +56,17 @@ class Crops:
     flip: bool
     side: int
 
-    def __call__(self, pixels: Tensor, sizes: Tensor, seed: int) -> Tensor:
-        """float32 `[N, 3, side, side]` in [0, 1], on the pixels' device.
+    def __call__(self, pictures: Packed, seed: int) -> Tensor:
+        """float32 `[N, 3, side, side]` in [0, 1], on the device of the pictures.
 
         Args:
-            pixels: uint8 `[N, 3, H, W]`.
-            sizes: int64 `[N, 2]`: heights and widths of the pictures in them.
+            pictures: as they are read.
             seed: decides windows and mirroring.
         """
         generator = torch.Generator().manual_seed(seed)
-        boxes = random_boxes(sizes, generator, self.scale)
-        flips = torch.rand(len(pixels), generator=generator) < 0.5 if self.flip else None
-        return resized(pixels, boxes, self.side, flips) / 255
+        boxes = random_boxes(pictures.sizes, generator, self.scale)
+        flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
+        return resized(pictures.padded(), boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
@@ -102,13 +101,13 @@ class ImageObjective(Objective):
         if self.crops is None:
             return self.batch("train", index)
         split = self.task.split("train")
-        return split.whole(index), split.labels[index]
+        return split.packed(index), split.labels[index]
 
     def augmented(self, batch: Any, seed: int) -> Batch:
         if self.crops is None:
             return batch
-        (pixels, sizes), labels = batch
-        return self.crops(pixels, sizes, seed), labels
+        pictures, labels = batch
+        return self.crops(pictures, seed), labels
 
     def items(self, batch: Batch) -> int:
         return samples(batch)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.objective import Backbone, Objective
 from mergekit_lab.backbones.pretrained import Place, find
 from mergekit_lab.errors import InputError, suggestion
@@ -39,6 +40,9 @@ class Reading:
         cut: which end of a long prompt goes, "start" or "end".
         loss_on: "answer", or "all" (decoder-only models): the prompt's tokens too.
         group_by_length: batches of training hold samples of about one length.
+        packing: (decoder-only models) rows of training hold several samples, of up to `max_length` tokens
+            together, that see themselves alone: the same loss with less padding. There is little to gain where
+            lengths are alike, or `group_by_length` makes them so.
         answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
             chooses where there are choices.
         compute: of evaluation, "float32" or "bfloat16" (by autocast); `training.precision` is that of training.
@@ -52,6 +56,7 @@ class Reading:
     cut: str = "start"
     loss_on: str = "answer"
     group_by_length: bool = True
+    packing: bool = False
     answering: str = "auto"
     compute: str = "float32"
 
@@ -105,15 +110,16 @@ class LanguageModel(Reading, Backbone):
                 raise InputError(
                     f"backbone.{name} is {getattr(self, name)!r}{suggestion(getattr(self, name), values)}"
                 )
-        if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all"):
+        if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all" or self.packing):
             raise InputError(
-                "a seq2seq model reads a plain prompt and learns the answer: backbone.prompt=plain, "
-                "backbone.loss_on=answer"
+                "a seq2seq model reads a plain prompt and learns the answer, a sample a row: "
+                "backbone.prompt=plain, backbone.loss_on=answer, backbone.packing=false"
             )
 
     def model(self) -> nn.Module:
         """A fresh copy, evaluation mode, all parameters trainable."""
-        model = deepcopy(_loaded(self.source, self.kind, self.dtype))
+        leave_out_cudnn()
+        model = deepcopy(loaded(self.source, self.kind, self.dtype))
         name_once(model)
         if self.checkpointing:
             again = (
@@ -153,7 +159,8 @@ class LanguageModel(Reading, Backbone):
 
     def learning(self, task: Task) -> dict[str, Any]:
         read = ("prompt", "max_length", "cut", "loss_on", "group_by_length")
-        return {name: getattr(self, name) for name in read}
+        packing = {"packing": True} if self.packing else {}  # at its default it once went without saying
+        return {name: getattr(self, name) for name in read} | packing
 
     def scoring(self, task: Task) -> dict[str, Any]:
         assert isinstance(task, TextTask)
@@ -180,15 +187,15 @@ def _tokenizer(place: Place) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _loaded(source: str, kind: str, dtype: str) -> Any:
+def loaded(source: str, kind: str, dtype: str) -> Any:
     """transformers' model, on the CPU, evaluation mode. One is kept: copies of it are asked for in turn."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     place = find(source)
-    loader = AutoModelForCausalLM if kind == "causal" else AutoModelForSeq2SeqLM
+    loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
     with _quiet():
         try:
-            model = loader.from_pretrained(str(place.folder), dtype=_DTYPES[dtype], **place.options)
+            model = loaders[kind].from_pretrained(str(place.folder), dtype=_DTYPES[dtype], **place.options)
         except ImportError as error:
             raise InputError(
                 f"{place.called} needs another package: {str(error).strip().splitlines()[0]}; "

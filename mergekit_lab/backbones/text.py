@@ -48,7 +48,28 @@ class Encoded:
         return torch.tensor([len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)])
 
 
-class TextObjective(Objective):
+class ScoredText(Objective):
+    """A text task whose answers are texts, scored by its metric and by both accuracies."""
+
+    task: TextTask
+
+    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+        if self.task.metric not in MEANS:
+            return None
+        split, score = self.task.split(part), METRICS[self.task.metric]
+        return [
+            score([said], [split.answers[i]], [split.prompts[i]])
+            for said, i in zip(predictions, index.tolist(), strict=True)
+        ]
+
+    def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
+        split, places = self.task.split(part), index.tolist()
+        references, sources = [split.answers[i] for i in places], [split.prompts[i] for i in places]
+        names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
+        return {name: METRICS[name](predictions, references, sources) for name in names}
+
+
+class TextObjective(ScoredText):
     """A text task for a language model.
 
     Args:
@@ -59,8 +80,6 @@ class TextObjective(Objective):
     Attributes:
         truncated: by part, how many prompts and answers were cut.
     """
-
-    task: TextTask
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading) -> None:
         super().__init__(task)
@@ -188,11 +207,11 @@ class TextObjective(Objective):
             )
         tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
         own: Any = model.generation_config
-        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        ends = {*_listed(own.eos_token_id), *_listed(self.tokenizer.eos_token_id)}
         plain = GenerationConfig(
             max_new_tokens=self.task.max_new_tokens,
             do_sample=False,
-            eos_token_id=ends,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=self._pad,
             decoder_start_token_id=own.decoder_start_token_id,
             bos_token_id=own.bos_token_id,
@@ -210,37 +229,52 @@ class TextObjective(Objective):
     def _pad(self) -> int:
         return int(self.tokenizer.pad_token_id)
 
-    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
-        if self.task.metric not in MEANS:
-            return None
-        split, score = self.task.split(part), METRICS[self.task.metric]
-        return [
-            score([said], [split.answers[i]], [split.prompts[i]])
-            for said, i in zip(predictions, index.tolist(), strict=True)
-        ]
-
-    def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        split, places = self.task.split(part), index.tolist()
-        references, sources = [split.answers[i] for i in places], [split.prompts[i] for i in places]
-        names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
-        return {name: METRICS[name](predictions, references, sources) for name in names}
-
 
 class CausalObjective(TextObjective):
-    """For decoder-only models: the answer follows the prompt in one row."""
+    """For decoder-only models: the answer follows the prompt in one row.
+
+    Attributes:
+        packed: by packing, how many samples stand in how many rows of training so far.
+    """
 
     causal = True
 
-    def batch(self, part: Part, index: Tensor) -> Batch:
+    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading) -> None:
+        super().__init__(task, tokenizer, reading)
+        self.packed = (0, 0)
+
+    def _row(self, part: Part, place: int) -> tuple[Tensor, Tensor]:
+        """A sample's tokens, and the labels at them."""
         encoded = self.encoded(part)
-        rows, labels = [], []
-        for i in index.tolist():
-            prompt, answer = encoded.prompts[i], encoded.answers[i]
-            rows.append(torch.cat([prompt, answer]))
-            silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
-            labels.append(torch.cat([silent, answer]))
+        prompt, answer = encoded.prompts[place], encoded.answers[place]
+        silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
+        return torch.cat([prompt, answer]), torch.cat([silent, answer])
+
+    def batch(self, part: Part, index: Tensor) -> Batch:
+        rows, labels = zip(*(self._row(part, i) for i in index.tolist()), strict=True)
         tokens, mask = padded(rows, self._pad)
         return {"input_ids": tokens, "attention_mask": mask, "labels": padded(labels, IGNORED)[0]}
+
+    def training_batch(self, index: Tensor) -> Batch:
+        """With packing, rows hold several samples, numbered from 1 in `segments`; 0 is padding."""
+        if not self.reading.packing:
+            return self.batch("train", index)
+        samples = [self._row("train", i) for i in index.tolist()]
+        bins = first_fit([len(tokens) for tokens, _ in samples], self.reading.max_length)
+        if self.packed == (0, 0):
+            log.info("%s: %d samples of the first batch in %d rows", self.task.name, len(samples), len(bins))
+        self.packed = (self.packed[0] + len(samples), self.packed[1] + len(bins))
+        rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "segments": [], "position_ids": []}
+        for members in bins:
+            tokens, labels = zip(*(samples[i] for i in members), strict=True)
+            for label in labels:
+                label[0] = IGNORED  # no token of its own sample comes before it
+            rows["input_ids"].append(torch.cat(tokens))
+            rows["labels"].append(torch.cat(labels))
+            rows["segments"].append(torch.cat([torch.full_like(t, n) for n, t in enumerate(tokens, start=1)]))
+            rows["position_ids"].append(torch.cat([torch.arange(len(t)) for t in tokens]))
+        empty = {"input_ids": self._pad, "labels": IGNORED}
+        return {name: padded(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
     def items(self, batch: Any) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum().clamp_min(1)
@@ -248,7 +282,10 @@ class CausalObjective(TextObjective):
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
         used = (labels != IGNORED).any(dim=0).nonzero().flatten()
-        logits = _logits(model, used, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "segments")}
+        if "segments" in batch:
+            inputs["attention_mask"] = apart(batch["segments"])
+        logits = _logits(model, used, **inputs)
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), labels[:, used].flatten(),
             ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
@@ -327,12 +364,16 @@ class Seq2SeqObjective(TextObjective):
         assert self._choices is not None
         device = device_of(model)
         tokens, mask = padded(prompts, self._pad, device)
-        hidden = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state  # type: ignore[operator]
+        first = torch.full_like(
+            tokens[:, :1], self._pad
+        )  # the whole model is called, for its weights may be spread
+        read = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=first)
+        hidden = read.encoder_last_hidden_state
         labels, _ = padded(self._choices, IGNORED, device)
         count = len(self._choices)
         scores = []
         for state, seen in zip(
-            hidden.split(max(1, 512 // count)), mask.split(max(1, 512 // count)), strict=True
+            hidden.split(max(1, _ROWS // count)), mask.split(max(1, _ROWS // count)), strict=True
         ):
             every = labels.repeat(len(state), 1)
             outputs = BaseModelOutput(last_hidden_state=state.repeat_interleave(count, dim=0))
@@ -359,11 +400,35 @@ def padded(
     return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
 
 
+def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Samples by row, of at most `room` tokens together: first-fit decreasing."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        found = next((b for b, left in enumerate(free) if left >= lengths[place]), None)
+        if found is None:
+            found = len(bins)
+            bins.append([])
+            free.append(room)
+        bins[found].append(place)
+        free[found] -= lengths[place]
+    return bins
+
+
+def apart(segments: Tensor) -> Tensor:
+    """Which tokens see which, bool `[N, 1, L, L]`: those before them of their own segment, and themselves."""
+    length = segments.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return ((segments[:, :, None] == segments[:, None, :]) & before)[:, None]
+
+
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-        found: Tensor = model(**inputs, use_cache=False, logits_to_keep=used).logits
-        return found
-    whole: Tensor = model(**inputs, use_cache=False).logits
-    return whole[:, used]
+    keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters
+    found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
+    return found if keeps else found[:, used]
+
+
+def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
+    return () if ids is None else (ids,) if isinstance(ids, int) else ids

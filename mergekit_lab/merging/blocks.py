@@ -272,9 +272,15 @@ class Reader:
         return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
 
     def expect_finite(self, names: list[str], deltas: Tensor) -> None:
+        """Doubt them unless all of `[T, n]` are finite."""
+        size = deltas.shape[1]
+        zeros = self._zeros[:size] if size <= self.block else deltas.new_zeros(size)
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
-        doubt = (deltas @ deltas.new_zeros(deltas.shape[1])).isnan().any()
-        self._doubt(doubt, partial(self.inputs.refuse_non_finite, names))
+        self._doubt((deltas @ zeros).isnan().any(), partial(self.inputs.refuse_non_finite, names))
+
+    @cached_property
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.block, dtype=self.inputs.compute, device=self.device)
 
     def _doubt(self, doubt: Tensor, refuse: Callable[[], None]) -> None:
         """`refuse` reads again what it names: a doubt holds no block."""

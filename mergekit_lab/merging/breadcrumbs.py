@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, Stream, require
-from mergekit_lab.merging.pieces import keep_largest
+from mergekit_lab.merging.contract import Method, Segment, Site, Stream, require
+from mergekit_lab.merging.selection import keep_largest
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
+
+_BLOCK = 1 << 23
+"""Entries that the inner method merges at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +81,21 @@ class SparsifiedMethod(Method):
         if not self.inner.elementwise:
             return self.inner.merge(name, base, thin, site)
         flat = thin.reshape(len(thin), -1)
-        site = replace(site, side={kind: values.reshape(len(values), -1) for kind, values in site.side.items()})
-        found = self.inner.survey_tensor(name, base.numel(), lambda: iter([(flat, site)]))
-        merged = self.inner.merge(name, base.reshape(-1), flat, replace(site, tensor=found))
-        return merged.view(base.shape)
+        side = {kind: values.reshape(len(values), -1) for kind, values in site.side.items()}
+        parts = [slice(start, start + _BLOCK) for start in range(0, flat.shape[1], _BLOCK)]
+
+        def at(part: slice, tensor: Any = None) -> Site:
+            segment = Segment(name, part.start, min(part.stop, flat.shape[1]))
+            here = {kind: values[:, part] for kind, values in side.items()}
+            return replace(site, segments=(segment,), side=here, tensor=tensor)
+
+        found = self.inner.survey_tensor(
+            name, base.numel(), lambda: ((flat[:, part], at(part)) for part in parts)
+        )
+        merged = [
+            self.inner.merge(name, base.reshape(-1)[part], flat[:, part], at(part, found)) for part in parts
+        ]
+        return torch.cat(merged).view(base.shape)
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         """The thinned task vectors `[T, *S]` of one tensor."""
@@ -121,4 +136,4 @@ def keep_middle(deltas: Tensor, density: float, gamma: float) -> Tensor:
     entries = deltas[0].numel()
     kept = int(density * entries)
     upto = min(entries, kept + int(gamma * entries))
-    return keep_largest(deltas, upto) - keep_largest(deltas, upto - kept)
+    return keep_largest(deltas, upto).sub_(keep_largest(deltas, upto - kept))

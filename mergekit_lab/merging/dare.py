@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import counter_keep, counters, drop_and_rescale, pack, unpacked
+from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, pack, unpacked
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 

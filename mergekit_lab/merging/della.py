@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.breadcrumbs import SparsifiedMethod
 from mergekit_lab.merging.contract import Method, Site, require, require_choice
-from mergekit_lab.merging.pieces import counter_uniform, counters, drop_and_rescale
+from mergekit_lab.merging.dropping import counter_uniform, counters, drop_and_rescale
 from mergekit_lab.merging.ties import TIES
 
 
@@ -54,13 +54,12 @@ class DELLA(SparsifiedMethod):
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.density == 1:
             return deltas
-        rows = []
-        for expert, delta in zip(site.experts, deltas, strict=True):
+        out = torch.empty_like(deltas)
+        for expert, delta, row in zip(site.experts, deltas, out, strict=True):
             drawn = counter_uniform(counters(self.seed, expert, site.segments), delta.device)
-            chance = drawn.view_as(delta)
             stay = keep_probabilities(delta, self.density, self.epsilon)
-            rows.append(drop_unlikely(delta, chance >= 1 - stay, stay, self.rescale))
-        return torch.stack(rows)
+            row.copy_(drop_unlikely(delta, drawn.view_as(delta) >= 1 - stay, stay, self.rescale))
+        return out
 
 
 def keep_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:

@@ -87,7 +87,8 @@ class EpiMer(AtomMethod):
         atoms = whitened_atoms(deltas, rank, sites)
         if rank == 0:
             return atoms, atoms.sigma
-        curvature = torch.stack([site.side["fisher"] for site in sites])
+        fishers = [site.side["fisher"] for site in sites]
+        curvature = torch.stack(fishers) if len(fishers) > 1 else fishers[0][None]
         shares = torch.stack([self._shares(site) for site in sites]).double()
         scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
         merged, eta = frechet_mean(
@@ -128,9 +129,11 @@ def frechet_mean(
     mean = atoms.u.new_zeros(curvature.shape[0], *curvature.shape[2:])
     pull = torch.zeros_like(mean)
     for t in range(shares.shape[1]):  # one expert at a time in float64
-        own = curvature[:, t].double().div_(scales[t])
-        mean += shares[:, t, None, None] * own
-        pull += shares[:, t, None, None] * own.add_(eps).mul_(atoms.lift(coordinates[:, t]))
+        own = curvature[:, t].double() / scales[t]
+        share = shares[:, t, None, None]
+        mean.addcmul_(own, share)
+        pull.addcmul_(own.add_(eps).mul_(atoms.lift(coordinates[:, t])), share)
+        del own
     gram = projected_gram(atoms, mean)
     gram.diagonal(dim1=-2, dim2=-1).add_(eps)
     b = _project(atoms, pull)

@@ -14,14 +14,15 @@ matrix has is rounded down. Both agree elsewhere to 1e-10.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod, polar_factor, top_triplets
+from mergekit_lab.merging.spectral import SpectralMethod, polar_factor, precise_triplets, top_triplets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class IsoC(SpectralMethod):
     """
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        total = _scaled(deltas, sites).sum(dim=1)
+        total = reduce(Tensor.add_, _scaled(deltas, sites))
         polar, ranks = polar_factor(total, deltas.dtype)
         directions = min(total.shape[1:])
         for site, rank in zip(sites, ranks.tolist(), strict=True):
@@ -67,15 +68,20 @@ class IsoCTS(SpectralMethod):
         require(0 <= self.common <= 1, "common", self.common, "in [0, 1]")
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        scaled = _scaled(deltas, sites)
-        batch, experts, *shape = scaled.shape
+        batch, experts, *shape = deltas.shape
         r = min(shape)
         own, common = direction_budget(r, experts, self.common)
-        u, s, v = top_triplets(scaled.sum(dim=1).to(deltas.dtype if deltas.is_cuda else torch.float64), common)
+        u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
         if own:
             basis = _complement(u) if common and shape[0] <= shape[1] else None
-            apart = _apart(scaled, u) if basis is None else basis.mT[:, None] @ scaled
-            triplets = top_triplets(apart.to(deltas.dtype).flatten(0, 1), own)
+            apart = torch.stack(
+                [
+                    (_apart(delta, u) if basis is None else basis.mT @ delta).to(deltas.dtype)
+                    for delta in _scaled(deltas, sites)
+                ],
+                dim=1,
+            )
+            triplets = top_triplets(apart.flatten(0, 1), own)
             own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in triplets)
             if basis is not None:
                 own_u = basis[:, None] @ own_u
@@ -92,9 +98,9 @@ class IsoCTS(SpectralMethod):
         return (s.mean(dim=-1)[:, None, None] * (white_u @ white_v.mT)).to(deltas.dtype)
 
 
-def _apart(deltas: Tensor, u: Tensor) -> Tensor:
-    """`δ_t` without what lies in the columns of `u` `[B, m, c]`, for `δ` `[B, T, m, n]`."""
-    return deltas - u[:, None] @ (u.mT[:, None] @ deltas)
+def _apart(matrices: Tensor, u: Tensor) -> Tensor:
+    """`[B, m, n]` without what lies in the columns of `u` `[B, m, c]`."""
+    return matrices - u @ (u.mT @ matrices)
 
 
 def _complement(u: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def _complement(u: Tensor) -> Tensor:
     rows, columns = u.shape[1:]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows, rows - columns, generator=generator, dtype=u.dtype).to(u.device)
-    return polar_factor(_apart(start[None, None], u)[:, 0], u.dtype)[0]
+    return polar_factor(_apart(start[None], u), u.dtype)[0]
 
 
 def direction_budget(r: int, experts: int, common: float) -> tuple[int, int]:
@@ -119,6 +125,9 @@ def direction_budget(r: int, experts: int, common: float) -> tuple[int, int]:
     return own, r - own * experts
 
 
-def _scaled(deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-    """`λ_t δ_t` in float64: a flat spectrum amplifies what single precision loses."""
-    return deltas.double() * torch.stack([site.weights for site in sites]).double()[..., None, None]
+def _scaled(deltas: Tensor, sites: Sequence[Site]) -> Iterator[Tensor]:
+    """`λ_t δ_t` `[B, m, n]`, one expert after another, in float64: a flat spectrum amplifies what single
+    precision loses."""
+    weights = torch.stack([site.weights for site in sites]).double()[..., None, None]
+    for t in range(deltas.shape[1]):
+        yield deltas[:, t].double() * weights[:, t]

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -28,7 +29,7 @@ from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
 
 STACK_BYTES = 1 << 30
-"""Task vectors that are factorized in one call on an accelerator."""
+"""Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
 
 Devices = str | torch.device | Sequence[str | torch.device]
 
@@ -123,17 +124,17 @@ def stacked(reader: Reader, names: list[str], survey: Any) -> tuple[Tensor, Tens
 
 
 def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
-    method, flat = reader.method, reader.flat()
+    method, pieces, read = reader.method, list(reader.pieces(names)), _reading(reader, names)
     tensor = None
     if not reader.pools:
 
         def blocks() -> Iterator[tuple[Tensor, Site]]:
-            for piece in reader.pieces(names):
-                yield reader.read(piece, flat)[1], reader.site(piece, survey=survey)
+            for piece in pieces:
+                yield read(piece)[1], reader.site(piece, survey=survey)
 
         tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
-    for piece in reader.pieces(names):
-        base, deltas = reader.read(piece, flat)
+    for piece in pieces:
+        base, deltas = read(piece)
         reader.expect_finite([segment.name for segment in piece], deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(piece[0].name, base, deltas, site)
@@ -143,6 +144,22 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         targets = [_part(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
         torch._foreach_copy_(targets, shaped(_sum(base, merged, method.scale, finest), targets))
+
+
+def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
+    """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
+    flat = reader.flat()
+    size = sum(reader.inputs.base.specs[name].numel for name in names)
+    if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
+        return partial(reader.read, flat=flat)
+    held: dict[Segment, tuple[Tensor, Tensor]] = {}
+
+    def read(piece: list[Segment]) -> tuple[Tensor, Tensor]:
+        if piece[0] not in held:
+            held[piece[0]] = reader.read(piece, flat)
+        return held[piece[0]]
+
+    return read
 
 
 def _part(tensor: Tensor, segment: Segment) -> Tensor:
@@ -166,10 +183,10 @@ def _check_range(name: str, merged: Tensor) -> None:
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`base + scale·merged`, in float64 where the result is kept so."""
+    """`base + scale·merged`, in `base`'s own memory; in float64 where the result is kept so."""
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
-    return torch.add(base, merged, alpha=scale)
+    return base.add_(merged, alpha=scale)
 
 
 # --- workers ------------------------------------------------------------------------------------------

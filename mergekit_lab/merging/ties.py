@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.pieces import Largest, select_largest
+from mergekit_lab.merging.selection import Largest, select_largest
 
 _WHOLE_MODEL = ("paper", "mergelm", "sum")
 _PRESETS = (*_WHOLE_MODEL, "mergekit", "peft")

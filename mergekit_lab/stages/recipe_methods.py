@@ -27,13 +27,8 @@ from mergekit_lab.merging import DARE, SLERP, TIES, Method, ModelStock, Site, Ta
 from mergekit_lab.merging.breadcrumbs import SparsifiedMethod, keep_middle
 from mergekit_lab.merging.contract import Blocks
 from mergekit_lab.merging.della import keep_probabilities
-from mergekit_lab.merging.pieces import (
-    Counters,
-    counter_uniform,
-    counters,
-    drop_and_rescale,
-    keep_largest,
-)
+from mergekit_lab.merging.dropping import Counters, counter_uniform, counters, drop_and_rescale
+from mergekit_lab.merging.selection import keep_largest
 
 REQUIRED = object()
 """The default of a parameter that a recipe must give."""

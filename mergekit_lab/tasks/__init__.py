@@ -3,6 +3,7 @@
 from .arithmetic import WordProblems
 from .checks import DataCheck, check_task
 from .crops import random_boxes, resized
+from .decoding import Packed
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
 from .images import HubImages, Keeper
@@ -25,6 +26,7 @@ __all__ = [
     "Latin",
     "Math",
     "Mnist",
+    "Packed",
     "Part",
     "Split",
     "Style",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.tasks.decoding import Pictures
+from mergekit_lab.tasks.decoding import Packed, Pictures
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -50,15 +50,13 @@ class Split:
         """The images and labels at these places."""
         return self.images[index], self.labels[index]
 
-    def whole(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The pictures at these places before any crop, uint8 `[n, 3, H, W]`, and their sizes, int64 `[n, 2]`.
-
-        A picture that is smaller than the largest stands in the corner of its place.
-        """
+    def packed(self, index: Tensor) -> Packed:
+        """The pictures at these places before any crop."""
         if isinstance(self.images, Pictures):
-            return self.images.whole(index)
+            return self.images.packed(index)
         images = self.images[index]
-        return images, torch.tensor([images.shape[-2:]] * len(images), dtype=torch.int64).reshape(-1, 2)
+        height, width = images.shape[-2:]
+        return Packed(images.reshape(-1), torch.tensor([[height, width]]).repeat(len(images), 1), height, width)
 
 
 @dataclass(frozen=True)

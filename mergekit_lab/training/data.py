@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import lightning
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import Batch, pinned
 from mergekit_lab.tasks import Part
 
-_AHEAD = 2
+_AHEAD = 4
 _POOL = 50
 """Batches that are sorted by length together."""
 
@@ -56,7 +57,8 @@ class StepBatches:
         self.start = start
         self.rank = rank
         self.world = world
-        self._order: dict[tuple[int, int], Tensor] = {}
+        self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
+        self._order: dict[tuple[int, int], np.ndarray] = {}
 
     def __len__(self) -> int:
         return self.steps
@@ -89,26 +91,29 @@ class StepBatches:
 
     def places(self, step: int) -> dict[str, Tensor]:
         """Which samples of each task's training part one step takes, int64."""
+        first = step * self.share
+        chosen = np.arange(first, first + self.share)[self.rank :: self.world]
         result = {}
-        for position, (name, objective) in enumerate(self.objectives.items()):
-            first = step * self.share
-            chosen = torch.arange(first, first + self.share)[self.rank :: self.world]
-            size = objective.task.count("train")
-            result[name] = torch.stack([self._place(position, objective, size, int(p)) for p in chosen])
+        for position, (name, size) in enumerate(self._sizes.items()):
+            turns = chosen // size  # NumPy, for torch would let go of Python's lock in each of these lines
+            found = [
+                self._order_of(position, name, turn)[chosen[turns == turn] - turn * size]
+                for turn in range(turns[0], turns[-1] + 1)
+            ]
+            result[name] = torch.from_numpy(np.concatenate(found))
         return result
 
-    def _place(self, task: int, objective: Objective, size: int, place: int) -> Tensor:
-        turn, offset = divmod(place, size)
+    def _order_of(self, task: int, name: str, turn: int) -> np.ndarray:
+        """The order in which a task's training part is gone through for the `turn`th time."""
         if (task, turn) not in self._order:
             self._order = {k: v for k, v in self._order.items() if k[0] != task or k[1] == turn - 1}
             mixed = (self.seed * 1_000_003 + task) * 1_000_003 + turn
             generator = torch.Generator().manual_seed(mixed % (1 << 63))
-            order = torch.randperm(size, generator=generator)
-            lengths = objective.lengths("train")
-            self._order[task, turn] = (
-                order if lengths is None else by_length(order, lengths, self.share, generator)
-            )
-        return self._order[task, turn][offset]
+            order = torch.randperm(self._sizes[name], generator=generator)
+            lengths = self.objectives[name].lengths("train")
+            found = order if lengths is None else by_length(order, lengths, self.share, generator)
+            self._order[task, turn] = found.numpy()
+        return self._order[task, turn]
 
 
 def by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:

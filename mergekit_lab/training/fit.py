@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
@@ -97,10 +99,11 @@ def finetune(
         mode="max",
         enable_version_counter=False,
     )
-    latest = ModelCheckpoint(resume, filename="last", enable_version_counter=False)
+    latest = _Latest(resume, filename="last", enable_version_counter=False)
+    ended = _Ended()
     options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
     stopper = Stopper(resume / "last.ckpt")
-    kept = [best, latest] if settings.keep == "best" else [latest]
+    kept = [best, latest] if settings.keep == "best" else [latest, ended]
     called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
         called.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
@@ -108,7 +111,7 @@ def finetune(
     try:
         lit = lightning.Trainer(
             **options,
-            plugins=LightningEnvironment(),
+            plugins=[LightningEnvironment(), _Checkpoints()],
             max_steps=-1 if clock else settings.steps,
             max_epochs=-1,
             precision=settings.precision,  # type: ignore[arg-type]
@@ -143,11 +146,13 @@ def finetune(
     lit.strategy.barrier()
     if not lit.is_global_zero:
         return None
-    kept = torch.load(
-        best.best_model_path if settings.keep == "best" else last, weights_only=True, map_location="cpu"
-    )
-    state = {n.removeprefix("model."): v for n, v in kept["state_dict"].items()}
-    step = int(kept["global_step"])
+    if ended.state is not None:
+        saved, step = ended.state, ended.step
+    else:  # the best ones, or those of a run that was stopped after its last step
+        file = best.best_model_path if settings.keep == "best" else last
+        loaded = torch.load(file, weights_only=True, map_location="cpu")
+        saved, step = loaded["state_dict"], int(loaded["global_step"])
+    state = {n.removeprefix("model."): v for n, v in saved.items()}
     accuracy = next(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
@@ -174,6 +179,44 @@ def _strategy(options: Mapping[str, Any]) -> Any:
             data_parallel_size=options["devices"], tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     return name
+
+
+class _Latest(ModelCheckpoint):
+    """`last.ckpt` after every validation but the last: what training ends with needs no going on from."""
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if not trainer.should_stop and not 0 <= trainer.max_steps <= trainer.global_step:
+            super().on_validation_end(trainer, pl_module)
+
+
+class _Ended(Callback):
+    """Takes what training ends with, whole and on the CPU, while the processes that hold it are still there.
+
+    Attributes:
+        state: the module's state dict; None where nothing was left to train.
+        step: of it.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] | None = None
+        self.step = 0
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        self.step = trainer.global_step
+
+
+class _Checkpoints(TorchCheckpointIO):
+    """Checkpoints are written where they belong, then renamed. Lightning makes two copies in memory first, and
+    a file on the disk of temporary ones."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        torch.save(checkpoint, part)
+        os.replace(part, file)
 
 
 class _OpenProgressBar(RichProgressBar):

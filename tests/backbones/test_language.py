@@ -1,5 +1,6 @@
 """Language models read, learn and answer text tasks as transformers itself would, one prompt at a time."""
 
+import json
 import logging
 
 import pytest
@@ -99,6 +100,47 @@ def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(fol
         assert found[place] == tok.decode(made, skip_special_tokens=True)
 
 
+def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_nan(
+    folders, monkeypatch
+) -> None:
+    """cuDNN's attention, which GPUs prefer, gives NaN to tokens that see nothing, and 0 times NaN is NaN."""
+    real = functional.scaled_dot_product_attention
+
+    def as_cudnn(query, key, value, attn_mask=None, **options):
+        found = real(query, key, value, attn_mask=attn_mask, **options)
+        if attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
+            found = found.masked_fill(~attn_mask.any(dim=-1, keepdim=True), torch.nan)
+        return found
+
+    backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
+    objective, model = backbone.objective(Colours()), backbone.model()
+    wanted = score(model, objective, "test", batch_size=1).predictions
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", as_cudnn)
+    assert score(model, objective, "test", batch_size=24).predictions == wanted
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert score(model, objective, "test", batch_size=24).predictions != wanted
+
+
+def test_decoding_ends_at_the_token_that_ends_answers_whatever_the_folder_says(folders, tmp_path) -> None:
+    import shutil
+
+    shutil.copytree(folders["llama"], tmp_path / "other")
+    file = tmp_path / "other/generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [3]}))
+    backbone = tiny_backbone(tmp_path / "other", "llama", answering="generate")
+    model, objective = backbone.model(), backbone.objective(Colours())
+    seen = []
+    real = model.generate
+
+    def generate(**options):
+        seen.append(options["generation_config"].eos_token_id)
+        return real(**options)
+
+    model.generate = generate
+    score(model, objective, "test", index=torch.arange(2))
+    assert seen == [[3, 256]]
+
+
 def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog) -> None:
     caplog.set_level(logging.INFO)
     text = []
@@ -141,6 +183,31 @@ def _names(file):
         return list(opened.keys())
 
 
+@pytest.mark.parametrize("loss_on", ["answer", "all"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
+    folders, kind, loss_on, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    index, found = torch.arange(12), []
+    for packing in (False, True):
+        backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on, packing=packing)
+        objective, model = backbone.objective(Colours()), backbone.model()
+        batch = objective.training_batch(index)
+        loss = objective.loss(model, batch)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((loss.detach(), objective.items(batch), gradient, len(batch["labels"])))
+    (loss, items, gradient, _), (packed_loss, packed_items, packed_gradient, rows) = found
+    torch.testing.assert_close(packed_loss, loss)
+    torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
+    assert int(packed_items) == int(items)
+    assert rows < 12
+    assert objective.packed == (12, rows)
+    assert f"12 samples of the first batch in {rows} rows" in caplog.text
+    assert objective.batch("train", index)["labels"].shape[0] == 12
+
+
 def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders) -> None:
     backbone = tiny_backbone(folders["llama"], "llama")
     lora, objective = LoRA(rank=2), backbone.objective(Colours())
@@ -160,6 +227,8 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
         tiny_backbone(folders["llama"], "llama", prompt="caht")
     with pytest.raises(InputError, match="a seq2seq model reads a plain prompt"):
         LanguageModel(source="x", kind="seq2seq", prompt="chat")
+    with pytest.raises(InputError, match=r"backbone\.packing=false"):
+        LanguageModel(source="x", kind="seq2seq", prompt="plain", packing=True)
     with pytest.raises(InputError, match="reads text, and task 'digits' is a Digits"):
         tiny_backbone(folders["llama"], "llama").objective(Digits())
     with pytest.raises(InputError, match="task 'stories' has none"):

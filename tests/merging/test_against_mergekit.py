@@ -16,7 +16,7 @@ from mergekit_lab.merging import (
     merge_state_dicts,
 )
 from mergekit_lab.merging.contract import Segment
-from mergekit_lab.merging.pieces import counter_uniform, counters
+from mergekit_lab.merging.dropping import counter_uniform, counters
 
 mergekit = pytest.importorskip("mergekit.merge_methods", exc_type=ImportError)
 if not hasattr(mergekit, "merge_state_dicts"):

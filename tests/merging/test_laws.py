@@ -329,7 +329,7 @@ def test_dare_draws_by_expert_tensor_and_seed() -> None:
 
 def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     """Reference output of SplitMix64 for seed 1234567 (Rosetta Code's worked values)."""
-    from mergekit_lab.merging.pieces import Counters, counter_uniform
+    from mergekit_lab.merging.dropping import Counters, counter_uniform
 
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     found = counter_uniform([Counters(1234567, 0, 4)], torch.device("cpu"))

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from mergekit_lab.merging.spectral import _tall_triplets, polar_by_iteration, polar_factor, top_triplets
+from mergekit_lab.merging.spectral import (
+    _tall_triplets,
+    polar_by_iteration,
+    polar_factor,
+    refined_eigenvectors,
+    top_triplets,
+)
 
 
 def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor:
@@ -59,3 +65,33 @@ def test_tall_matrices_give_the_same_triplets_through_their_triangular_factor() 
     torch.testing.assert_close(s, wanted_s)
     torch.testing.assert_close((u * s[:, None]) @ v.mT, (wanted_u * wanted_s[:, None]) @ wanted_v.mT)
     assert not u[1].any()
+
+
+def test_refinement_takes_single_precision_directions_to_double() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steep = torch.logspace(0, -1.5, 60, dtype=torch.float64)
+    matrices = torch.randn(3, 90, 60, dtype=torch.float64, generator=generator) * steep
+    gram = matrices.mT @ matrices
+    start = torch.linalg.eigh(gram.float()).eigenvectors.flip(-1).double()
+    wanted = torch.linalg.svd(matrices, full_matrices=False).Vh[:, :48].mT
+
+    def error(found: torch.Tensor) -> float:
+        return float((found @ found.mT - wanted @ wanted.mT).norm())
+
+    found, solved = refined_eigenvectors(gram, start, 48)
+    assert bool(solved.all())
+    assert error(start[..., :48]) > 1e-6
+    assert error(found[..., :48]) < 1e-10
+
+
+def test_refinement_says_where_it_has_no_start_and_where_the_cut_is_within_equal_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.linalg.qr(torch.randn(3, 12, 12, dtype=torch.float64, generator=generator)).Q
+    values = torch.arange(12, 0, -1, dtype=torch.float64).repeat(3, 1)
+    values[1, 5:8] = 6
+    gram = (q * values[:, None]) @ q.mT
+    start = q.clone()
+    start[2] = 0
+    found, solved = refined_eigenvectors((gram + gram.mT) / 2, start, 6)
+    assert solved.tolist() == [True, False, False]
+    assert found.shape == (3, 12, 12)

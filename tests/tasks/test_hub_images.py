@@ -154,15 +154,19 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     write_parquet(tmp_path / "train-00000-of-00001.parquet", rows)
     write_parquet(tmp_path / "test-00000-of-00001.parquet", rows)
     split = eurosat(source=str(tmp_path)).split("train")
-    pixels, kept = split.whole(torch.arange(len(split)))
+    packed = split.packed(torch.arange(len(split)))
+    pixels, kept = packed.padded(), packed.sizes
     wanted = {0: [30, 40], 1: [256, 512], 2: [597, 256]}
     assert kept.tolist() == [wanted[label] for label in split.labels.tolist()]
     small = split.labels.tolist().index(0)
     assert np.array_equal(
         pixels[small, :, :30, :40].numpy(), np.asarray(decoded(rows[0][0])).transpose(2, 0, 1)
     )
-    assert not pixels[small, :, 30:].any()
     assert split.images[torch.tensor([small])].shape == (1, 3, 224, 224)
+    for place, size in enumerate(sizes):
+        row = split.labels.tolist().index(place)
+        alone = split.packed(torch.tensor([row])).padded()[0]
+        assert torch.equal(pixels[row, :, : alone.shape[1], : alone.shape[2]], alone), size
 
 
 def test_the_fingerprint_is_of_pictures_and_labels_not_of_places(repository: Path, tmp_path: Path) -> None:

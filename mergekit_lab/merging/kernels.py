@@ -1,0 +1,87 @@
+"""Inner loops for which neither a CPU nor a GPU does well with torch's operations alone.
+
+Legend: `T` experts, `n` a flat block's length.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""The integers that have a number's bits."""
+
+
+def as_array(values: Tensor) -> Any:
+    """The values as NumPy sees them on a CPU, where it is many times as fast with bits; else themselves."""
+    return values.numpy() if values.device.type == "cpu" else values
+
+
+class DigitCounts:
+    """How often each `width`-bit digit follows a prefix, in the magnitudes of each expert.
+
+    A magnitude is a number's bits without the sign; `known` of them, from the left, are the prefix.
+
+    Args:
+        prefix: `[T]`, int64, one an expert; not looked at where `known` is 0.
+        known: bits of the prefix.
+        width: bits of the digit.
+    """
+
+    def __init__(self, prefix: Tensor, known: int, width: int) -> None:
+        self._prefix, self._known, self._width = prefix, known, width
+        self._gpu = _gpu_kernels() if prefix.is_cuda else None
+        copies = _COPIES if self._gpu and width <= _CROWDED else 1
+        shape = (len(prefix), copies, 1 << width)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=prefix.device)
+
+    def add(self, block: Tensor) -> None:
+        """Count a block `[T, n]`, float32 or float64."""
+        if self._gpu and block.dtype == torch.float32:
+            self._gpu.count_digits(block, self._prefix, self._counts, self._known, self._width)
+            return
+        for counts, row, prefix in zip(self._counts[:, 0], block, self._prefix.tolist(), strict=True):
+            _count_row(counts, row, prefix, self._known, self._width)
+
+    def total(self) -> Tensor:
+        """`[T, 2^width]`, int64."""
+        return self._counts.sum(dim=1)
+
+
+def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int) -> None:
+    kind = BITS[row.dtype]
+    size = torch.iinfo(kind).bits - 1
+    bits = as_array(row.view(kind)) & torch.iinfo(kind).max
+    if known == 0:
+        counts += torch.bincount(torch.as_tensor(bits >> (size - width)), minlength=len(counts))
+        return
+    digits = torch.as_tensor(bits[(bits >> (size - known)) == prefix])
+    digits = (digits >> (size - known - width)) & (len(counts) - 1)
+    counts.scatter_add_(0, digits.long(), counts.new_ones(1).expand(len(digits)))
+
+
+_CROWDED = 11
+"""Digits up to so many bits are counted in several places at once: most numbers share a few exponents, and a
+GPU's threads would wait for each other at their counters."""
+_COPIES = 64
+
+
+@cache
+def _gpu_kernels() -> ModuleType | None:
+    """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
+    try:
+        from mergekit_lab.merging import gpu_kernels
+
+        counts = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
+        gpu_kernels.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
+    except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
+        logger.warning("without Triton, which trims faster: %s: %s", type(error).__name__, error)
+        return None
+    return gpu_kernels

@@ -1,0 +1,131 @@
+"""Trimming task vectors: their entries of largest magnitude, found exactly in passes over blocks.
+
+Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.kernels import BITS, DigitCounts, as_array
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Which entries of each expert are among its largest in magnitude.
+
+    Those above the threshold, and those equal to it at flat indices below the cut.
+
+    Attributes:
+        thresholds: one an expert, exact in the task vectors' dtype.
+        below: the next smaller number of that dtype.
+        cuts: one an expert; infinite keeps all equal ones.
+    """
+
+    thresholds: list[float]
+    below: list[float]
+    cuts: list[float]
+
+    def of(self, deltas: Tensor, offset: int = 0) -> Tensor:
+        """The block `[T, n]` that starts at a flat index, with all other entries zero."""
+        out = torch.empty_like(deltas)
+        size = deltas.shape[1]
+        for t, (threshold, below, cut) in enumerate(zip(self.thresholds, self.below, self.cuts, strict=True)):
+            split = int(min(max(cut - offset, 0), size))
+            for start, stop, bound in ((0, split, below), (split, size, threshold)):
+                if start < stop:
+                    # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorised on a CPU
+                    torch.hardshrink(deltas[t, start:stop], bound, out=out[t, start:stop])
+        return out
+
+
+def select_largest(
+    blocks: Callable[[], Iterator[Tensor]], kept: int, entries: int, with_ties: bool = False
+) -> Largest:
+    """Find the `kept` entries of largest magnitude of each expert, exactly, in a few passes over blocks.
+
+    A radix selection over the magnitudes' bits: what it holds does not grow with the model, nor with how many
+    entries are equal.
+
+    Args:
+        blocks: starts a pass over blocks `[T, n]`, all float32 or all float64, in flat order.
+        kept: 0 or more; as many as there are, or more, keeps everything.
+        entries: how many an expert has over all blocks.
+        with_ties: keep all entries as large as the last kept one; otherwise those of lowest flat index.
+    """
+    example = next(blocks())
+    experts, dtype, device = len(example), example.dtype, example.device
+    if kept <= 0:
+        return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
+    if kept >= entries:
+        return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
+    prefix, known = torch.zeros(experts, dtype=torch.int64, device=device), 0
+    room = equal = torch.full((experts, 1), kept, device=device)
+    for width in _widths(dtype, entries):
+        digits = DigitCounts(prefix, known, width)
+        for block in blocks():
+            digits.add(block)
+        counts = digits.total()
+        from_above = counts.flip(1).cumsum(1)
+        place = torch.searchsorted(from_above, room)
+        digit = counts.shape[1] - 1 - place
+        equal = counts.gather(1, digit)
+        room = room - (from_above.gather(1, place) - equal)
+        prefix = prefix << width | digit[:, 0]
+        known += width
+    # an accelerator is waited for once
+    bits, left, alike = torch.stack([prefix, room[:, 0], equal[:, 0]]).cpu()
+    exact = bits.to(BITS[dtype]).view(dtype)
+    below = torch.nextafter(exact, torch.tensor(-math.inf, dtype=dtype))
+    cuts = [math.inf] * experts
+    if not with_ties and not torch.equal(left, alike):
+        cuts = _cuts(blocks, exact.tolist(), left.tolist(), alike.tolist())
+    return Largest(exact.tolist(), below.tolist(), cuts)
+
+
+_WIDE = 1 << 22
+"""Entries from which a pass over them costs more than a million counters."""
+
+
+def _widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
+    """Bits that are settled in each pass, the sign left out.
+
+    Few at first: where most numbers share an exponent, many threads of a GPU would count in one place.
+    """
+    if dtype == torch.float64:
+        return (11, 20, 20, 12) if entries > _WIDE else (11, 13, 13, 13, 13)
+    return (11, 20) if entries > _WIDE else (11, 10, 10)
+
+
+def _cuts(
+    blocks: Callable[[], Iterator[Tensor]], thresholds: list[float], room: list[int], equal: list[int]
+) -> list[float]:
+    """The flat index from which entries equal to the threshold go, where there is `room` for so many."""
+    cuts = [math.inf if places == count else -1.0 for places, count in zip(room, equal, strict=True)]
+    left = list(room)
+    offset = 0
+    for block in blocks():
+        for t, row in enumerate(block):
+            if cuts[t] < 0:
+                places = torch.as_tensor(as_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
+                if len(places) >= left[t]:
+                    cuts[t] = offset + int(places[left[t] - 1]) + 1
+                left[t] -= len(places)
+        if min(cuts) >= 0:
+            break
+        offset += block.shape[1]
+    return cuts
+
+
+def keep_largest(values: Tensor, kept: int) -> Tensor:
+    """Zero all but the `kept` entries of largest magnitude of `[T, *S]`, in each row on its own.
+
+    Of equal magnitudes the lowest flat index stays first.
+    """
+    rows = values.reshape(len(values), -1)
+    return select_largest(lambda: iter([rows]), kept, rows.shape[1]).of(rows).view_as(values)

@@ -1,0 +1,37 @@
+"""The GPU kernels, run by Triton's interpreter on the CPU, give what the CPU's own path gives."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from mergekit_lab.merging.kernels import DigitCounts
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def gpu_kernels():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, "mergekit_lab.merging.gpu_kernels", raising=False)
+        yield importlib.import_module("mergekit_lab.merging.gpu_kernels")
+    sys.modules.pop("mergekit_lab.merging.gpu_kernels", None)
+
+
+@pytest.mark.parametrize(("known", "width", "copies"), [(0, 11, 64), (11, 10, 64), (21, 10, 1), (11, 20, 1)])
+def test_digits_are_counted_as_on_the_cpu(gpu_kernels: ModuleType, known: int, width: int, copies: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(3, 2500, generator=generator) * torch.randn(3, 2500, generator=generator).abs()
+    block[:, ::3] = -0.5
+    block = block[:, :2345]  # rows that do not follow each other in memory
+    prefix = torch.tensor([0b0111111000, 0b0111111010, 0b0111110000]) << max(0, known - 10)
+    expected = DigitCounts(prefix, known, width)
+    expected.add(block)
+    counts = torch.zeros(3, copies, 1 << width, dtype=torch.int64)
+    gpu_kernels.count_digits(block, prefix, counts, known, width)
+    gpu_kernels.count_digits(block, prefix, counts, known, width)
+    assert torch.equal(counts.sum(dim=1), 2 * expected.total())
+    assert known > 0 or expected.total().sum() == block.numel()
