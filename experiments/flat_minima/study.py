@@ -11,7 +11,13 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mergekit_lab.reporting.records import Record
+    from mergekit_lab.stages.context import Context
 
 TUNED = ("task_arithmetic", "ties", "dare", "tsvm", "epimer")
 FIXED = 0.4
@@ -108,7 +114,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     return context, collect(context)
 
 
-def summary(context, records) -> dict:
+def summary(context: "Context", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
@@ -140,7 +146,7 @@ def summary(context, records) -> dict:
         "mean_abs": sum(float(v.abs().mean()) for v in vectors) / len(vectors),
         "fitted_b": fit,
         "expert_seconds": [context.expert(task).info["wall_seconds"] for task in context.tasks],
-        "steps": context.settings.steps,
+        "steps": context.settings_of(next(iter(context.tasks))).steps,
     }
 
 
