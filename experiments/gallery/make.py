@@ -221,8 +221,9 @@ def sharpness(g: Gallery) -> None:
 
 def steps(g: Gallery) -> None:
     """SAFT, Table C1, and what a merge of the same experts reaches."""
+    settings = ["analysis.shares=[0.2,1.0]", "analysis.coefficients=[0.4,0.7,1.0]", "analysis.samples=200"]
     found = {
-        name: g.analyse("steps", "merger=task_arithmetic", "analysis.shares=[0.2,0.5,1.0]", optimizer=name)
+        name: g.analyse("steps", "merger=task_arithmetic", *settings, optimizer=name)
         for name in ("adamw", "asam")
     }
 
@@ -268,7 +269,8 @@ def epimer(g: Gallery) -> None:
     own(g, "fisher_fraction")
     g.analyse("alpha_sweep", "analysis.points=11", "analysis.samples=200", before="curvature")
     own(g, "alpha_sweep")
-    ranks = g.analyse("rank_sweep", "analysis.samples=200", before="curvature")["points"]
+    grid = ["analysis.ranks=[1,4,16,32]", "analysis.coefficients=[0.8,1.2,1.6]", "analysis.samples=200"]
+    ranks = g.analyse("rank_sweep", *grid, before="curvature")["points"]
     for merger in ("tsvm", "epimer"):
         values = [100 * p["normalised"] for p in ranks if p["merger"] == merger]
         g.numbers[f"rank_{merger}_1"], g.numbers[f"rank_{merger}_all"] = values[0], values[-1]
