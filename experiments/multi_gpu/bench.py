@@ -328,7 +328,7 @@ def _llama(shape: str, device: torch.device, world: int) -> nn.Module:
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            local = p.to_local()
+            local = p.to_local()  # type: ignore[attr-defined]
             local.fill_(1.0) if "norm" in name else local.normal_(0, 0.02)
     return model.train()
 

@@ -21,7 +21,7 @@ from mergekit_lab import tasks as rooms
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.merging import TSVM, TaskArithmetic, WeightAverage, merge_state_dicts
 from mergekit_lab.merging.contract import Method
-from mergekit_lab.tasks import ImageTask
+from mergekit_lab.tasks import ImageTask, Part
 
 SUITES = {
     "glyphs8": ("Digits", "Mnist", "Latin", "Greek", "Cyrillic", "Math", "Accents", "Style"),
@@ -80,7 +80,7 @@ class Bench:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) * count
             optimizer.zero_grad()
             loss.backward()
-            square = sum((w.grad.flatten(1) ** 2).sum(1) for w in weights.values())
+            square = torch.stack([(w.grad.flatten(1) ** 2).sum(1) for w in weights.values()]).sum(0)
             factor = (1 / (square.sqrt() + 1e-6)).clamp(max=1)
             for w in weights.values():
                 w.grad *= factor.reshape(-1, *[1] * (w.dim() - 1))
@@ -88,7 +88,7 @@ class Bench:
         return [{k: v[i].detach() for k, v in weights.items()} for i in range(count)]
 
     @torch.no_grad()
-    def accuracies(self, state: State, part: str, only: int | None = None) -> list[float]:
+    def accuracies(self, state: State, part: Part, only: int | None = None) -> list[float]:
         """Per cent, for all tasks or for `only` one."""
         found = []
         for i in range(len(self.tasks)) if only is None else [only]:

@@ -26,6 +26,10 @@ class WeightAverage(Method):
         return True
 
     @property
+    def propagates(self) -> bool:
+        return True
+
+    @property
     def pools(self) -> bool:
         return True
 

@@ -129,6 +129,12 @@ class Method:
         return False
 
     @property
+    def propagates(self) -> bool:
+        """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at
+        then, of an elementwise method."""
+        return False
+
+    @property
     def scale(self) -> float:
         """`α`: the driver multiplies what `merge` returns by it."""
         return 1.0

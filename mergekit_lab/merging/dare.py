@@ -50,6 +50,10 @@ class DARE(Method):
         return self.inner.elementwise
 
     @property
+    def propagates(self) -> bool:
+        return self.inner.propagates
+
+    @property
     def pools(self) -> bool:
         return self.inner.pools and self.rescale == "inverse"
 

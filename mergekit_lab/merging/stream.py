@@ -135,9 +135,13 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
     for piece in pieces:
         base, deltas = read(piece)
-        reader.expect_finite([segment.name for segment in piece], deltas)
+        members = [segment.name for segment in piece]
+        if not method.propagates:
+            reader.expect_finite(members, deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
-        merged = method.merge(piece[0].name, base, deltas, site)
+        merged = method.merge(members[0], base, deltas, site)
+        if method.propagates:
+            reader.expect_finite(members, merged[None])
         if len(piece) == 1:
             _add(out[piece[0].name].view(-1)[piece[0].start : piece[0].stop], base, merged, method.scale)
             continue

@@ -39,6 +39,10 @@ class TaskArithmetic(ScaledMethod):
         return True
 
     @property
+    def propagates(self) -> bool:
+        return True
+
+    @property
     def pools(self) -> bool:
         return True
 

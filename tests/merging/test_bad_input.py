@@ -18,6 +18,7 @@ from mergekit_lab.merging import (
     EpiMer,
     Fisher,
     IsoCTS,
+    Method,
     ModelStock,
     RegMean,
     TaskArithmetic,
@@ -72,6 +73,22 @@ def test_a_non_finite_entry_is_found_with_its_expert_and_tensor(value: float) ->
     refuse("'w' of svhn holds 1 NaN or infinite", experts={"dtd": state(), "svhn": broken})
     refuse("'w' of svhn holds 1 NaN or infinite", experts={"dtd": state(), "svhn": broken}, method=TSVM())
     refuse("'w' of the base holds 1 NaN", base=broken)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "method",
+    [
+        TaskArithmetic(coefficient=0.5, weights=[1, 0]),
+        TaskArithmetic(coefficient=0.0001),
+        DARE(drop=0.99),
+        DARE(drop=0.99, inner=TIES(preset="mergekit")),
+        TIES(density=0.2),
+    ],
+)
+def test_a_non_finite_entry_is_found_where_the_method_has_no_use_for_it(method: Method, value: float) -> None:
+    broken = state(w=torch.tensor([[0.0, value], [1, 2], [3, 4]]))
+    refuse("'w' of svhn holds 1 NaN or infinite", experts={"dtd": state(), "svhn": broken}, method=method)
 
 
 def test_no_experts_is_an_error() -> None:
