@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from string import Formatter
 from typing import Any
 
 from PIL import Image
@@ -318,21 +320,27 @@ def main() -> None:
         made = Gallery(work, args.store, args.tiny)
         PARTS[name](made)
         seconds = time.monotonic() - begun
-        kept = {"seconds": seconds, "commands": list(made.commands.values()), "numbers": made.numbers}
-        (work / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        outcome = {"seconds": seconds, "commands": list(made.commands.values()), "numbers": made.numbers}
+        (work / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n")
         print(f"{name}: {seconds / 60:.1f} min", flush=True)
-    missing = [name for name in PARTS if not (work / f"{name}.json").exists()]
+    kept = {name: work / f"{name}.json" for name in PARTS}
+    missing = [name for name, file in kept.items() if not file.exists()]
     if missing:
-        print(f"no page yet: {', '.join(missing)} were not made in {work}")
-    else:
-        PAGE.write_text(page([json.loads((work / f"{name}.json").read_text()) for name in PARTS]))
+        print(f"left out of the page, for they were not made in {work}: {', '.join(missing)}")
+    PAGE.write_text(page([json.loads(file.read_text()) for file in kept.values() if file.exists()]))
 
 
 def page(parts: Sequence[Numbers]) -> str:
-    """The template with every part's numbers in it."""
-    commands = dict.fromkeys(command for part in parts for command in part["commands"])
+    """The template with every part's numbers in it, without what belongs to parts that were not made."""
     numbers = {name: value for part in parts for name, value in part["numbers"].items()}
-    return TEMPLATE.read_text().format(commands="\n".join(commands), **numbers)
+    numbers["commands"] = "\n".join(dict.fromkeys(command for part in parts for command in part["commands"]))
+    blocks = []
+    for block in TEMPLATE.read_text().split("\n\n"):
+        figure = re.fullmatch(r"!\[.*\]\((.*)\)", block)
+        names = {name for _, name, _, _ in Formatter().parse(block) if name}
+        if names <= numbers.keys() and (figure is None or (PAGE.parent / figure[1]).exists()):
+            blocks.append(block.format(**numbers))
+    return "\n\n".join(blocks)
 
 
 if __name__ == "__main__":
