@@ -34,7 +34,7 @@ SETUP = ["+experiment=quickstart", "joint=false"]
 PAIRS = [["digits", "latin"], ["mnist", "style"]]
 ON_PAIRS = f"analysis.pairs={json.dumps(PAIRS, separators=(',', ':'))}".replace('"', "")
 OPTIMIZERS = {"adamw": "AdamW", "asam": "ASAM (SAFT)", "mergopt": "MergOPT"}
-COLOURS, WIDTH = 192, 1100
+COLOURS, WIDTH = 128, 900
 BOX = (0.0, 1.0)
 
 Numbers = dict[str, Any]
@@ -117,19 +117,18 @@ def planes(g: Gallery) -> None:
     """SAFT, Figures 1, 2, 4 and 5; MergOPT, Figure 2: one pass over each plane gives ξ and losses."""
     settings = [ON_PAIRS, "analysis.points=9", "analysis.samples=120"]
     for suffix, others in (("", 0.0), ("_all", 0.3)):
-        found = {
-            name: g.analyse("landscape", *settings, f"analysis.others={others}", optimizer=name, suffix=suffix)
-            for name in OPTIMIZERS
-        }
+        asked = [f"analysis.others={others}", *settings]
+        names = list(OPTIMIZERS) if not others else ["adamw", "asam"]
+        found = {n: g.analyse("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
         alphas = found["adamw"]["alphas"]
         look: dict[str, Any] = {"alphas": alphas, "axes_names": ("α1", "α2"), "box": BOX, "one_scale": True}
         drawn: dict[str, dict[str, list[Panel]]] = {"xi": {}, "loss": {}}
         for place, pair in enumerate(PAIRS):
-            for name, shown in OPTIMIZERS.items():
-                measures = found[name]["pairs"][place]["measures"]
+            for name, data in found.items():
+                measures = data["pairs"][place]["measures"]
                 xi = [[50 * value for value in row] for row in measures["xi"]]
                 loss = _sum(measures[f"loss/{task}"] for task in pair)
-                title = f"{_label(pair)}, {shown}"
+                title = f"{_label(pair)}, {OPTIMIZERS[name]}"
                 drawn["xi"].setdefault(name, []).append(Plane(title, xi))
                 drawn["loss"].setdefault(name, []).append(Plane(title, loss))
                 key = f"{name}{suffix}_{'_'.join(pair)}"
@@ -258,7 +257,7 @@ def distribution(g: Gallery) -> None:
 
 
 def epimer(g: Gallery) -> None:
-    """EpiMer, Figures 3 and 4, Tables 7 to 9, and what its η promises."""
+    """EpiMer, Figures 3 and 4, and the coefficients of Tables 7 to 9."""
     data = g.analyse("cloud", "analysis.points=11", "analysis.samples=150")
     g.numbers["explained"] = 100 * sum(data["explained"])
     own(g, "cloud")
@@ -271,10 +270,14 @@ def epimer(g: Gallery) -> None:
     own(g, "fisher_fraction")
     g.analyse("alpha_sweep", "analysis.points=11", "analysis.samples=200", before="curvature")
     own(g, "alpha_sweep")
+
+
+def ranks(g: Gallery) -> None:
+    """The ranks of EpiMer's Tables 7 to 9, and what its η promises."""
     grid = ["analysis.ranks=[1,4,16,32]", "analysis.coefficients=[0.8,1.2,1.6]", "analysis.samples=200"]
-    ranks = g.analyse("rank_sweep", *grid, before="curvature")["points"]
+    points = g.analyse("rank_sweep", *grid, before="curvature")["points"]
     for merger in ("tsvm", "epimer"):
-        values = [100 * p["normalised"] for p in ranks if p["merger"] == merger]
+        values = [100 * p["normalised"] for p in points if p["merger"] == merger]
         g.numbers[f"rank_{merger}_1"], g.numbers[f"rank_{merger}_all"] = values[0], values[-1]
     own(g, "rank_sweep")
     gain = g.analyse("curvature_gain", before="curvature")
@@ -301,7 +304,7 @@ def own(g: Gallery, name: str) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (report, planes, linearity, barriers, sharpness, steps, distribution, epimer, inside)
+    for part in (report, planes, linearity, barriers, sharpness, steps, distribution, epimer, ranks, inside)
 }
 
 
