@@ -165,7 +165,7 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
     found: dict[str, Any] = {"steps": steps, "batch": batch, "pictures": task.pictures, "cores": os.cpu_count()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     objective = _objective(backbone, task, torch.device("cpu"), "bfloat16")
-    for name in ("files not read before", "files read before"):
+    for name in ("first time", "second time"):
         batches = StepBatches({"noise": objective}, batch, steps, seed=0)
         begun = time.perf_counter()
         count = sum(len(labels) for made in batches for _, labels in made.values())
@@ -240,14 +240,14 @@ def main() -> None:
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    results |= {
+    where = {
         "card": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
 
-    def keep(name: str, value: Any) -> None:
-        results[name] = value
+    def keep(name: str, value: dict[str, Any]) -> None:
+        results[name] = where | value
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(name, json.dumps(value)[:4000], flush=True)
 

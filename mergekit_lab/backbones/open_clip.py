@@ -1,17 +1,11 @@
 """CLIP image encoders from open_clip, and the frozen zero-shot heads that go with them.
 
-Legend: N images, C classes, D embedding width. Weights become one local file first (shipped, downloaded once or
-given), then every model is built and loaded by the same lines.
-
-OpenAI's weights need QuickGELU. open_clip itself only warns when they are loaded under a plain name
-(`ViT-B-32`), and says nothing when the same file is loaded from a path: here a tag that was trained with
-QuickGELU gets it under any name. A local file carries no such mark: name a `-quickgelu` architecture for it.
+Legend: N images, C classes, D embedding width. Where weights come from, and which need QuickGELU, is said in
+`clip_weights.py`; every model is built and loaded by the same lines.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -25,11 +19,12 @@ from torch.nn.functional import normalize
 
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
 from mergekit_lab.backbones.clip_layouts import from_transformers, is_transformers
+from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, registered
 from mergekit_lab.backbones.heads import linear_probe_head, prototype_head
 from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
-from mergekit_lab.checkpoints import open_checkpoint, unreachable, write_tensors
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
 HEADS: dict[str, Any] = {"zero_shot": None, "prototype": prototype_head, "linear_probe": linear_probe_head}
@@ -39,18 +34,9 @@ _HUB_NAMES = {
     "ViT-B-16": "clip-vit-base-patch16",
     "ViT-L-14": "clip-vit-large-patch14",
 }
-_OPENAI_REPOSITORIES = {
-    "ViT-B-32-quickgelu": "timm/vit_base_patch32_clip_224.openai",
-    "ViT-B-16-quickgelu": "timm/vit_base_patch16_clip_224.openai",
-    "ViT-L-14-quickgelu": "timm/vit_large_patch14_clip_224.openai",
-}
-"""As open_clip has them too; here so that they are known without importing it, which takes seconds."""
-_ASSET = "asset:"
+_TEXTS = 128
+"""Prompts that are encoded together: one alone leaves most of a processor's cores idle."""
 _HEAD_FILE = "head.safetensors"
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_SHIPPED = {"glyph-clip": "glyph_clip"}
-_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -149,6 +135,11 @@ class OpenClip(Backbone):
         return HEADS[self.head](self.model().to(device), task, temperature, device)
 
     @property
+    def source(self) -> ClipWeights | None:
+        """Where the weights come from; None where they are drawn."""
+        return None if self.weights is None else ClipWeights(self.architecture, self.weights)
+
+    @property
     def _key(self) -> tuple[str, str | None, int]:
         """What the loaded weights depend on."""
         return self.architecture, self.weights, self.seed
@@ -171,7 +162,7 @@ class OpenClip(Backbone):
         import open_clip
 
         model = _model(self._key)
-        tokenizer = open_clip.get_tokenizer(_registered(self.architecture))
+        tokenizer = open_clip.get_tokenizer(registered(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
         for name, row in zip(classes, rows, strict=True):
@@ -181,157 +172,43 @@ class OpenClip(Backbone):
                     f"classes {other!r} and {name!r} read the same to {self.architecture}: it sees the first "
                     f"{row.shape[1]} tokens only, so shorten the templates"
                 )
-        means = torch.stack([model.encode_text(row, normalize=True).mean(0) for row in rows])
+        chunks = torch.cat(rows).split(_TEXTS)
+        features = torch.cat([model.encode_text(chunk, normalize=True) for chunk in chunks])
+        means = features.unflatten(0, (len(classes), len(templates))).mean(1)
         return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone()
 
     def identity(self) -> dict[str, str]:
         """What makes this backbone this one: architecture, weights, and their SHA-256. No path enters it."""
-        if self.weights is None:
+        if self.source is None:
             return {"architecture": self.architecture, "weights": f"random, seed {self.seed}", "sha256": ""}
-        file = self.file()
-        named = self.shipped() or self._tag()
-        return {
-            "architecture": self.architecture,
-            "weights": self.weights if named else "file",
-            "sha256": _sha256(file, file.stat().st_mtime_ns),
-        }
+        return {"architecture": self.architecture} | self.source.identity()
 
     def quick_gelu(self) -> bool:
-        """Whether the built model uses QuickGELU: by its architecture's name, its weights' tag or config."""
-        import open_clip
+        """Whether the built model uses QuickGELU: by its architecture's name or what is said of its weights."""
+        return is_quick_gelu(self.architecture) or bool(self._said().get("quick_gelu", False))
 
-        config = open_clip.get_model_config(_registered(self.architecture)) or {}
-        return bool(
-            config.get("quick_gelu", False) or self._tag().get("quick_gelu", False) or self._says_quick_gelu()
-        )
-
-    def _says_quick_gelu(self) -> bool:
-        """Whether `config.json` beside local weights, as transformers leaves it, says so."""
-        if self.weights is None or not (place := Path(self.weights).expanduser()).exists():
-            return False
-        file = (place if place.is_dir() else place.parent) / "config.json"
-        if not file.is_file():
-            return False
-        vision = json.loads(file.read_text()).get("vision_config")
-        return isinstance(vision, dict) and vision.get("hidden_act", "quick_gelu") == "quick_gelu"
+    def _said(self) -> dict[str, Any]:
+        return {} if self.source is None else self.source.said()
 
     def hub_name(self) -> str:
         """What checkpoints of this architecture are called on the hub, `clip-vit-base-patch32`.
 
         Raises:
-            InputError: another architecture than the three that experts are published for.
+            InputError: another architecture than the three that experts are published for, or other weights
+                than they started from.
         """
+        known = self.source is None or self.source.shipped or self.source.local
+        if not known and self.weights != "openai":
+            raise InputError(
+                f"experts are published of OpenAI's weights, not of {self.weights!r}: take those, or name each "
+                "expert (experts={TASK: SOURCE})"
+            )
         plain = self.architecture.removesuffix("-quickgelu")
         if plain not in _HUB_NAMES:
             raise InputError(
                 f"no experts of {self.architecture} are published under a known name: name each one"
             )
         return _HUB_NAMES[plain]
-
-    def shipped(self) -> bool:
-        """Whether the weights come with the package."""
-        return self.weights is not None and self.weights.startswith(_ASSET)
-
-    def weights_name(self) -> str:
-        """The weights' name without a path."""
-        return Path(self.weights or "random").stem
-
-    def missing(self) -> str | None:
-        """What would have to be downloaded, or None."""
-        if self.weights is None or self.shipped() or Path(self.weights).expanduser().exists():
-            return None
-        known = _OPENAI_REPOSITORIES.get(self.architecture) if self.weights == "openai" else None
-        tag = {"hf_hub": f"{known}/"} if known else self._tag()
-        if tag and _cached(tag) is None:
-            place = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
-            return f"weights {self.weights!r} of {self.architecture} ({place}), or backbone.weights=FILE"
-        return None
-
-    def _tag(self) -> dict[str, Any]:
-        from open_clip.pretrained import get_pretrained_cfg
-
-        return get_pretrained_cfg(_registered(self.architecture), self.weights) if self.weights else {}
-
-    def file(self) -> Path:
-        """The weights as a local file; downloads a tag's once."""
-        assert self.weights is not None
-        if self.shipped():
-            shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
-            if self.weights not in shipped:
-                raise InputError(f"no shipped weights {self.weights!r}{suggestion(self.weights, shipped)}")
-            return shipped[self.weights]
-        tag = self._tag()
-        if tag:
-            return _download(self.architecture, self.weights, tag)
-        place = Path(self.weights).expanduser()
-        if place.is_file():
-            return place
-        if place.is_dir():
-            return _in_folder(place)
-        from open_clip import list_pretrained_tags_by_model
-
-        known = list_pretrained_tags_by_model(_registered(self.architecture))
-        raise InputError(
-            f"{self.architecture} has no weights {self.weights!r}, and no such file exists; "
-            f"tags of open_clip: {listing(known, 20) or 'none'}"
-        )
-
-
-def _registered(architecture: str) -> str:
-    """The name open_clip knows the architecture by; registers the shipped ones."""
-    import open_clip
-
-    if architecture in _SHIPPED:
-        name = _SHIPPED[architecture]
-        if name not in open_clip.list_models():
-            open_clip.add_model_config(_ASSETS / f"{name}.json")
-        return name
-    if architecture not in open_clip.list_models():
-        known = [*open_clip.list_models(), *_SHIPPED]
-        raise InputError(f"open_clip has no architecture {architecture!r}{suggestion(architecture, known)}")
-    return architecture
-
-
-def _cached(tag: dict[str, Any]) -> Path | None:
-    """A tag's file in the cache, without asking the network."""
-    repository, _, filename = tag.get("hf_hub", "").rpartition("/")
-    if repository:
-        from huggingface_hub import try_to_load_from_cache
-
-        for name in [filename] if filename else _OPEN_CLIP_FILES:
-            cached = try_to_load_from_cache(repository, name)
-            if isinstance(cached, str):
-                return Path(cached)
-    return None
-
-
-def _download(architecture: str, weights: str, tag: dict[str, Any]) -> Path:
-    """A tag's file: from the cache, else downloaded."""
-    if (cached := _cached(tag)) is not None:
-        return cached
-    repository = tag.get("hf_hub", "").rpartition("/")[0]
-    cause = unreachable()
-    if cause is None:
-        from open_clip.pretrained import download_pretrained
-
-        try:
-            return Path(download_pretrained(tag))
-        except Exception as error:  # the hub's client raises errors of many libraries
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise InputError(
-        f"cannot get weights {weights!r} of {architecture} from {repository or tag.get('url')}: {cause}. "
-        "They are downloaded once and then cached (HF_HOME): run once with internet access, copy that cache "
-        "here, or give a local .safetensors or .pt file as `weights`"
-    )
-
-
-def _in_folder(folder: Path) -> Path:
-    """The weights in a folder as open_clip or transformers leave it."""
-    found = [folder / name for name in (*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES) if (folder / name).is_file()]
-    if not found:
-        names = ", ".join((*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES))
-        raise InputError(f"the folder {folder} holds no weights of a CLIP model: expected one of {names}")
-    return found[0]
 
 
 def _size(visual: Any) -> tuple[int, int]:
@@ -345,21 +222,22 @@ def _model(key: tuple[str, str | None, int]) -> Any:
     import open_clip
 
     backbone = OpenClip(*key)
-    file = None if backbone.weights is None else backbone.file()
-    preprocess = {key: backbone._tag()[key] for key in ("mean", "std") if key in backbone._tag()}
+    source = backbone.source
+    file = None if source is None else source.file()
     renamed = None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
-            if file is not None and not backbone._tag():
+            if source is not None and file is not None and not source.tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) else None
+            said = backbone._said()
             model = open_clip.create_model(
-                _registered(backbone.architecture),
+                registered(backbone.architecture),
                 pretrained=None if file is None or renamed is not None else str(file),
                 precision="fp32",
                 force_quick_gelu=backbone.quick_gelu(),
-                force_preprocess_cfg=preprocess,
+                force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
                 weights_only=True,
             )
             if renamed is not None:
@@ -374,9 +252,3 @@ def _model(key: tuple[str, str | None, int]) -> Any:
             ".pt of plain tensors"
         ) from error
     return model.eval()
-
-
-@lru_cache(maxsize=32)
-def _sha256(file: Path, modified: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -3,7 +3,7 @@
 from mergekit_lab.checkpoints.align import align
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.hub import cached_snapshot, fetch_snapshot, hub_id, unreachable
+from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
     Report,
     assumed_ties,
@@ -39,6 +39,7 @@ __all__ = [
     "View",
     "align",
     "assumed_ties",
+    "cached_folder",
     "cached_snapshot",
     "check_out",
     "copy_model_files",

@@ -59,21 +59,33 @@ def snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
             safe = any(file.endswith(".safetensors") for file in files)
             patterns = [*_PATTERNS, "*.safetensors" if safe else "*.bin"]
         log.info("%s: downloading %s", repo, known.sha)
-        return Path(huggingface_hub.snapshot_download(repo, revision=known.sha, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
 
 def cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path | None:
     """The folder of a repository in the cache, if all that is wanted is there."""
-    import huggingface_hub
-
-    try:
-        cached = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
-    except OSError:
-        return None
-    if not (_complete(cached) if weights else any(cached.glob("*.json"))):
+    cached = cached_folder(repo, revision)
+    if cached is None or not (_complete(cached) if weights else any(cached.glob("*.json"))):
         return None
     log.info("%s: the cached snapshot %s", repo, cached.name[:12])
     return cached
+
+
+def cached_folder(repo: str, revision: str | None, kind: str = "model") -> Path | None:
+    """What the cache holds of a repository, whole or in part.
+
+    Args:
+        kind: "model" or "dataset".
+    """
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(repo, repo_type=kind, revision=revision, local_files_only=True)
+        )
+    except OSError as error:  # newer clients raise where files that were not asked for are not there
+        part: str | None = getattr(error, "snapshot_path", None)
+        return None if part is None else Path(part)
 
 
 def unreachable() -> str | None:

@@ -66,6 +66,10 @@ class SavedWeights:
             torch._foreach_copy_(local(list(memory.values())), local([p.detach() for p in memory]))
         return [memory[p] for p in params]
 
+    def release(self) -> None:
+        """Let go of the memory that is kept for the next time."""
+        self._memory.clear()
+
     def restore(self) -> None:
         """Put the copies back, bit for bit. Does nothing when none is held."""
         while self._kept:
@@ -196,6 +200,15 @@ class WrappedOptimizer(Optimizer):
             model: whose forward the closure calls; wrapped, if it is.
         """
         self._models.append(model)
+
+    def release(self) -> None:
+        """Let go of every tensor but the parameters; it cannot go on from here. For loops that end and keep it
+        alive."""
+        self.state.clear()
+        self.theta.release()
+        self._models.clear()
+        for name in self.saved_tensors:
+            getattr(self, name).clear()
 
     def train(self) -> None:
         """Move the weights to where the next gradient is wanted. Here, they are there."""

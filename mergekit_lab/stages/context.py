@@ -261,16 +261,20 @@ class Context:
         return expert_source(given, self.backbone, self.tasks[task]) if given else None
 
     def expert_content(self, task: str) -> dict[str, Any]:
-        if source := self.expert_source(task):
-            if task not in self._imported:
-                self._imported[task] = imported_content(source, self.backbone_content, task)
-            return self._imported[task]
-        optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
-        return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
+        """What names an expert; all that is made of it asks for this."""
+        if task not in self._experts:
+            self._experts[task] = self._expert_content(task)
+        return self._experts[task]
 
     @cached_property
-    def _imported(self) -> dict[str, dict[str, Any]]:
+    def _experts(self) -> dict[str, dict[str, Any]]:
         return {}
+
+    def _expert_content(self, task: str) -> dict[str, Any]:
+        if source := self.expert_source(task):
+            return imported_content(source, self.backbone_content, task)
+        optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
+        return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
 
     @cached_property
     def optimizer_content(self) -> dict[str, Any]:

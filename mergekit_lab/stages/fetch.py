@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.checkpoints import fetch_snapshot
 from mergekit_lab.stages.preflight import parts
-from mergekit_lab.stages.published_experts import HUB, expert_source
+from mergekit_lab.stages.published_experts import expert_source
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,30 @@ def run_fetch(cfg: DictConfig) -> Path:
             shutil.copytree(here, place, dirs_exist_ok=True)
     if tasks:
         use.append("data_root=FOLDER/data")
-    if isinstance(backbone, OpenClip) and backbone.weights is not None and not backbone.shipped():
-        file = backbone.file()
-        name = f"{backbone.architecture}-{backbone.weights_name()}{file.suffix}"
-        (out / "weights").mkdir(parents=True, exist_ok=True)
-        log.info("weights: %s", out / "weights" / name)
-        shutil.copyfile(file, out / "weights" / name)
-        use.append(f"backbone.weights=FOLDER/weights/{name}")
-    if isinstance(cfg.experts, str) and cfg.experts.startswith(HUB):
+        use += [f"sources.{task.name}=FOLDER/data/{task.name}" for task in tasks if task.source is not None]
+    if isinstance(backbone, OpenClip) and backbone.source is not None and not backbone.source.shipped:
+        place = out / "weights" / backbone.architecture
+        log.info("weights: %s", place)
+        file = backbone.source.save(place)
+        use.append(f"backbone.weights=FOLDER/{file.relative_to(out)}")
+    if cfg.experts:
         for task in tasks:
-            source = expert_source(cfg.experts, backbone, task)
-            log.info("expert of %s: %s", task.name, out / "experts" / task.name)
-            fetch_snapshot(source, out / "experts" / task.name)
+            place = out / "experts" / task.name
+            log.info("expert of %s: %s", task.name, place)
+            _fetch_expert(expert_source(cfg.experts, backbone, task), place)
         use.append("experts=FOLDER/experts")
     out.mkdir(parents=True, exist_ok=True)
     (out / USE).write_text(f"Add to the command, FOLDER being where this folder is:\n\n{' '.join(use)}\n")
     log.info("fetched: %s says what to add to the command there", out / USE)
     return out
+
+
+def _fetch_expert(source: str, place: Path) -> None:
+    here = Path(source).expanduser()
+    if here.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(here, place.with_name(place.name + here.suffix))
+    elif here.is_dir():
+        shutil.copytree(here, place, dirs_exist_ok=True)
+    else:
+        fetch_snapshot(source, place)

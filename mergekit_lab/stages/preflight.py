@@ -46,7 +46,7 @@ def list_missing(cfg: DictConfig) -> list[str]:
     """What would have to be downloaded: data sets, weights and experts, one line each."""
     backbone, tasks = parts(cfg)
     found = [task.whence() for task in tasks if task.folder() is None]
-    if isinstance(backbone, OpenClip) and (weights := backbone.missing()):
+    if isinstance(backbone, OpenClip) and backbone.source and (weights := backbone.source.missing()):
         found.append(weights)
     if cfg.get("experts"):
         sources = [expert_source(cfg.experts, backbone, task) for task in tasks]

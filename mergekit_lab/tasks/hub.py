@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.checkpoints import cached_folder, unreachable
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks.sources import part_files
 
@@ -19,16 +19,9 @@ _CONVERTED = "refs/convert/parquet"
 
 def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
-    import huggingface_hub
-
     for revision in (None, _CONVERTED):
-        try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repo, repo_type="dataset", revision=revision, local_files_only=True
-                )
-            )
-        except OSError:
+        folder = cached_folder(repo, revision, "dataset")
+        if folder is None:
             continue
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
         if all(_whole(part_files(names, part, subset)) for part in parts):
@@ -59,17 +52,18 @@ def download_data(
             by_part = {part: part_files(known, part, subset) for part in parts}
             if all(by_part.values()):
                 log.info("%s: downloading %d files", repo, sum(map(len, by_part.values())))
-                by_part |= {part: part_files(known, part, subset) for part in also}
-                wanted = [file for files in by_part.values() for file in files]
-                return Path(
-                    huggingface_hub.snapshot_download(
-                        repo,
-                        repo_type="dataset",
-                        revision=revision,
-                        allow_patterns=[*wanted, "README.md"],
-                        local_dir=into,
-                    )
-                )
+                folder = ""
+                # What a source need not have comes first: cut short, it must not pass for one without it.
+                for part in (*also, *parts):
+                    if files := part_files(known, part, subset):
+                        folder = huggingface_hub.snapshot_download(
+                            repo,
+                            repo_type="dataset",
+                            revision=revision,
+                            allow_patterns=[*files, "README.md"],
+                            local_dir=into,
+                        )
+                return Path(folder)
     except Exception as error:  # the hub's client raises what its HTTP library does
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"the data set {repo} cannot be downloaded: {reason}") from None

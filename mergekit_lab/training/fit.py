@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
@@ -144,6 +145,7 @@ def finetune(
         except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
             raise KeyboardInterrupt from None
     lit.strategy.barrier()
+    _release(module, lit.optimizers)
     if not lit.is_global_zero:
         return None
     if ended.state is not None:
@@ -157,6 +159,20 @@ def finetune(
         (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
     return Finetuned(state, module.curve, accuracy, step)
+
+
+def _release(module: FinetuneModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Free gradients, moments and copies of the weights now.
+
+    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
+    of a run would find their memory taken.
+    """
+    module.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.release()
+        else:
+            optimizer.state.clear()
 
 
 def _readable(last: Path) -> bool:

@@ -91,6 +91,8 @@ def test_a_folder_that_says_quickgelu_gets_it_under_a_plain_name_too(folder, pix
         shutil.copy(folder / "model.safetensors", tmp_path)
         alone = OpenClip("tiny-plain", str(tmp_path))
         assert not alone.quick_gelu()
+        assert alone.identity()["sha256"] == plain.identity()["sha256"]
+        assert alone.identity() != plain.identity()
         assert (alone.model()(pixels) - expected).abs().max() > 1e-4
 
 

@@ -8,9 +8,7 @@ import pytest
 import yaml
 from hydra.utils import get_class
 
-import mergekit_lab.backbones.open_clip as room
-from mergekit_lab.backbones import OpenClip
-from mergekit_lab.backbones.open_clip import _registered
+from mergekit_lab.backbones.clip_weights import REPOSITORIES, ClipWeights, registered
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "backbone"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "backbones.OpenClip" in path.read_text()]
@@ -21,12 +19,12 @@ def test_a_backbone_file_states_every_field_and_known_names(path):
     content = yaml.safe_load(path.read_text())
     made = get_class(content.pop("_target_"))(**content)
     assert set(content) == {field.name for field in fields(made)} - {"keep"}
-    tags = open_clip.list_pretrained_tags_by_model(_registered(made.architecture))
+    tags = open_clip.list_pretrained_tags_by_model(registered(made.architecture))
     assert made.weights in tags or made.weights == "asset:glyph_clip"
 
 
-@pytest.mark.parametrize("name", room._OPENAI_REPOSITORIES)
-def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name):
-    tag = OpenClip(name, "openai")._tag()
-    assert tag["hf_hub"] == f"{room._OPENAI_REPOSITORIES[name]}/"
-    assert tag["quick_gelu"]
+@pytest.mark.parametrize(("name", "repository"), REPOSITORIES.items())
+def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name, repository):
+    tag = ClipWeights(*name).tag()
+    assert tag["hf_hub"] == f"{repository}/"
+    assert tag.get("quick_gelu", False) == (name[1] == "openai")

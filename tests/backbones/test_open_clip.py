@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import mergekit_lab.backbones.open_clip as room
 from mergekit_lab.backbones import Classifier, OpenClip
+from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Digits
 
@@ -150,7 +151,7 @@ def test_a_tag_trained_with_quick_gelu_builds_a_model_that_has_it(monkeypatch, i
     monkeypatch.setitem(
         pretrained._PRETRAINED, "glyph_clip", {"openai": {"quick_gelu": True, "hf_hub": "x/y/"}}
     )
-    monkeypatch.setattr(room, "_download", lambda *_: ASSET)
+    monkeypatch.setattr(ClipWeights, "_download", lambda *_: ASSET)
     for weights in ("openai", "asset:glyph_clip"):
         encoder = OpenClip("glyph-clip", weights).model()
         activations[weights] = {type(m).__name__ for m in encoder.modules() if "GELU" in type(m).__name__}

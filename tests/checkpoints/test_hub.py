@@ -8,6 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from checkpoints.models import llama
+from hub_server import COMMIT, serving
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import TensorSpec, hub, write_tensors
@@ -79,57 +80,42 @@ def test_a_name_that_the_hub_does_not_show_is_told_from_a_missing_network(monkey
         open_checkpoint("org/nmae")
 
 
-def test_what_is_downloaded_is_pinned_to_a_commit_and_leaves_pickles_where_safetensors_are(
-    cache, monkeypatch
+@pytest.fixture
+def online(cache, tmp_path, monkeypatch):
+    """The repository org/name on a hub of this machine, a pickle beside its weights; gives what is asked."""
+    monkeypatch.undo()
+    folder = tmp_path / "served/models/org/name"
+    folder.mkdir(parents=True)
+    write_tensors(folder / "model.safetensors", {"w": torch.ones(4, 2), "ids": torch.arange(3)})
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    with serving(tmp_path / "served", cache, monkeypatch) as asked:
+        yield asked
+
+
+def files(asked: list[str]) -> set[str]:
+    return {line.rpartition("/")[2] for line in asked if line.startswith("GET /org/name/resolve")}
+
+
+def test_what_is_downloaded_leaves_pickles_where_safetensors_are_and_is_found_again(
+    cache, online, monkeypatch
 ) -> None:
-    asked = {}
-
-    class Info:
-        sha = "b" * 40
-        siblings = (type("S", (), {"rfilename": "model.safetensors"})(),)
-
-    def download(repo, revision=None, local_files_only=False, allow_patterns=None):
-        if local_files_only:
-            raise FileNotFoundError
-        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
-        folder = cached(cache, revision or "")
-        write_tensors(folder / "model.safetensors", {"w": torch.ones(2)})
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: Info())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert list(open_checkpoint("org/name@main")) == ["w"]
-    assert asked["revision"] == "b" * 40
-    assert "*.bin" not in asked["patterns"]
+    for name in ("org/name@main", "org/name", f"org/name@{COMMIT}"):
+        opened = open_checkpoint(name)
+        assert torch.equal(opened["w"], torch.ones(4, 2))
+        assert opened.folder == cache / "models--org--name/snapshots" / COMMIT
+        if name == "org/name@main":
+            assert files(online) == {"config.json", "model.safetensors"}
+            online.clear()
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert online == []
 
 
-def test_headers_are_read_from_afar_where_only_they_are_wanted(cache, monkeypatch) -> None:
-    from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
-
-    tensors = {"w": TensorInfo("BF16", [4, 2], (0, 16)), "ids": TensorInfo("I64", [3], (16, 40))}
-    file = SafetensorsFileMetadata({}, tensors)
-    repo = SafetensorsRepoMetadata(
-        None, False, dict.fromkeys(tensors, "model.safetensors"), {"model.safetensors": file}
-    )
-    info = type("Info", (), {"sha": "b" * 40, "siblings": ()})
-
-    def download(repo, revision=None, local_files_only=False, allow_patterns=()):
-        assert "*.safetensors" not in allow_patterns
-        if local_files_only and not list((cache / "models--org--name/snapshots").glob("*")):
-            raise FileNotFoundError
-        folder = cache / "models--org--name/snapshots" / ("b" * 40)
-        if not local_files_only:
-            (cached(cache, revision) / "config.json").write_text("{}")
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: info)
-    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", lambda *a, **k: repo)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    (cache / "models--org--name/snapshots").mkdir(parents=True)
+def test_headers_are_read_from_afar_where_only_they_are_wanted(online) -> None:
     opened = open_checkpoint("org/name", "cars", headers_only=True)
-    assert opened.specs["w"] == TensorSpec((4, 2), torch.bfloat16)
+    assert opened.specs["w"] == TensorSpec((4, 2), torch.float32)
     assert opened.folder is not None
-    assert (opened.folder / "config.json").is_file()
+    assert [file.name for file in opened.folder.iterdir()] == ["config.json"]
     with pytest.raises(InputError, match="'w' is still on the hub"):
         opened["w"]
 

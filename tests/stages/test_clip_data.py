@@ -19,6 +19,7 @@ from stages.conftest import composed
 import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
+from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
@@ -191,15 +192,15 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
 
 def test_weights_are_known_to_be_cached_by_their_true_names(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    backbone = OpenClip("ViT-B-32-quickgelu", "openai")
+    weights = ClipWeights("ViT-B-32-quickgelu", "openai")
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path)
     )
-    assert "timm/vit_base_patch32_clip_224.openai" in (backbone.missing() or "")
+    assert "timm/vit_base_patch32_clip_224.openai" in (weights.missing() or "")
     (
         _cached(tmp_path, "models", "timm/vit_base_patch32_clip_224.openai") / "open_clip_model.safetensors"
     ).touch()
-    assert backbone.missing() is None
+    assert weights.missing() is None
 
 
 def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:

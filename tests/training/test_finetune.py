@@ -1,5 +1,7 @@
 """Fine-tuning learns, and one that was cut goes on as if it had not been."""
 
+import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -151,6 +153,39 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
 def test_the_last_weights_are_those_of_the_last_step(tmp_path, head) -> None:
     settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=4, keep="last")
     assert run(tmp_path, head, partial(torch.optim.SGD, lr=0.0), settings).step == 12
+
+
+def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
+    """It would be three times the model, written to be thrown away."""
+    settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
+    done = run(tmp_path, head, settings=settings)
+    assert done.step == 12
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 9
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "asam", "ssamf", "wasam"])
+def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> None:
+    """The memory of moments and of copies of the weights, though Lightning's objects are still there."""
+    made = []
+
+    def make(named):
+        made.append(OPTIMIZERS[name](named))
+        return made[0]
+
+    def tensors():
+        return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.shape == (16, 48)]
+
+    model = TinyEncoder()
+    before = {id(tensor) for tensor in tensors()}
+    done = finetune(
+        model, {"a": tiny_objective(head)}, make, replace(SETTINGS, keep="last"),
+        seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
+    )  # fmt: skip
+    own = {t.data_ptr() for t in (*model.parameters(), *done.state.values())}
+    assert [t.shape for t in tensors() if id(t) not in before and t.data_ptr() not in own] == []
+    assert model.body[1].weight.grad is None
+    assert made
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:

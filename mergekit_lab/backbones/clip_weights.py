@@ -1,0 +1,239 @@
+"""Where the weights of CLIP models come from, and what is said of them.
+
+They become one local file: shipped, a tag's of open_clip (downloaded once and cached), or given.
+
+OpenAI's weights need QuickGELU. open_clip itself only warns when they are loaded under a plain name
+(`ViT-B-32`), and says nothing when the same file is loaded from a path: here a tag that was trained with
+QuickGELU gets it under any name, and so does a local file beside which a configuration says so. A bare file
+carries no such mark: name a `-quickgelu` architecture for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.errors import InputError, listing, suggestion
+
+PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+"""Of OpenAI's training set: what models take if nothing is said of their weights."""
+REPOSITORIES = {
+    ("ViT-B-32-quickgelu", "openai"): "timm/vit_base_patch32_clip_224.openai",
+    ("ViT-B-16-quickgelu", "openai"): "timm/vit_base_patch16_clip_224.openai",
+    ("ViT-L-14-quickgelu", "openai"): "timm/vit_large_patch14_clip_224.openai",
+    ("ViT-B-32", "laion2b_s34b_b79k"): "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+    ("ViT-B-16", "laion2b_s34b_b88k"): "laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
+    ("ViT-L-14", "laion2b_s32b_b82k"): "laion/CLIP-ViT-L-14-laion2B-s32B-b82K",
+}
+"""As open_clip has them too; here so that they are known without importing it, which takes seconds."""
+_ASSET = "asset:"
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_SHIPPED = {"glyph-clip": "glyph_clip"}
+_CONFIG = "open_clip_config.json"
+_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+_TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class ClipWeights:
+    """The weights of an architecture, by name.
+
+    Attributes:
+        architecture: open_clip's name, or `glyph-clip`.
+        name: a tag of open_clip, `asset:NAME`, a file or a folder.
+    """
+
+    architecture: str
+    name: str
+
+    @property
+    def shipped(self) -> bool:
+        """Whether they come with the package."""
+        return self.name.startswith(_ASSET)
+
+    @property
+    def local(self) -> bool:
+        """Whether they are a file or folder that was given."""
+        return not self.shipped and Path(self.name).expanduser().exists()
+
+    def tag(self) -> dict[str, Any]:
+        """What open_clip knows of the name; empty if it is no tag of the architecture."""
+        from open_clip.pretrained import get_pretrained_cfg
+
+        found: dict[str, Any] = get_pretrained_cfg(registered(self.architecture), self.name)
+        return found
+
+    def missing(self) -> str | None:
+        """What would have to be downloaded, or None."""
+        if self.shipped or self.local:
+            return None
+        known = REPOSITORIES.get((self.architecture, self.name))
+        tag = {"hf_hub": f"{known}/"} if known else self.tag()
+        if tag and _cached(tag) is None:
+            place = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
+            return f"weights {self.name!r} of {self.architecture} ({place}), or backbone.weights=FILE"
+        return None
+
+    def file(self) -> Path:
+        """The weights as a local file; downloads a tag's once.
+
+        Raises:
+            InputError: the name is unknown, or what it names cannot be had.
+        """
+        if self.shipped:
+            shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
+            if self.name not in shipped:
+                raise InputError(f"no shipped weights {self.name!r}{suggestion(self.name, shipped)}")
+            return shipped[self.name]
+        if tag := self.tag():
+            return self._download(tag)
+        place = Path(self.name).expanduser()
+        if place.is_file():
+            return place
+        if place.is_dir():
+            return _in_folder(place)
+        from open_clip import list_pretrained_tags_by_model
+
+        known = list_pretrained_tags_by_model(registered(self.architecture))
+        raise InputError(
+            f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
+            f"tags of open_clip: {listing(known, 20) or 'none'}"
+        )
+
+    def said(self) -> dict[str, Any]:
+        """What is said of them: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
+
+        By open_clip of a tag's; of a local file's by the configuration beside it, as open_clip or transformers
+        leaves it.
+        """
+        tag = self.tag()
+        if tag or not self.local:
+            return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
+        place = Path(self.name).expanduser()
+        folder = place if place.is_dir() else place.parent
+        if (folder / _CONFIG).is_file():
+            content = _read_json(folder / _CONFIG)
+            pixels = content.get("preprocess_cfg") or {}
+            quick = {"quick_gelu": bool((content.get("model_cfg") or {}).get("quick_gelu", False))}
+            return quick | {name: tuple(pixels[name]) for name in PIXELS if name in pixels}
+        vision = _read_json(folder / "config.json").get("vision_config")
+        if not isinstance(vision, dict):
+            return {}
+        return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
+
+    def identity(self) -> dict[str, str]:
+        """Their name, their SHA-256, and what a local file's model computes otherwise than its architecture's
+        name says."""
+        file = self.file()
+        digest = _sha256(file, file.stat().st_mtime_ns)
+        if self.shipped or self.tag():
+            return {"weights": self.name, "sha256": digest}
+        said = self.said()
+        other = {name: repr(said[name]) for name, usual in PIXELS.items() if said.get(name, usual) != usual}
+        if said.get("quick_gelu", False) and not is_quick_gelu(self.architecture):
+            other["activation"] = "quick_gelu"
+        return {"weights": "file", "sha256": digest} | other
+
+    def save(self, folder: Path) -> Path:
+        """Copy them into a folder, with what is said of them, so that they load there as they do here.
+
+        Returns:
+            The file, to be named as `weights`.
+        """
+        file, said = self.file(), self.said()
+        folder.mkdir(parents=True, exist_ok=True)
+        quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
+        pixels = {name: list(said[name]) for name in PIXELS if name in said}
+        config = {"model_cfg": {"quick_gelu": quick}, "preprocess_cfg": pixels}
+        (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        return Path(shutil.copyfile(file, folder / f"{Path(self.name).stem}{file.suffix}"))
+
+    def _download(self, tag: dict[str, Any]) -> Path:
+        """A tag's file: from the cache, else downloaded."""
+        if (cached := _cached(tag)) is not None:
+            return cached
+        repository = tag.get("hf_hub", "").rpartition("/")[0]
+        cause = unreachable()
+        if cause is None:
+            from open_clip.pretrained import download_pretrained
+
+            try:
+                return Path(download_pretrained(tag))
+            except Exception as error:  # the hub's client raises errors of many libraries
+                cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"cannot get weights {self.name!r} of {self.architecture} from {repository or tag.get('url')}: "
+            f"{cause}. They are downloaded once and then cached (HF_HOME): run once with internet access, copy "
+            "that cache here, or give a local .safetensors or .pt file as `weights`"
+        )
+
+
+def registered(architecture: str) -> str:
+    """The name open_clip knows the architecture by; registers the shipped ones."""
+    import open_clip
+
+    if architecture in _SHIPPED:
+        name = _SHIPPED[architecture]
+        if name not in open_clip.list_models():
+            open_clip.add_model_config(_ASSETS / f"{name}.json")
+        return name
+    if architecture not in open_clip.list_models():
+        known = [*open_clip.list_models(), *_SHIPPED]
+        raise InputError(f"open_clip has no architecture {architecture!r}{suggestion(architecture, known)}")
+    return architecture
+
+
+def is_quick_gelu(architecture: str) -> bool:
+    """Whether an architecture's name says QuickGELU."""
+    import open_clip
+
+    return bool((open_clip.get_model_config(registered(architecture)) or {}).get("quick_gelu", False))
+
+
+def _cached(tag: dict[str, Any]) -> Path | None:
+    """A tag's file in the cache, without asking the network."""
+    repository, _, filename = tag.get("hf_hub", "").rpartition("/")
+    if repository:
+        from huggingface_hub import try_to_load_from_cache
+
+        for name in [filename] if filename else _OPEN_CLIP_FILES:
+            cached = try_to_load_from_cache(repository, name)
+            if isinstance(cached, str):
+                return Path(cached)
+    return None
+
+
+def _in_folder(folder: Path) -> Path:
+    """The weights in a folder as open_clip or transformers leave it."""
+    found = [folder / name for name in (*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES) if (folder / name).is_file()]
+    if not found:
+        names = ", ".join((*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES))
+        raise InputError(f"the folder {folder} holds no weights of a CLIP model: expected one of {names}")
+    return found[0]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A configuration beside weights; empty where there is none.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds no JSON object")
+    return content
+
+
+@lru_cache(maxsize=32)
+def _sha256(file: Path, modified: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,141 @@
+"""The hub's own client against a hub on this machine: downloading, its cache, carrying it elsewhere."""
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from hub_repos import pictures, write_parquet, write_repository
+from hub_server import serving
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from stages.conftest import composed
+
+import mergekit_lab.backbones.open_clip as room
+from mergekit_lab import InputError
+from mergekit_lab.backbones import OpenClip, to_transformers
+from mergekit_lab.stages import run
+from mergekit_lab.stages.checking import build
+from mergekit_lab.stages.preflight import list_missing
+
+NAME = "tiny-clip"
+CONFIG = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 1, "layers": 1},
+}
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+WEIGHTS = {"openai": {"hf_hub": "timm/tiny.openai/", "quick_gelu": True}}
+WEIGHTS["laion2b"] = {"hf_hub": "laion/tiny.laion2b/", "mean": MEAN, "std": STD}
+EXPERT = "tanganke/clip-vit-base-patch32_eurosat"
+RUN = [
+    "suite=clip8",
+    *(f"~suite.tasks.{task}" for task in ("cars", "dtd", "gtsrb", "mnist", "resisc45", "svhn", "sun397")),
+    "backbone=clip_vit_b32", f"backbone.architecture={NAME}", "backbone.precision=float32", "joint=false",
+    "experts=hub:tanganke", "merger=average", "device=cpu", "progress=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_clip():
+    open_clip.factory._MODEL_CONFIGS[NAME] = CONFIG
+    open_clip.pretrained._PRETRAINED[NAME] = WEIGHTS
+    room._HUB_NAMES[NAME] = "clip-vit-base-patch32"
+    yield
+    del open_clip.factory._MODEL_CONFIGS[NAME], open_clip.pretrained._PRETRAINED[NAME], room._HUB_NAMES[NAME]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """EuroSAT, two sets of weights and an expert, with files beside them that nobody wants."""
+    root = tmp_path_factory.mktemp("hub")
+    data = root / "datasets/tanganke/eurosat"
+    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}), data)
+    write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
+    for seed, tag in enumerate(WEIGHTS.values()):
+        place = root / "models" / tag["hf_hub"]
+        place.mkdir(parents=True)
+        save_file(room._model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
+    expert = root / "models" / EXPERT
+    expert.mkdir(parents=True)
+    renamed = to_transformers(OpenClip(NAME, None, seed=5).model().state_dict())
+    kept = {n: t for n, t in renamed.items() if n.startswith("vision_model.")}
+    save_file(kept, expert / "model.safetensors", {"format": "pt"})
+    for folder in (data, expert):
+        for other in ("README.md", ".gitattributes", "logs/events.log", "pytorch_model.bin"):
+            (folder / other).parent.mkdir(exist_ok=True)
+            (folder / other).write_text("nothing to read here")
+    return root
+
+
+@pytest.fixture
+def online(published: Path, tmp_path: Path, monkeypatch):
+    """The client asks the hub on this machine, and has an empty cache; gives what it asked."""
+    with serving(published, tmp_path / "cache", monkeypatch) as asked:
+        yield asked
+
+
+def evaluated(tmp_path: Path, *overrides: str) -> dict[str, float]:
+    """Values by key of a run's evaluations."""
+    cfg, choices = composed([*RUN, f"store.root={tmp_path}/store", *overrides])
+    run(cfg, tmp_path / "run", choices, [])
+    found = {}
+    for file in sorted((tmp_path / "store").glob("evaluations/*/manifest.json")):
+        found[file.parent.name] = json.loads(file.read_text())["info"]["value"]
+    return found
+
+
+def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, monkeypatch) -> None:
+    cfg, _ = composed([*RUN, f"store.root={tmp_path}/store"])
+    assert len(list_missing(cfg)) == 3
+    first = evaluated(tmp_path)
+    expert = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
+    own = OpenClip(NAME, None, seed=5).model().state_dict()
+    assert torch.equal(expert["visual.conv1.weight"], own["visual.conv1.weight"])
+    assert not any("events.log" in line or "pytorch_model.bin" in line for line in online)
+    files = [line.rpartition("/")[2] for line in online if line.startswith("GET /datasets")]
+    assert [name.partition("-")[0] for name in files if name.endswith(".parquet")] == [
+        "validation",  # first, for a download that was cut must not pass for a source that has none
+        *("train", "train", "test", "test"),
+    ]
+    assert not list_missing(cfg)
+    online.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert evaluated(tmp_path / "again") == first
+    assert online == []
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
+    weights: str, online, tmp_path, monkeypatch
+) -> None:
+    asked = [*RUN, f"backbone.weights={weights}", f"experts={{eurosat: {EXPERT}}}"]
+    cfg, choices = composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/fetched"])
+    run(cfg, tmp_path / "run", choices, [])
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    there = OpenClip(NAME, weights)
+    with torch.no_grad():
+        wanted = there.model()(pixels)
+    (tmp_path / "fetched").rename(tmp_path / "carried")
+    added = (tmp_path / "carried/USE.txt").read_text().splitlines()[-1]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    online.clear()
+    more = added.replace("FOLDER", f"{tmp_path}/carried").split()
+    here = build(composed([*RUN, *more])[0].backbone)
+    assert here.quick_gelu() == there.quick_gelu() == (weights == "openai")
+    with torch.no_grad():
+        assert torch.equal(here.model()(pixels), wanted)
+    assert len(evaluated(tmp_path, *more)) == 3  # the backbone, the expert and the merged model
+    assert online == []
+
+
+def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
+    with pytest.raises(InputError, match=r"the data set tanganke/eurosta cannot be downloaded: .*404"):
+        run(*composed([*RUN, "sources.eurosat=tanganke/eurosta", "stage=fetch", f"fetch_to={tmp_path}/f"])[:1],
+            tmp_path / "run", {}, [])  # fmt: skip
+    with pytest.raises(InputError, match=r"published of OpenAI's weights, not of 'laion2b'"):
+        evaluated(tmp_path, "backbone.weights=laion2b")
+    with pytest.raises(InputError, match=r"nobody/clip-vit-base-patch32_eurosat is neither.*status 404"):
+        evaluated(tmp_path, "experts=hub:nobody")
