@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs wheel-test sweep clean
+.PHONY: help demo test lint types docs wheel-test sweep gallery clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
@@ -31,6 +31,9 @@ wheel-test: .venv/dev  ## build the wheel, install it elsewhere, run it from ano
 sweep: .venv/demo  ## 4 optimizers × 7 mergers on the quickstart's tasks: 16 experts, one comparison
 	$(BIN)/python -m mergekit_lab -m +experiment=quickstart optimizer=adamw,sam,asam,mergopt \
 		merger=average,task_arithmetic,ties,dare,fisher,tsvm,epimer
+
+gallery: .venv/demo  ## draw docs/gallery.md anew: train twelve experts, run every analysis
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/gallery/make.py
 
 clean:  ## remove the environment and what runs left here; the store stays
 	rm -rf .venv outputs

@@ -6,13 +6,14 @@ from mergekit_lab.curvature import Hessian, diagonal_fisher, input_grams, top_ei
 from mergekit_lab.curvature.fisher import diagonal_fisher
 from mergekit_lab.curvature.gram import input_grams
 from mergekit_lab.curvature.hessian import Eigenvalues, Hessian, Trace, top_eigenvalues, trace
-from mergekit_lab.curvature.moments import squared_first_moment
+from mergekit_lab.curvature.moments import first_moment, squared_first_moment
 
 __all__ = [
     "Eigenvalues",
     "Hessian",
     "Trace",
     "diagonal_fisher",
+    "first_moment",
     "input_grams",
     "squared_first_moment",
     "top_eigenvalues",

@@ -3,18 +3,63 @@
 The supplement of EpiMer takes it for its Fisher-averaging baseline, since it costs nothing: Adam keeps u
 anyway. It is the square of an averaged batch gradient, not an average of squared sample gradients
 (`diagonal_fisher`), and near the end of training it is mostly noise of the last 1/(1−β₁) batches.
+
+Where the optimizer is gone (an expert that others trained, or whose best weights are not its last),
+`first_moment` goes through batches at the weights as they are: the moment of Adam with a learning rate of 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mergekit_lab.curvature.fisher import evaluating
+from mergekit_lab.curvature.likelihood import Batch, log_likelihood, samples_of, scores, split
 from mergekit_lab.errors import InputError, listing
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
+
+
+def first_moment(
+    model: nn.Module, batches: Iterable[Batch], *, causal: bool = False, beta: float = 0.9, chunk: int = 32
+) -> dict[str, Tensor]:
+    """`u ← β u + (1−β) g` over batches, from 0; g the gradient of a batch's mean negative log-likelihood.
+
+    Args:
+        model, batches, causal, chunk: as of `diagonal_fisher`; a batch is one step of the optimizer.
+        beta: β₁, in [0, 1).
+
+    Returns:
+        u, not its square, of every parameter that requires gradients: by name, of its shape, without Adam's
+        bias correction, float32 or float64. Zero where no gradient comes.
+
+    Raises:
+        InputError: a beta or chunk out of range, or no batch.
+    """
+    if not 0 <= beta < 1:
+        raise InputError(f"beta is {beta}; it must be in [0, 1)")
+    if chunk < 1:
+        raise InputError(f"chunk is {chunk}; it must be at least 1")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    moments = {n: torch.zeros_like(p, dtype=_wide(p)) for n, p in trained.items()}
+    seen = 0
+    with evaluating(model), torch.enable_grad():
+        for batch in batches:
+            seen += samples_of(batch)
+            for moment in moments.values():
+                moment.mul_(beta)
+            for part in split(batch, chunk):
+                loss = -log_likelihood(*scores(model, part, causal)) / samples_of(batch)
+                found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+                for moment, gradient in zip(moments.values(), found, strict=True):
+                    if gradient is not None:
+                        moment.add_(gradient, alpha=1 - beta)
+    if not seen:
+        raise InputError("a first moment needs one batch or more")
+    return moments
 
 
 def squared_first_moment(
@@ -42,10 +87,14 @@ def squared_first_moment(
         if moment is None:
             without.append(name)
         else:
-            found[name] = (moment if moment.dtype.itemsize > 4 else moment.float()).square()
+            found[name] = moment.to(_wide(moment)).square()
     if without:
         raise InputError(
             f"{type(optimizer).__name__} keeps no first moment of {listing(without)}: it must have stepped, "
             "and be Adam or SGD with momentum"
         )
     return found
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

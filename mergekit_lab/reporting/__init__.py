@@ -17,7 +17,8 @@ from mergekit_lab.reporting.records import (
 from mergekit_lab.reporting.report import ReportPaths, compare, write_report, write_slice
 from mergekit_lab.reporting.slices import DIMENSIONS, MEASURES, Slice, print_slice, sliced, table_latex
 from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, comparison_table, print_table, to_markdown
-from mergekit_lab.reporting.trackers import CsvTracker, Tracker
+from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
+from mergekit_lab.reporting.trackers import CsvTracker, Product, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
 
 __all__ = [
@@ -30,12 +31,14 @@ __all__ = [
     "CsvTracker",
     "Curves",
     "Failure",
+    "Product",
     "Record",
     "ReportPaths",
     "Row",
     "Searches",
     "Slice",
     "Table",
+    "TensorBoardTracker",
     "Timing",
     "Tracker",
     "WandbTracker",

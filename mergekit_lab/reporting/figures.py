@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _short
+from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _log_labels, _short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +40,7 @@ class Lines:
         title, x, y: above it and along its axes.
         curves: by name, `(places, values)`.
         labels: names of the places, where they are not numbers.
+        logarithmic, logarithmic_x: the scale of values, of places.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Lines:
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     labels: Sequence[str] | None = None
     logarithmic: bool = False
+    logarithmic_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,22 @@ def analysis_figure(
     others: Sequence[float] | None = None,
     axes_names: tuple[str, str] = ("", ""),
     box: Box | None = None,
+    one_scale: bool = False,
 ) -> list[Path]:
-    """Draw panels side by side, at most three in a row, and save them as `stem.png` and `stem.svg`.
+    """Draw panels and save them as `stem.png` and `stem.svg`.
+
+    At most three stand in a row, and four two by two.
 
     Args:
         title: of the whole.
         alphas, axes_names: of the axes of `Plane` panels.
         others: of their second axis, where it is another.
         box: a square that is drawn in red on `Plane` panels: where coefficients are searched.
+        one_scale: the same colours for the same values in all `Plane` panels.
     """
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    planes = [panel for panel in panels if isinstance(panel, Plane)]
+    common = _levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
     rows = -(-len(panels) // columns)
     with _figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
         _heading(figure, title)
@@ -93,7 +101,8 @@ def analysis_figure(
         for axes, panel in zip(places, panels, strict=False):
             axes.set_title(panel.title)
             if isinstance(panel, Plane):
-                _plane(axes, panel, (alphas, alphas if others is None else others), axes_names, box)
+                grid = (alphas, alphas if others is None else others)
+                _plane(axes, panel, grid, axes_names, box, common)
             elif isinstance(panel, Lines):
                 _lines(axes, panel)
             else:
@@ -114,11 +123,12 @@ def _plane(
     grid: tuple[Sequence[float], Sequence[float]],
     names: tuple[str, str],
     box: Box | None,
+    common: list[float] | None,
 ) -> None:
     from matplotlib.patches import Rectangle
 
     turned = [list(column) for column in zip(*panel.values, strict=True)]  # contours have rows along y
-    levels = _levels([value for row in turned for value in row])
+    levels = common or _levels([value for row in turned for value in row])
     filled = axes.contourf(*grid, turned, levels=levels, cmap="viridis", norm=_even(levels))
     axes.contour(*grid, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
     axes.figure.colorbar(filled, ax=axes, shrink=0.85)
@@ -154,10 +164,15 @@ def _lines(axes: Axes, panel: Lines) -> None:
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
         axes.plot(x, y, markersize=4, label=_short(name), **look)
+    if panel.logarithmic_x:
+        axes.set_xscale("log")
+        _log_labels(axes.xaxis)
+    elif panel.labels is None:
+        whole = all(float(place).is_integer() for x, _ in panel.curves.values() for place in x)
+        axes.locator_params(axis="x", nbins=6, integer=whole)
     if panel.logarithmic:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        _log_labels(axes.yaxis)
     if panel.labels is not None:
         names = [_short(name, 14) for name in panel.labels]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)

@@ -46,6 +46,7 @@ def page(
         _failures(failures),
         _costs(records, timings),
         _config(config_yaml),
+        _keys(records),
     ]
     body = "\n".join(section for section in sections if section)
     return (
@@ -244,6 +245,22 @@ def _config(config_yaml: str) -> str:
     if not config_yaml.strip():
         return ""
     return f"<details><summary>Configuration</summary><pre>{escape(config_yaml)}</pre></details>"
+
+
+def _keys(records: Sequence[Record]) -> str:
+    """Which artefact every number is of: hashes of all that decides it."""
+    if not records:
+        return ""
+    lines = [
+        " ".join((r.backbone, r.finetuning, r.optimizer, f"seed={r.seed}", r.label, r.task))
+        + f"  model {r.model_key}  evaluation {r.evaluation_key}"
+        for r in records
+    ]
+    text = escape("\n".join(lines))
+    return (
+        "<details><summary>Hashes</summary><p>Keys of models and evaluations in the store, each a hash of "
+        f"everything that decides it.</p><pre>{text}</pre></details>"
+    )
 
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

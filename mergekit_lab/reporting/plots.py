@@ -186,37 +186,88 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     bar.outline.set_visible(False)
 
 
+def radar_figures(table: Table, folder: Path) -> list[Path]:
+    """Of every merger the share of each expert's value that it keeps, tasks around a circle: `radar.png`.
+
+    One file a group; the circle drawn dark is the experts. Needs three tasks.
+    """
+    if len(table.tasks) < 3:
+        return []
+    groups = [group for group in table.groups if any(_merged(table, group))]
+    paths = []
+    for path, group in _files(folder, "radar", groups):
+        experts = next((r for r in table.rows if r.group == group and r.kind == "expert"), None)
+        if experts is None:
+            continue
+        with _figure(7.5, 6.6) as figure:
+            _heading(figure, _title(group, "Accuracy by task (% of the expert's)"))
+            axes = figure.subplots(subplot_kw={"projection": "polar"})
+            _radar(axes, table, list(_merged(table, group)), experts)
+            _legend(figure, *axes.get_legend_handles_labels())
+            paths.append(_save(figure, path))
+    return paths
+
+
+def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
+    angles = [2 * math.pi * place / len(table.tasks) for place in range(len(table.tasks) + 1)]
+    axes.plot(angles, [1.0] * len(angles), color="#333333", linewidth=1.2, label="experts")
+    for row in rows:
+        place = table.mergers.index(row.label)
+        shares = [
+            cell.mean / own.mean if cell.mean is not None and own.mean else math.nan
+            for cell, own in zip(row.cells[:-2], experts.cells[:-2], strict=True)
+        ]
+        look: dict[str, Any] = {"color": _colour(place), "marker": _MARKERS[place % len(_MARKERS)]}
+        look["linestyle"] = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+        axes.plot(angles, [*shares, shares[0]], markersize=3.5, linewidth=1.3, label=row.label, **look)
+    axes.set_theta_offset(math.pi / 2)
+    axes.set_theta_direction(-1)
+    axes.set_xticks(angles[:-1], [_short(task, 16) for task in table.tasks])
+    axes.set_ylim(bottom=0)
+    _percent_axis(axes.yaxis)
+
+
 def cost_figure(table: Table, folder: Path) -> list[Path]:
     """Normalised accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
 
-    Points are the mergers of all groups, larger where more accelerator memory was used.
+    Points are the mergers of all groups. One panel has seconds; another the peak of an accelerator's memory
+    while a model was made, where that was measured.
     """
     known = [
-        (row.seconds, row.normalised.mean, row)
+        row
         for row in table.rows
         if row.kind in ("merged", "joint") and row.seconds is not None and row.normalised.mean is not None
     ]
-    if len(known) < 2:
+    costs = [
+        ("seconds, experts included (log scale)", [(row.seconds or 0.0, row) for row in known]),
+        ("peak memory in GiB (log scale)", [(row.peak_bytes / 2**30, row) for row in known if row.peak_bytes]),
+    ]
+    costs = [(name, points) for name, points in costs if len(points) > 1]
+    if not costs:
         return []
-    peak = max((row.peak_bytes or 0 for _, _, row in known), default=0)
-    with _figure(8.5, 5.2) as figure:
-        _heading(figure, "Normalised accuracy (%) over the seconds a model took, experts included")
-        axes = figure.subplots()
-        for x, y, row in known:
-            place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
-            size = 45 + 120 * (row.peak_bytes or 0) / peak if peak else 60
-            marker = _MARKERS[place % len(_MARKERS)] if row.kind == "merged" else "*"
-            axes.scatter([x], [y], s=size, color=_colour(place), marker=marker, zorder=3)
-            name = _short(" / ".join((*row.group, row.label)))
-            axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
-        front = pareto_front([(x, y) for x, y, _ in known])
-        axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
-        axes.set_xscale("log")
-        axes.set_xlabel("seconds (log scale)")
-        axes.margins(x=0.15, y=0.1)
-        _percent_axis(axes.yaxis)
-        axes.grid()
+    with _figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
+        _heading(figure, "Normalised accuracy (%) over what a model took")
+        for axes, (name, points) in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
+            _costs(axes, table, name, points)
         return [_save(figure, folder / "cost.png")]
+
+
+def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
+    placed = [(x, row.normalised.mean or 0.0, row) for x, row in points]
+    for x, y, row in placed:
+        place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
+        marker = _MARKERS[place % len(_MARKERS)] if row.kind == "merged" else "*"
+        axes.scatter([x], [y], s=60, color=_colour(place), marker=marker, zorder=3)
+        label = _short(" / ".join((*row.group, row.label)))
+        axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    front = pareto_front([(x, y) for x, y, _ in placed])
+    axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
+    axes.set_xscale("log")
+    axes.set_xlabel(name)
+    axes.margins(x=0.15, y=0.1)
+    _log_labels(axes.xaxis)
+    _percent_axis(axes.yaxis)
+    axes.grid()
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -372,6 +423,16 @@ def _legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> 
     widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
     lines = math.ceil(len(names) / widest) or 1
     figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
+
+
+def _log_labels(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, whose own labels are formulas; call it when the data is there."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: "")
 
 
 def _percent_axis(axis: Any) -> None:

@@ -47,7 +47,7 @@ from mergekit_lab.reporting.slices import (
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
 
-_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|training)(-\d+.*)?)\.png")
+_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.png")
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def write_report(
         samples=samples or {},
         published=published,
         title=title,
+        analysed={"": folder},
     )
 
 
@@ -147,6 +148,7 @@ def compare(
         samples={key: values for run in runs for key, values in run.samples.items()},
         published=united(row for run in runs for row in run.published),
         title=title,
+        analysed=dict(zip(names, (run.folder for run in runs), strict=True)),
     )
 
 
@@ -171,6 +173,7 @@ def _write_views(
     samples: Samples,
     published: Sequence[Beside],
     title: str,
+    analysed: Mapping[str, Path],
 ) -> ReportPaths:
     table = with_intervals(comparison_table(records), samples)
     summary = describe(table, records, failures)
@@ -188,7 +191,7 @@ def _write_views(
             summary,
             table,
             published=published,
-            figures=figures,
+            figures=[*figures, *_analyses(analysed)],
             records=records,
             timings=timings,
             failures=failures,
@@ -231,10 +234,18 @@ def _draw(
         *(
             html.Figure(
                 path,
-                "Normalised accuracy over the seconds that a model took in all; nothing cheaper is better than "
-                "those on the dashed line.",
+                "Normalised accuracy over the seconds that a model took in all, and over memory where it was "
+                "measured; nothing cheaper is better than those on the dashed line.",
             )
             for path in plots.cost_figure(table, folder)
+        ),
+        *(
+            html.Figure(
+                path,
+                "Of every merger the share of each expert's accuracy that it keeps, tasks around a circle.",
+                folded=len(table.groups) > 1,
+            )
+            for path in plots.radar_figures(table, folder)
         ),
         *(
             html.Figure(
@@ -244,6 +255,19 @@ def _draw(
             )
             for path in training
         ),
+    ]
+
+
+def _analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
+    """Figures of analyses that lie in the folders of runs; of several runs they are folded."""
+    return [
+        html.Figure(
+            path,
+            f"Analysis {path.stem}{f' of {run}' if run else ''}; its numbers are in analysis/{path.stem}.json.",
+            folded=bool(run),
+        )
+        for run, folder in folders.items()
+        for path in sorted((folder / "analysis").glob("*.png"))
     ]
 
 

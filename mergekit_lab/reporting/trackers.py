@@ -3,11 +3,29 @@
 import csv
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.tables import Table
+
+
+@dataclass(frozen=True)
+class Product:
+    """An artefact of the store, for trackers that know what was made of what.
+
+    Attributes:
+        name: of it among all that a run makes, `experts-3f…`.
+        kind: what it is.
+        folder: its files, `manifest.json` among them.
+        inputs: names of the products that it was made of.
+    """
+
+    name: str
+    kind: str
+    folder: Path
+    inputs: tuple[str, ...] = ()
 
 
 class Tracker:
@@ -24,8 +42,14 @@ class Tracker:
         name: str,
         group: str | None = None,
         job_type: str | None = None,
+        identity: str | None = None,
     ) -> None:
-        """Begin a run that keeps its files under `run_dir`; `config` is the composed one, plain types."""
+        """Begin a run that keeps its files under `run_dir`.
+
+        Args:
+            config: the composed one, plain types; `choices` in it are the options taken, by group.
+            identity: equal for two runs of which the second goes on where the first was cut.
+        """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics of one step. Names may change between calls; steps need not ascend."""
@@ -35,6 +59,9 @@ class Tracker:
 
     def log_figure(self, name: str, path: Path | str) -> None:
         """A PNG file, already written."""
+
+    def log_product(self, product: Product) -> None:
+        """Something that the run made, or found in the store; what it was made of was told before."""
 
     def finish(self) -> None:
         """Flush and close."""
@@ -59,6 +86,7 @@ class CsvTracker(Tracker):
         name: str,
         group: str | None = None,
         job_type: str | None = None,
+        identity: str | None = None,
     ) -> None:
         self._folder = Path(run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
-"""Tracking with Weights & Biases: the only file that imports it.
+"""Tracking with Weights & Biases.
 
 A tracker must never cost a run: whatever wandb raises becomes one logged warning, and a run that cannot
-go online goes offline (`wandb sync` uploads it later).
+go online goes offline (`wandb sync` uploads it later, and `wandb_link` then says which run used what).
 """
 
+import json
 import logging
 import netrc
 import os
@@ -16,34 +17,52 @@ from urllib.parse import urlsplit
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.tables import Table
-from mergekit_lab.reporting.trackers import Tracker
+from mergekit_lab.reporting.trackers import Product, Tracker
 
 _LOG = logging.getLogger(__name__)
 _MODES = ("online", "offline", "disabled")
+LINEAGE = "wandb_lineage.jsonl"
+"""In a run's folder: what its offline runs made, and of what; a line each."""
+_MANIFEST = "manifest.json"
 _AXES = ("backbone", "suite", "finetuning", "optimizer", "merger", "mergers", "seed")
 _SECRET = re.compile(r"(^|[._])(api_key|token|password|secret)$", re.IGNORECASE)
 
 
 class WandbTracker(Tracker):
-    """Logs metrics over `step`, the leaderboard as a table, and figures.
+    """Logs metrics over `step`, the leaderboard as a table, figures, and artifacts with what they were made of.
+
+    An artifact holds the manifest of its artefact of the store (content, SHA-256 of every file), by which the
+    weights can be found. Offline, where wandb links no inputs, these are kept in the run's folder for
+    `wandb_link`.
 
     Args:
         project: W&B project.
         entity: W&B user or team; None is the account's default.
         mode: "online", "offline", "disabled", or None: online if wandb is configured to be and a key is
             found (environment, netrc or settings file), else offline. Nothing ever prompts for a key.
+        weights: upload the files of experts, merged models and the rest besides their manifests.
+        resume: go on in the run that the same configuration began, instead of in a new one.
 
     Offline nothing is sent: wandb's own error reports, which would call its server even then, are
     switched off unless WANDB_ERROR_REPORTING says otherwise. Raises `InputError` for an unknown mode.
     """
 
     def __init__(
-        self, project: str = "mergekit_lab", entity: str | None = None, mode: str | None = None
+        self,
+        project: str = "mergekit_lab",
+        entity: str | None = None,
+        mode: str | None = None,
+        weights: bool = False,
+        resume: bool = True,
     ) -> None:
         if mode is not None and mode not in _MODES:
             raise InputError(f"wandb mode {mode!r}: one of {', '.join(_MODES)}, or null")
         self.project, self.entity, self.mode = project, entity, mode
+        self.weights, self.resume = weights, resume
         self._run: Any = None
+        self._folder = Path()
+        self._logged: dict[str, Any] = {}
+        self._here: set[str] = set()
         self._warned = False
 
     def start(
@@ -54,9 +73,10 @@ class WandbTracker(Tracker):
         name: str,
         group: str | None = None,
         job_type: str | None = None,
+        identity: str | None = None,
     ) -> None:
-        self._run, self._warned = None, False
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._run, self._warned, self._folder, self._here = None, False, Path(run_dir), set()
+        self._folder.mkdir(parents=True, exist_ok=True)
         with self._never_fail("start"):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
             import wandb
@@ -69,12 +89,14 @@ class WandbTracker(Tracker):
                 "group": group,
                 "job_type": job_type,
                 "config": flatten(config),
+                "id": identity if self.resume else None,
                 "reinit": "create_new",  # a job that failed must not lend its run to the next one
                 "settings": wandb.Settings(console="off"),
             }
             mode: Any = self._resolve_mode()
             try:
-                self._run = wandb.init(mode=mode, **arguments)
+                again: Any = "allow" if self.resume and identity and mode == "online" else None
+                self._run = wandb.init(mode=mode, resume=again, **arguments)
             except Exception as error:
                 if mode != "online":
                     raise
@@ -105,6 +127,13 @@ class WandbTracker(Tracker):
                 name = "/".join((*row.group, row.label))
                 self._run.summary[f"{name}/average"] = row.average.mean
                 self._run.summary[f"{name}/normalised"] = row.normalised.mean
+            merged = [row for row in table.rows if row.kind == "merged" and row.normalised.mean is not None]
+            if merged:
+                best = max(merged, key=lambda row: row.normalised.mean or 0.0)
+                self._run.summary["best/merger"] = best.label
+                self._run.summary["best/average"] = best.average.mean
+                self._run.summary["best/normalised"] = best.normalised.mean
+                self._run.summary["best/seconds"] = best.seconds
 
     def log_figure(self, name: str, path: Path | str) -> None:
         if self._run is None:
@@ -113,6 +142,47 @@ class WandbTracker(Tracker):
             import wandb
 
             self._run.log({name: wandb.Image(str(path))})
+
+    def log_product(self, product: Product) -> None:
+        if self._run is None or product.name in self._here:
+            return
+        with self._never_fail("log_product"):
+            import wandb
+
+            artifact = wandb.Artifact(product.name, type=product.kind)
+            for path in sorted(product.folder.rglob("*")):
+                if path.is_file() and (self.weights or path.name == _MANIFEST):
+                    artifact.add_file(
+                        str(path),
+                        name=str(path.relative_to(product.folder)),
+                        policy="immutable",
+                        skip_cache=True,
+                    )
+            used = [name for name in product.inputs if name not in self._here]
+            if not self._run.offline:
+                for name in used:
+                    self._use(name)
+            self._logged[product.name] = self._run.log_artifact(artifact)
+            self._here.add(product.name)
+            if self._run.offline:
+                self._keep_lineage(product, artifact.digest, used)
+
+    def _use(self, name: str) -> None:
+        known = self._logged.get(name)
+        self._run.use_artifact(f"{name}:latest" if known is None else known.wait())
+
+    def _keep_lineage(self, product: Product, digest: str, used: list[str]) -> None:
+        line = {
+            "run": self._run.id,
+            "entity": self.entity,
+            "project": self.project,
+            "name": product.name,
+            "type": product.kind,
+            "digest": digest,
+            "uses": used,
+        }
+        with (self._folder / LINEAGE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def finish(self) -> None:
         if self._run is not None:
@@ -150,10 +220,16 @@ class WandbTracker(Tracker):
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys, the axes of a sweep first; values of keys that name a secret are left out."""
-    leaves = {name: leaf for key, value in config.items() for name, leaf in _leaves(str(key), value)}
+    """Dotted keys, the axes of a sweep first; values of keys that name a secret are left out.
+
+    The options taken of groups (`choices`) stand under the groups' names.
+    """
+    choices = config.get("choices", {})
+    rest = {key: value for key, value in config.items() if key != "choices"}
+    leaves = {name: leaf for key, value in rest.items() for name, leaf in _leaves(str(key), value)}
     first = {key: value for axis in _AXES for key, value in leaves.items() if key.split(".")[0] == axis}
-    return {key: value for key, value in {**first, **leaves}.items() if not _SECRET.search(key)}
+    ordered = {**choices, **first, **leaves, **choices}
+    return {key: value for key, value in ordered.items() if not _SECRET.search(key)}
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
 from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
+_ESTIMATES = ("per_sample", "first_moment")
 OBJECTIVES = ("normalised", "value")
 STRATEGIES = ("auto", "ddp", "fsdp")
 
@@ -47,13 +48,16 @@ class Curvature:
             ask for is computed besides. Null: that alone.
         samples: training images a task, the first of a seeded shuffle; at least 1.
         fraction: the same as a share of the training images, in (0, 1]; in place of `samples`.
-        sampled: draw a Fisher's labels from the model instead of taking the true ones.
+        estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
+            of what Adam would remember of batches of `training.batch_size` at the expert's weights.
+        sampled: draw a Fisher's labels from the model instead of taking the true ones; per sample alone.
         chunk: samples whose activations are held at a time.
     """
 
     kind: str | None
     samples: int | None
     fraction: float | None
+    estimate: str
     sampled: bool
     chunk: int
 
@@ -61,6 +65,10 @@ class Curvature:
         if self.kind not in (None, "fisher", "gram"):
             known = suggestion(str(self.kind), ["fisher", "gram"])
             raise InputError(f"curvature.kind is {self.kind!r}{known}")
+        if self.estimate not in _ESTIMATES:
+            raise InputError(f"curvature.estimate is {self.estimate!r}{suggestion(self.estimate, _ESTIMATES)}")
+        if self.sampled and self.estimate != "per_sample":
+            raise InputError("curvature.sampled=true draws a label a sample: it needs estimate=per_sample")
         if (self.samples is None) == (self.fraction is None):
             raise InputError(
                 f"curvature.samples is {self.samples} and curvature.fraction {self.fraction}: set one and "

@@ -23,7 +23,7 @@ from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
-from mergekit_lab.reporting import Timing, Tracker
+from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.stages.checking import build, without_null_coefficient
 from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
 from mergekit_lab.stages.given_up import given_up
@@ -88,7 +88,7 @@ class Context:
         self.devices = devices_of(plain["device"])
         self.device = resolve_device(self.devices[0])
         self.place = Place(**plain["trainer"])
-        known = {} if shared is None else shared
+        self._shared = known = {} if shared is None else shared
 
         def built(node: DictConfig) -> Any:
             name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
@@ -109,6 +109,7 @@ class Context:
         self.tracker: Tracker = build(cfg.logger)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
+        self._told: dict[str, str] = {}
         self._counts = {"computed": 0, "reused": 0}
         self._pool: Pool | None = None
         self.only: list[str] | None = plain["only"]
@@ -191,6 +192,16 @@ class Context:
             raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
         method.check(tuple(self.tasks))
         return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
+
+    def variant(self, changes: Mapping[str, Any]) -> Context:
+        """The same run with other values in its configuration; trackers do not hear of it.
+
+        Close it after use.
+        """
+        cfg: Any = OmegaConf.merge(self.cfg, changes)
+        made = Context(cfg, self.folder, self.choices, self._shared)
+        made.tracker, made.made, made._counts, made.only = Tracker(), self.made, self._counts, self.only
+        return made
 
     # --- parts of the backbone ------------------------------------------------------------------------
 
@@ -335,6 +346,8 @@ class Context:
         read = ("samples", "fraction", "sampled") if kind == "fisher" else ("samples", "fraction")
         given = self.plain["curvature"]
         curvature = {name: given[name] for name in read if given[name] is not None}
+        if kind == "fisher" and given["estimate"] != "per_sample":
+            curvature |= {"estimate": given["estimate"], "batch_size": self.training.batch_size}
         return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
 
     def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,6 +387,7 @@ class Context:
         self._counts["computed" if made else "reused"] += 1
         if not artefact.reused:
             self.made.add(artefact.key)
+        self._tell(artefact)
         return artefact
 
     @cached_property
@@ -457,7 +471,15 @@ class Context:
         found = self.store.find(kind, content)
         if found is None:
             raise InputError(f"{what} is not in the store {self.store.root}: run stage={stage} first")
+        self._tell(found)
         return found
+
+    def _tell(self, artefact: Artefact) -> None:
+        """Tell the tracker of an artefact and, from the keys in its content, of what it was made of."""
+        name = f"{artefact.kind}-{artefact.key}"
+        inputs = tuple(dict.fromkeys(self._told[key] for key in _texts(artefact.content) if key in self._told))
+        self._told[artefact.key] = name
+        self.tracker.log_product(Product(name, artefact.kind, artefact.folder, inputs))
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -498,6 +520,15 @@ def _work(
     with context.working_on([name]):
         function(context)
     return set(context.made)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Every string in a JSON-able value."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping | list | tuple):
+        for part in content.values() if isinstance(content, Mapping) else content:
+            yield from _texts(part)
 
 
 def load_state(artefact: Artefact, name: str = "model.safetensors") -> dict[str, Tensor]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Batch
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.curvature import diagonal_fisher, input_grams
+from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.errors import InputError
 from mergekit_lab.stages.config import Curvature
 from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,14 @@ def stage_curvature(run: Context) -> None:
     run.spread(stage_curvature, missing)
     for kind in kinds:
         for task in filter(run.mine, run.tasks):
-            artefact = run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
+            artefact = obtain_side(run, kind, task)
             how = "found in the store" if artefact.reused else f"{artefact.info['wall_seconds']:.1f} s"
             log.info("%s of %s: %s", kind, task, how)
+
+
+def obtain_side(run: Context, kind: str, task: str) -> Artefact:
+    """An expert's Fisher or Grams, computed if they are not in the store."""
+    return run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
 
 
 def _maker(run: Context, kind: str, task: str) -> Any:
@@ -66,15 +72,19 @@ def _computed(
         InputError: one sample at a time is too much.
     """
     chunk = settings.chunk
+    causal = run.objective(task).causal
+    by_moment = kind == "fisher" and settings.estimate == "first_moment"
     while True:
-        batches = _batches(run, kind, task, count, chunk)
+        batches = _batches(run, kind, task, count, run.training.batch_size if by_moment else chunk)
         try:
             if kind == "gram":
                 return input_grams(whole, batches)
+            if by_moment:
+                moments = first_moment(whole, batches, causal=causal, chunk=chunk)
+                return {name: moment.square() for name, moment in moments.items()}
             return diagonal_fisher(
-                whole, batches, causal=run.objective(task).causal, sampled=settings.sampled, seed=run.seed,
-                chunk=chunk,
-            )  # fmt: skip
+                whole, batches, causal=causal, sampled=settings.sampled, seed=run.seed, chunk=chunk
+            )
         except torch.OutOfMemoryError as error:
             if chunk == 1:
                 raise InputError(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.stages.checking import check_against, stage_list
+from mergekit_lab.store import content_key
 from mergekit_lab.store.store import says_full
 
 if TYPE_CHECKING:
@@ -23,6 +25,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
 _ON_DATA = ("fetch", "check_data")
+_JOBS = {"report": "evaluate"}
+"""The kind of work that a stage is, where it has not a kind of its own."""
+_CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
+_DECIDES_NOTHING = {
+    *("run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages"),
+    *(
+        "runs",
+        "table",
+        "metric",
+        "data_root",
+        "sources",
+        "fetch_to",
+        "images_limit_gb",
+        "evaluation_batch_size",
+    ),
+}
+"""What a run may change when it goes on where it was cut."""
 
 
 def _stage(name: str) -> Callable[[Context], None]:
@@ -83,22 +102,16 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             log.info("%s", Plan.of([context]).text())
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        context.tracker.start(
-            context.plain,
-            run_dir=folder,
-            name=folder.name,
-            group=context.plain["suite"]["name"],
-            job_type="run",
-        )
         begun = time.monotonic()
         try:
-            for name in wanted:
-                with context.timed(name), _enough_memory(name):
-                    STAGES[name](context)
+            for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
+                with _tracked(context, job):
+                    for name in names:
+                        with context.timed(name), _enough_memory(name):
+                            STAGES[name](context)
             found = outcome(context) if cfg.objective else None
         finally:
             context.close()
-            context.tracker.finish()
         log.info("done in %.0f s", time.monotonic() - begun)
         return found
     except Exception as error:
@@ -127,6 +140,24 @@ def _enough_memory(stage: str) -> Iterator[None]:
             f"the stage {stage} does not fit the device's memory ({str(error).splitlines()[0]}): lower "
             "evaluation_batch_size or curvature.chunk, or set device=cpu"
         ) from error
+
+
+@contextmanager
+def _tracked(context: Context, job: str) -> Iterator[None]:
+    """Trackers see a run of their own for every kind of work, in one group an experiment."""
+    deciding = {name: value for name, value in context.plain.items() if name not in _DECIDES_NOTHING}
+    context.tracker.start(
+        context.plain | {"choices": {group: context.choices.get(group) for group in _CHOICES}},
+        run_dir=context.folder,
+        name=f"{context.folder.name} {job}",
+        group=context.choices.get("experiment") or context.plain["suite"]["name"],
+        job_type=job,
+        identity=content_key({"job": job, "configuration": deciding}),
+    )
+    try:
+        yield
+    finally:
+        context.tracker.finish()
 
 
 def _compare(wanted: list[str], cfg: DictConfig, folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mergekit_lab import InputError
-from mergekit_lab.curvature import squared_first_moment
+from mergekit_lab.curvature import first_moment, squared_first_moment
 from mergekit_lab.optim import SAM
 
 
@@ -42,6 +42,34 @@ def test_it_reads_through_the_optimizers_of_this_package() -> None:
     step(optimizer, model)
     found = squared_first_moment(optimizer, model.named_parameters())
     assert torch.equal(found["bias"], optimizer.base.state[model.bias]["exp_avg"] ** 2)
+
+
+def test_without_the_optimizer_it_is_what_adam_remembers_of_the_same_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batches = [(torch.randn(n, 3, dtype=torch.float64), torch.arange(n) % 2) for n in (5, 5, 2)]
+    adam = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.8, 0.9))
+    for x, y in batches:
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        adam.step()
+    wanted = squared_first_moment(adam, model.named_parameters())
+    found = first_moment(model, batches, beta=0.8, chunk=2)
+    assert found.keys() == wanted.keys()
+    for name, moment in found.items():
+        torch.testing.assert_close(moment.square(), wanted[name])
+
+
+def test_where_no_gradient_comes_the_moment_is_zero_and_nothing_to_average_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    found = first_moment(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
+    assert not found["unused"].any()
+    assert found["weight"].any()
+    with pytest.raises(InputError, match="one batch or more"):
+        first_moment(model, [])
+    with pytest.raises(InputError, match="beta is 1"):
+        first_moment(model, [], beta=1)
 
 
 def test_an_optimizer_without_a_moment_is_refused() -> None:

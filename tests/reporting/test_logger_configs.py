@@ -8,7 +8,7 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "conf" / "logger"
 
 
-@pytest.mark.parametrize("name", ["csv", "wandb"])
+@pytest.mark.parametrize("name", ["csv", "tensorboard", "wandb"])
 def test_a_logger_config_states_every_field_with_its_default(name):
     config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     module, _, attribute = config.pop("_target_").rpartition(".")

@@ -1,4 +1,5 @@
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizer
     bars = plots.merger_figures(table, tmp_path)
     assert [path.name for path in bars] == (["mergers.png"] if mergers else [])
     assert all(size(path)[1] > 40 * mergers for path in bars)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "mergers", "optimizers", "drawn"),
+    [(2, 2, 1, []), (3, 0, 1, []), (3, 2, 1, ["radar.png"]), (4, 9, 2, ["radar-1-", "radar-2-"])],
+)
+def test_a_radar_needs_three_tasks_and_a_merger(tmp_path, study, tasks, mergers, optimizers, drawn):
+    found = plots.radar_figures(comparison_table(study(tasks, mergers, optimizers)), tmp_path)
+    assert [path.name[: len(start)] for path, start in zip(found, drawn, strict=True)] == drawn
+    assert all(min(size(path)) > 600 for path in found)
 
 
 def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
@@ -143,5 +154,9 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
         "experts": None, "ties": 203.0, "tsvm": 220.0, "+joint": 350.0,
     }  # fmt: skip
     assert [path.name for path in plots.cost_figure(table, tmp_path)] == ["cost.png"]
+    seconds_alone = size(tmp_path / "cost.png")
+    measured = [replace(r, model_peak_memory_bytes=2**30) if r.kind == "merged" else r for r in records]
+    plots.cost_figure(comparison_table(measured), tmp_path)
+    assert size(tmp_path / "cost.png")[0] > 1.4 * seconds_alone[0]  # memory has a panel of its own
     unknown = [record(merger="x", model_seconds=None), record(merger="y", model_seconds=1.0)]
     assert plots.cost_figure(comparison_table(unknown), tmp_path) == []

@@ -168,6 +168,21 @@ def test_failures_and_configuration_are_on_the_page(tmp_path, study):
     assert "<summary>Configuration</summary><pre>optimizer: sam</pre>" in text
 
 
+def test_figures_of_analyses_in_the_runs_folder_are_on_the_page_and_every_hash(tmp_path, study):
+    from matplotlib.figure import Figure
+
+    for folder in ("a", "b"):
+        (tmp_path / folder / "analysis").mkdir(parents=True)
+        Figure(figsize=(1, 1)).savefig(tmp_path / folder / "analysis" / "landscape.png")
+        one = report(tmp_path / folder, study(1, 1)).html.read_text()
+        assert "Analysis landscape; its numbers are in analysis/landscape.json." in one
+    records = read_records(tmp_path / "a" / "records.jsonl")
+    assert all(f"model {r.model_key}".replace("'", "&#x27;") in one for r in records)
+    both = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "both").html.read_text()
+    assert "Analysis landscape of a;" in both
+    assert "Analysis landscape of b;" in both
+
+
 def test_a_report_of_nothing_is_still_written(tmp_path):
     paths = report(tmp_path, [], curves={}, searches={}, timings={}, config_yaml="")
     assert paths.figures == ()

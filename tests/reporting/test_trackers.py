@@ -1,8 +1,10 @@
 import csv
+import struct
 
 import pytest
 
-from mergekit_lab.reporting import CsvTracker, Tracker, comparison_table
+from mergekit_lab import InputError
+from mergekit_lab.reporting import CsvTracker, TensorBoardTracker, Tracker, comparison_table
 
 
 def rows(path):
@@ -73,3 +75,42 @@ def test_the_base_tracker_writes_nothing(tmp_path, record):
     tracker.log_figure("f", tmp_path / "none.png")
     tracker.finish()
     assert not list(tmp_path.iterdir())
+
+
+def events(folder):
+    """Names, steps and values of an event file: length, checksum, message, checksum, and so on."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = folder.glob("events.*")
+    content, place, found = file.read_bytes(), 0, []
+    while place < len(content):
+        (length,) = struct.unpack_from("<Q", content, place)
+        event = Event()
+        event.ParseFromString(content[place + 12 : place + 12 + length])
+        found += [(value.tag, event.step, value) for value in event.summary.value]
+        place += 16 + length
+    return found
+
+
+def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_path, record):
+    from matplotlib.figure import Figure
+
+    Figure(figsize=(1, 1)).savefig(tmp_path / "figure.png")
+    tracker = TensorBoardTracker()
+    for job in ("finetune", "evaluate"):
+        tracker.start({}, run_dir=tmp_path / "run", name="n", job_type=job)
+        tracker.log({f"{job}/loss": 2.5}, step=7)
+        tracker.log_summary(comparison_table([record(value=0.6, expert_value=0.8)]))
+        tracker.log_figure("mergers", tmp_path / "figure.png")
+        tracker.finish()
+    found = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
+    assert (found["evaluate/loss"][0], found["evaluate/loss"][1].simple_value) == (7, 2.5)
+    assert found["ties/normalised"][1].simple_value == pytest.approx(0.75)
+    assert (found["mergers"][1].image.height, found["mergers"][1].image.width) == (100, 100)
+    assert "finetune/loss" not in found
+
+
+def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[tensorboard\]'"):
+        TensorBoardTracker()

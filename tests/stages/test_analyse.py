@@ -34,6 +34,12 @@ SMALL = {
         *("analysis.coefficients=[0.5,1.0]", "analysis.samples=20"),
     ],
     "expert_count": ["analysis.coefficients=[0.5,1.0]", "analysis.groups=2", "analysis.samples=20"],
+    "fisher_fraction": [
+        *("merger=fisher", "analysis.fractions=[0.05,0.2]", "analysis.coefficients=[0.5,1.0]"),
+        "analysis.samples=20",
+    ],
+    "steps": ["analysis.shares=[0.5,1.0]", "analysis.coefficients=[0.5,1.0]", "analysis.samples=20"],
+    "distribution": ["analysis.bins=11"],
     "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyse]", "analysis.samples=20"],
     "cloud": [
         *("stage=null", "stages=[finetune,analyse]", f"+suite.tasks.other={OTHER}"),
@@ -123,6 +129,27 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
     assert resumed == whole
 
 
+def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
+    from mergekit_lab.stages.analyses import paths
+
+    _, store = trained
+    options = ["analysis.points=4"]
+    real, made = paths.line, []
+
+    def cut(model, weights, label, *args):
+        if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
+            raise KeyboardInterrupt
+        made.append(label)
+        return real(model, weights, label, *args)
+
+    monkeypatch.setattr(paths, "line", cut)
+    with pytest.raises(KeyboardInterrupt):
+        analyse(tmp_path / "cut", store, "barrier", *options)
+    (tmp_path / "again").mkdir()
+    assert list(analyse(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
+    assert made == ["digits", "latin"]
+
+
 def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
     folder, store = trained
@@ -163,6 +190,9 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
         ("barrier", "analysis.merger=ties", "analysis.merger is 'ties'; this run has task_arithmetic"),
         ("hessian", "analysis.tasks=[mnist]", "analysis.tasks names 'mnist'"),
         ("alpha_sweep", "merger=average", "no merger of this run has a coefficient"),
+        ("fisher_fraction", "merger=average", "no merger of this run reads Fishers"),
+        ("fisher_fraction", "analysis.fractions=[0.0]", r"analysis.fractions is .* shares in \(0, 1\]"),
+        ("steps", "training.epochs=2", "trains experts for parts of training.steps"),
         ("task_vectors", "+analysis.rnak=2", "unknown key 'analysis.rnak'.*did you mean 'rank'"),
     ],
 )
@@ -190,6 +220,39 @@ def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_gro
     tasks = whole["mergers"]["task_arithmetic"]
     shares = [sum(tasks[t]["value"][i] / whole["experts"][t] for t in tasks) / 2 for i in (0, 2)]
     assert group["normalised"] == pytest.approx(max(shares))
+
+
+def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
+    _, store = trained
+    found = analyse(tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]")["points"]
+    assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
+    assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
+    before = len(list((store / "fishers").iterdir()))
+    go(tmp_path / "b", store, "stages=[curvature,merge]", "merger=fisher", "curvature.samples=null",
+       "curvature.fraction=1.0")  # fmt: skip
+    assert len(list((store / "fishers").iterdir())) == before
+
+
+def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) -> None:
+    folder, store = trained
+    before = len(list((store / "experts").iterdir()))
+    found = analyse(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
+    assert [point["steps"] for point in found] == [2, 4]
+    assert len(list((store / "experts").iterdir())) <= before + 2
+    experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
+    assert found[1]["experts"] == pytest.approx(experts, abs=1e-6)
+    assert set(found[0]["mergers"]) == {"task_arithmetic"}
+
+
+def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained, tmp_path) -> None:
+    data = analyse(tmp_path, trained[1], "distribution", "analysis.share=0.9")
+    assert list(data) == ["digits", "latin", "+sum"]
+    for entry in data.values():
+        width = entry["places"][1] - entry["places"][0]
+        assert sum(entry["density"]) * width == pytest.approx(0.9, abs=0.01)
+        assert entry["fits"]["laplace"]["mean_log_likelihood"] > 0
+    scales = [data[name]["fits"]["gaussian"]["scale"] for name in ("digits", "latin", "+sum")]
+    assert scales[2] < scales[0] + scales[1]
 
 
 def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:

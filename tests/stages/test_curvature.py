@@ -1,5 +1,6 @@
 """Stage curvature: what is computed, for whom, and that it is found again."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -118,6 +119,18 @@ def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeyp
     assert (store / file).read_bytes() == (other / file).read_bytes()
 
 
+def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with(merged, tmp_path) -> None:
+    _, store = merged
+    before = keys(store, "fishers")
+    go(tmp_path / "a", store, "merger=fisher", "stages=[curvature,merge]", "curvature.estimate=first_moment")
+    (one, other) = keys(store, "fishers") - before
+    fisher = open_checkpoint(store / "fishers" / one / "fisher.safetensors")
+    assert all(bool((fisher[name] >= 0).all()) for name in fisher)
+    assert any(fisher[name].any() for name in fisher)
+    told = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
+    assert told == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
+
+
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
     from mergekit_lab.stages.context import Context
     from mergekit_lab.stages.curvature import _batches
@@ -138,6 +151,8 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
         (["curvature.samples=null"], "set one and leave the other null"),
         (["curvature.samples=null", "curvature.fraction=1.5"], r"fraction is 1.5; it must be in \(0, 1\]"),
         (["curvature.chunk=0"], "curvature.chunk is 0"),
+        (["curvature.estimate=moment"], "curvature.estimate is 'moment'.*did you mean 'first_moment'"),
+        (["curvature.estimate=first_moment", "curvature.sampled=true"], "needs estimate=per_sample"),
     ],
 )
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:

@@ -1,7 +1,9 @@
 """What the stage `analyse` can do, one frozen dataclass each; the group `analysis` names them."""
 
+from mergekit_lab.stages.analyses.ablations import FinetuningSteps, FisherFraction
 from mergekit_lab.stages.analyses.cloud import ExpertCloud
 from mergekit_lab.stages.analyses.contract import Analysis
+from mergekit_lab.stages.analyses.distribution import EntryDistribution
 from mergekit_lab.stages.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
 from mergekit_lab.stages.analyses.planes import Disentanglement, Landscape
 from mergekit_lab.stages.analyses.sweeps import CurvatureGain, ExpertCount, RankSweep
@@ -13,8 +15,11 @@ __all__ = [
     "CrossTaskLinearity",
     "CurvatureGain",
     "Disentanglement",
+    "EntryDistribution",
     "ExpertCloud",
     "ExpertCount",
+    "FinetuningSteps",
+    "FisherFraction",
     "HessianPath",
     "JointTaskLinearity",
     "Landscape",

@@ -72,12 +72,19 @@ class AlphaSweep(Analysis):
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
         for task in run.tasks:
             own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
-        found: Data = {"alphas": content["alphas"], "experts": own, "mergers": {}}
+        alphas, kept = content["alphas"], resume / "mergers.jsonl"
+        swept: dict[str, Any] = dict(resumed(kept))
         for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
-            unit = merge_experts(run, run.mergers[label].method.at(1.0))
-            weights = Weights(run.model, run.base_state, {label: unit})
-            found["mergers"][label] = line(run.model, weights, label, found["alphas"], chosen, size)
-        return found
+            if label not in swept:
+                unit = merge_experts(run, run.mergers[label].method.at(1.0))
+                weights = Weights(run.model, run.base_state, {label: unit})
+                swept[label] = line(run.model, weights, label, alphas, chosen, size)
+                keep(kept, [label, swept[label]])
+        return {
+            "alphas": alphas,
+            "experts": own,
+            "mergers": {label: swept[label] for label in content["mergers"]},
+        }
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
@@ -136,13 +143,15 @@ class LossBarrier(Analysis):
         content = merged_content(run, run.mergers[label])
         merged = load_state(run.made_earlier("merged", content, f"the model of {label}", "merge"))
         places = grid(0.0, 1.0, self.points)
-        found: Data = {"merger": label, "places": places, "tasks": {}}
-        for task, state in states(run, run.tasks).items():
+        kept = resume / "tasks.jsonl"
+        found: dict[str, Any] = dict(resumed(kept))
+        for task, state in states(run, [task for task in run.tasks if task not in found]).items():
             weights = Weights(run.model, merged, {task: state})
             chosen = {task: sample(run, task, self.part, self.samples)}
             curve = line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
-            found["tasks"][task] = {**curve, "barrier": barrier(curve["loss"], places)}
-        return found
+            found[task] = {**curve, "barrier": barrier(curve["loss"], places)}
+            keep(kept, [task, found[task]])
+        return {"merger": label, "places": places, "tasks": found}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines

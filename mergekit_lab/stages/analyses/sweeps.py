@@ -12,7 +12,7 @@ from rich.progress import track
 
 from mergekit_lab.analysis.plane import Sample, Weights, line
 from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.merging import EpiMer
+from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.stages.analyses.contract import (
     Analysis,
     Data,
@@ -34,8 +34,8 @@ _FLAT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sweep(Analysis):
-    """What the sweeps share.
+class Sweep(Analysis):
+    """What sweeps share: merges that are each evaluated at the best coefficient of a grid.
 
     Args:
         coefficients: the grid of `α` that the best is taken of.
@@ -47,20 +47,24 @@ class _Sweep(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _content(self, run: Context, mergers: dict[str, Merger]) -> dict[str, Any]:
-        if not mergers:
-            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
+    def shared_content(self, run: Context, name: str) -> dict[str, Any]:
+        """What decides numbers besides what is merged."""
         return {
-            "analysis": type(self).__name__,
+            "analysis": name,
             "coefficients": list(self.coefficients),
-            "mergers": {label: content_key(run.merge_content(m, m.content)) for label, m in mergers.items()},
             **data_content(run, run.tasks),
             "part": self.part,
             "samples": self.samples,
             "seed": run.seed,
         }
 
-    def _own(self, run: Context) -> dict[str, float]:
+    def _content(self, run: Context, mergers: dict[str, Merger]) -> dict[str, Any]:
+        if not mergers:
+            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
+        merges = {label: content_key(run.merge_content(m, m.content)) for label, m in mergers.items()}
+        return self.shared_content(run, type(self).__name__) | {"mergers": merges}
+
+    def own(self, run: Context) -> dict[str, float]:
         """Every expert's value on its own task."""
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
         size = run.cfg.evaluation_batch_size
@@ -70,25 +74,39 @@ class _Sweep(Analysis):
             for task in run.tasks
         }
 
-    def _best(
-        self, run: Context, unit: dict[str, Any], own: dict[str, float], tasks: Sequence[str]
+    def best(
+        self,
+        run: Context,
+        method: Method,
+        own: dict[str, float],
+        tasks: Sequence[str] | None = None,
     ) -> dict[str, float]:
-        """The best coefficient of a merge at `α = 1`, and the normalised value there."""
+        """A merge's best coefficient (1 where the method has none), and its values there, means over tasks.
+
+        Args:
+            own: every expert's value on its own task.
+            tasks: whose experts are merged, and evaluated on; all by default.
+        """
+        tasks = list(run.tasks) if tasks is None else list(tasks)
+        has_one = type(method).at is not Method.at
+        grid = self.coefficients if has_one else (1.0,)
+        unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
         chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
         weights = Weights(run.model, run.base_state, {"merged": unit})
-        scores = line(run.model, weights, "merged", self.coefficients, chosen, run.cfg.evaluation_batch_size)
+        scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         shares = [[v / max(own[t], 1e-9) for v in scores[t]["value"]] for t in tasks]
         means = [sum(point) / len(point) for point in zip(*shares, strict=True)]
         top = max(range(len(means)), key=means.__getitem__)
-        return {"coefficient": self.coefficients[top], "normalised": means[top]}
+        value = sum(scores[t]["value"][top] for t in tasks) / len(tasks)
+        return {"coefficient": grid[top], "normalised": means[top], "value": value}
 
 
-def _scaled(run: Context) -> dict[str, Merger]:
+def scaled(run: Context) -> dict[str, Merger]:
     return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSweep(_Sweep):
+class RankSweep(Sweep):
     """Directions an expert keeps of a matrix, for every merger of the run that has a rank (EpiMer, Tables 7–9).
 
     Args:
@@ -104,25 +122,24 @@ class RankSweep(_Sweep):
         return self._content(run, self._mergers(run)) | {"ranks": list(self.ranks)}
 
     def compute(self, run: Context, resume: Path) -> Data:
-        own, kept = self._own(run), resume / "ranks.jsonl"
+        own, kept = self.own(run), resume / "ranks.jsonl"
         done = {(entry["merger"], entry["rank"]): entry for entry in resumed(kept)}
         cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
         for label, rank in track(cells, "sweeping ranks", disable=not run.cfg.progress, transient=True):
             if (label, rank) in done:
                 continue
             method: Any = run.mergers[label].method
-            unit = merge_experts(run, replace(method, rank=rank).at(1.0))
-            entry = {"merger": label, "rank": rank, **self._best(run, unit, own, list(run.tasks))}
+            entry = {"merger": label, "rank": rank, **self.best(run, replace(method, rank=rank), own)}
             done[label, rank] = entry
             keep(kept, entry)
         return {"points": [done[cell] for cell in cells]}
 
     def draw(self, data: Data) -> Drawing:
-        return _drawn("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
+        return best_drawing("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertCount(_Sweep):
+class ExpertCount(Sweep):
     """Experts merged at a time, for every merger of the run that has a coefficient.
 
     Of each number some groups are merged and evaluated on their own tasks; the coefficient is the best for the
@@ -135,7 +152,7 @@ class ExpertCount(_Sweep):
     groups: int = 3
 
     def content(self, run: Context) -> dict[str, Any]:
-        content = self._content(run, _scaled(run))
+        content = self._content(run, scaled(run))
         return content | {"groups": self.groups, **experts_content(run, run.tasks)}
 
     def _chosen(self, run: Context) -> list[list[str]]:
@@ -155,24 +172,26 @@ class ExpertCount(_Sweep):
         return found
 
     def compute(self, run: Context, resume: Path) -> Data:
-        own, kept = self._own(run), resume / "groups.jsonl"
+        own, kept = self.own(run), resume / "groups.jsonl"
         done = {(entry["merger"], tuple(entry["tasks"])): entry for entry in resumed(kept)}
-        cells = [(label, tuple(group)) for label in _scaled(run) for group in self._chosen(run)]
+        cells = [(label, tuple(group)) for label in scaled(run) for group in self._chosen(run)]
         for label, group in track(cells, "merging groups", disable=not run.cfg.progress, transient=True):
             if (label, group) in done:
                 continue
-            unit = merge_experts(run, run.mergers[label].method.at(1.0), group)
-            best = self._best(run, unit, own, group)
+            best = self.best(run, run.mergers[label].method, own, group)
             entry = {"merger": label, "tasks": list(group), "experts": len(group), **best}
             done[label, group] = entry
             keep(kept, entry)
         return {"points": [done[cell] for cell in cells]}
 
     def draw(self, data: Data) -> Drawing:
-        return _drawn("Experts merged", "experts", "experts", data["points"], self.part)
+        return best_drawing("Experts merged", "experts", "experts", data["points"], self.part)
 
 
-def _drawn(title: str, x: str, key: str, points: list[dict[str, Any]], part: str) -> Drawing:
+def best_drawing(
+    title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
+) -> Drawing:
+    """Normalised value and coefficient of every merger over `point[key]`."""
     from mergekit_lab.reporting.figures import Lines
 
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
@@ -186,8 +205,14 @@ def _drawn(title: str, x: str, key: str, points: list[dict[str, Any]], part: str
         }
 
     panels: list[Any] = [
-        Lines(f"best coefficient, {part}", x, "value (% of the experts')", curve("normalised", 100.0)),
-        Lines("the coefficient", x, "α", curve("coefficient", 1.0)),
+        Lines(
+            f"best coefficient, {part}",
+            x,
+            "value (% of the experts')",
+            curve("normalised", 100.0),
+            logarithmic_x=logarithmic,
+        ),
+        Lines("the coefficient", x, "α", curve("coefficient", 1.0), logarithmic_x=logarithmic),
     ]
     return Drawing(title, panels, {})
 

@@ -25,6 +25,8 @@ from mergekit_lab.stages.analyses.contract import (
     data_content,
     every_pair,
     experts_content,
+    keep,
+    resumed,
     sample,
     states,
 )
@@ -156,12 +158,14 @@ class CrossTaskLinearity(Analysis):
         weights = Weights(run.model, run.base_state, states(run, names))
         blocks = blocks_of(run.model)
         chosen = {task: sample(run, task, self.part, self.samples) for task in names}
-        found: Data = {"blocks": list(blocks), "pairs": []}
-        for pair in pairs:
+        kept = resume / "pairs.jsonl"
+        found: list[Data] = resumed(kept)
+        for pair in pairs[len(found) :]:
             both = [chosen[task] for task in pair]
             values = cross_task_linearity(run.model, blocks, weights, pair, both, coefficient=self.coefficient)
-            found["pairs"].append({"pair": list(pair), "values": list(values.values())})
-        return found
+            found.append({"pair": list(pair), "values": list(values.values())})
+            keep(kept, found[-1])
+        return {"blocks": list(blocks), "pairs": found}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines

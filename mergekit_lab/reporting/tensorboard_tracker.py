@@ -1,0 +1,61 @@
+"""Tracking with TensorBoard's event files, by tensorboardX: `tensorboard --logdir FOLDER` shows them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.tables import Table
+from mergekit_lab.reporting.trackers import Tracker
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardTracker(Tracker):
+    """Metrics over steps, the leaderboard's means, and figures, in `tensorboard/JOB` of a run's folder.
+
+    Raises `InputError` if tensorboardX is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise InputError(
+                f"logger=tensorboard needs tensorboardX ({error}): pip install 'mergekit_lab[tensorboard]'"
+            ) from None
+        self._make: Any = tensorboardX.SummaryWriter
+        self._writer: Any = None
+
+    def start(
+        self,
+        config: Mapping[str, Any],
+        *,
+        run_dir: Path | str,
+        name: str,
+        group: str | None = None,
+        job_type: str | None = None,
+        identity: str | None = None,
+    ) -> None:
+        self._writer = self._make(str(Path(run_dir) / FOLDER / (job_type or name)))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_summary(self, table: Table) -> None:
+        for row in table.rows:
+            for measure, cell in (("average", row.average), ("normalised", row.normalised)):
+                if cell.mean is not None:
+                    self._writer.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
+
+    def log_figure(self, name: str, path: Path | str) -> None:
+        import numpy as np
+        from PIL import Image
+
+        self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), dataformats="HWC")
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,29 @@
+"""The dashboard is a definition of wandb_workspaces: what it would save is looked at, nothing is sent."""
+
+import json
+
+import pytest
+
+from mergekit_lab import InputError
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting.wandb_dashboard import ANALYSES, dashboard
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb_workspaces itself
+def test_the_dashboard_shows_what_the_tracker_logs() -> None:
+    pytest.importorskip("wandb_workspaces")
+    made = dashboard("p", "team", ["quickstart"])
+    saved = json.dumps(made._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
+    for name in ("best/normalised", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
+        assert name in saved
+    assert (made.project, made.entity) == ("p", "team")
+
+
+def test_every_analysis_has_its_figure_there() -> None:
+    assert sorted(ANALYSES) == sorted(file.stem for file in (conf_dir() / "analysis").glob("*.yaml"))
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.reports.v2", None)
+    with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[dashboard\]'"):
+        dashboard("p", "team")
