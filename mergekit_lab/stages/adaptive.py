@@ -16,8 +16,9 @@ from mergekit_lab.backbones import Batch, ImageObjective
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
-from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.curvature import prefix
+from mergekit_lab.stages.setup import Merger
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 

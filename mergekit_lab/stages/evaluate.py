@@ -16,7 +16,8 @@ from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.evaluation import score
-from mergekit_lab.stages.context import Context, Merger, load_state
+from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.setup import Merger
 from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import Part

@@ -20,8 +20,9 @@ from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.stages.adaptive import learn, learned_method, learning_content, learns
 from mergekit_lab.stages.checking import build
-from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import Subject, evaluate, peak_memory
+from mergekit_lab.stages.setup import Merger
 from mergekit_lab.store import Artefact, content_key
 from mergekit_lab.store.store import Workplace
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.config import wants_fit
-from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import Subject, evaluation_content
 from mergekit_lab.stages.merge import merged_content
+from mergekit_lab.stages.setup import Merger
 from mergekit_lab.store import Store, content_key
 
 _ORDER = ("experts", "fits", "joint", "fishers", "grams", "searches", "coefficients", "merged", "evaluations")

@@ -24,8 +24,9 @@ from mergekit_lab.stages.analyses.contract import (
     sample,
     states,
 )
-from mergekit_lab.stages.context import Context, Merger
+from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.merge import merge_experts
+from mergekit_lab.stages.setup import Merger
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import Part
 
