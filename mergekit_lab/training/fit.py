@@ -231,7 +231,8 @@ class _Checkpoints(TorchCheckpointIO):
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
-        torch.save(checkpoint, part)
+        with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
+            torch.save(checkpoint, out)
         os.replace(part, file)
 
 

@@ -1,5 +1,7 @@
 """A quickstart shrunk to seconds."""
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -47,6 +49,11 @@ def _no_hydra_left_behind():
     yield
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("store")
 
 
 def plain(cfg):
