@@ -150,7 +150,7 @@ def finetune(
         return None
     if ended.state is not None:
         saved, step = ended.state, ended.step
-    else:  # the best ones, or those of a run that was stopped after its last step
+    else:  # the best ones, or those of a training that had already ended
         file = best.best_model_path if settings.keep == "best" else last
         loaded = torch.load(file, weights_only=True, map_location="cpu")
         saved, step = loaded["state_dict"], int(loaded["global_step"])

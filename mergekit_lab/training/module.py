@@ -82,6 +82,7 @@ class FinetuneModule(lightning.LightningModule):
         self.record_every = record_every
         self.on_metrics = on_metrics
         self.curve: list[dict[str, float]] = []
+        self._looked_at = -1
         self._first_loss: Tensor | None = None
         self._first_bad: Tensor | None = None
         self._saved = 0
@@ -201,7 +202,14 @@ class FinetuneModule(lightning.LightningModule):
             optimizer.attach(self if model is None else model)
 
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Look at the loss of the step in hand, once. What a callback saves comes before the hook."""
         step = self.global_step
+        if step == self._looked_at:
+            return
+        self._looked_at = step
         assert self._first_loss is not None
         if self._first_bad is None:
             self._first_bad = torch.full((), -1, device=self.device)

@@ -13,6 +13,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
+from mergekit_lab.training.module import FinetuneModule
+
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGREE = 10
@@ -26,7 +28,8 @@ class Stopped(BaseException):
 class Stopper(Callback):
     """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to go on from.
 
-    A second signal does not wait for the step.
+    After the last step there is nothing to go on with but its validation, which Lightning makes after a step
+    only: training then goes on from the checkpoint before. A second signal does not wait for the step.
 
     Args:
         checkpoint: where it is written.
@@ -64,7 +67,7 @@ class Stopper(Callback):
     def on_train_batch_end(
         self,
         trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
+        pl_module: FinetuneModule,  # type: ignore[override]
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -76,6 +79,10 @@ class Stopper(Callback):
         if together:
             told = trainer.strategy.reduce_boolean_decision(told, all=False)
         if told:
-            trainer.save_checkpoint(self.checkpoint)
-            log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+            if trainer.global_step == trainer.max_steps:
+                log.info("stopped before the last validation; the same command goes on from the one before it")
+            else:
+                pl_module.end_step()
+                trainer.save_checkpoint(self.checkpoint)
+                log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
             raise Stopped
