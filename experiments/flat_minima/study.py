@@ -161,7 +161,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="further overrides of every cell")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    done = json.loads(options.out.read_text())["cells"] if options.out.exists() else []
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {"fixed": FIXED, "cells": []}
+    done = kept["cells"]
     ready = {(c["arm"], c["seed"]) for c in done}
     order = cells()
     if options.arms:
@@ -183,7 +184,7 @@ def main() -> None:
                 f"{time.time() - begun:.0f} s, {found['seconds']:.0f} s, experts {found['expert_seconds'][-1]}"
             )
             print(f"{took} s, {found['arm']}, seed {found['seed']}: {shown}", flush=True)
-            options.out.write_text(json.dumps({"fixed": FIXED, "cells": done}) + "\n")
+            options.out.write_text(json.dumps(kept) + "\n")
 
 
 def machine() -> str:
