@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.reporting.plots import _DASHES, DPI, _colour, _figure, _heading, _log_labels, _short
+from mergekit_lab.reporting import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,8 +95,8 @@ def analysis_figure(
     planes = [panel for panel in panels if isinstance(panel, Plane)]
     common = _levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
     rows = -(-len(panels) // columns)
-    with _figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
-        _heading(figure, title)
+    with drawing.new_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
+        drawing.heading(figure, title)
         places = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(places, panels, strict=False):
             axes.set_title(panel.title)
@@ -113,7 +113,7 @@ def analysis_figure(
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
         metadata: list[dict[str, Any]] = [{"Software": None}, {"Date": None}]
         for path, about in zip(paths, metadata, strict=True):
-            figure.savefig(path, dpi=DPI, metadata=about)
+            figure.savefig(path, dpi=drawing.DPI, metadata=about)
     return paths
 
 
@@ -139,8 +139,8 @@ def _plane(
     for name, (x, y) in panel.points.items():
         axes.plot([x], [y], marker="o", markersize=5, color="white", markeredgecolor="black")
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), color="white", fontsize=8)
-    axes.set_xlabel(_short(names[0]))
-    axes.set_ylabel(_short(names[1]))
+    axes.set_xlabel(drawing.short(names[0]))
+    axes.set_ylabel(drawing.short(names[1]))
     axes.set_aspect("equal")
 
 
@@ -159,22 +159,25 @@ def _even(levels: Sequence[float]) -> Any:
 
 def _lines(axes: Axes, panel: Lines) -> None:
     for place, (name, (x, y)) in enumerate(panel.curves.items()):
-        look: dict[str, Any] = {"color": _colour(place), "linestyle": _DASHES[place // 7 % len(_DASHES)]}
+        look: dict[str, Any] = {
+            "color": drawing.colour(place),
+            "linestyle": drawing.DASHES[place // 7 % len(drawing.DASHES)],
+        }
         look["marker"] = "o" if len(x) <= _MARKED else ""
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
-        axes.plot(x, y, markersize=4, label=_short(name), **look)
+        axes.plot(x, y, markersize=4, label=drawing.short(name), **look)
     if panel.logarithmic_x:
         axes.set_xscale("log")
-        _log_labels(axes.xaxis)
+        drawing.log_labels(axes.xaxis)
     elif panel.labels is None:
         whole = all(float(place).is_integer() for x, _ in panel.curves.values() for place in x)
         axes.locator_params(axis="x", nbins=6, integer=whole)
     if panel.logarithmic:
         axes.set_yscale("log")
-        _log_labels(axes.yaxis)
+        drawing.log_labels(axes.yaxis)
     if panel.labels is not None:
-        names = [_short(name, 14) for name in panel.labels]
+        names = [drawing.short(name, 14) for name in panel.labels]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
@@ -185,7 +188,7 @@ def _lines(axes: Axes, panel: Lines) -> None:
 def _matrix(axes: Axes, panel: Matrix) -> None:
     image = axes.imshow(panel.values, cmap="RdBu_r", vmin=panel.limits[0], vmax=panel.limits[1])
     axes.figure.colorbar(image, ax=axes, shrink=0.8)
-    names = [_short(name, 14) for name in panel.names]
+    names = [drawing.short(name, 14) for name in panel.names]
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     if len(names) > 12:

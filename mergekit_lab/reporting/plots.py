@@ -1,16 +1,11 @@
-"""Figures of a report. One order and one look per merger in all of them.
-
-Colours are Okabe and Ito's, told apart by readers with any colour vision; past the seventh merger the
-colours repeat with another hatch or line, and bars, rows and lines carry names besides.
-"""
+"""Figures of a report. One order and one look per merger in all of them; bars, rows and lines carry names."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergekit_lab.reporting import drawing
 from mergekit_lab.reporting.tables import MISSING, Row, Table
 
 if TYPE_CHECKING:
@@ -24,30 +19,7 @@ Searches = Mapping[str, Sequence[Mapping[str, float]]]
 """Merger's label → points {coefficient, normalised, chosen}; `normalised` on validation (1.0: as good as
 the experts), `chosen` true at the point taken."""
 
-DPI = 130
 LINES_PER_FIGURE = 12
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
-_HATCHES = ("", "///", "...")
-_DASHES = ("-", "--", ":")
-_MARKERS = "osD^vPX"
-_STYLE: dict[Any, Any] = {
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "font.size": 10.0,
-    "axes.titlesize": 11.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
-    "hatch.linewidth": 0.8,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
 
 
 def merger_figures(table: Table, folder: Path) -> list[Path]:
@@ -56,11 +28,11 @@ def merger_figures(table: Table, folder: Path) -> list[Path]:
     if not groups:
         return []
     heading = "Average and normalised accuracy of the merged models (%)"
-    with _panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
+    with drawing.panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
         for axes, group in zip(panels, groups, strict=True):
             _bars(axes, table, group)
-        _legend(figure, *_bar_legend(table))
-        return [_save(figure, folder / "mergers.png")]
+        drawing.legend(figure, *_bar_legend(table))
+        return [drawing.save(figure, folder / "mergers.png")]
 
 
 def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
@@ -79,10 +51,10 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     for place, label in enumerate(table.mergers):
         if label not in rows:
             continue
-        hatch = _HATCHES[place // len(_COLOURS) % len(_HATCHES)]
+        hatch = drawing.HATCHES[place // len(drawing.COLOURS) % len(drawing.HATCHES)]
         for cell, shift, colour in (
-            (rows[label].average, -0.2, _colour(place)),
-            (rows[label].normalised, 0.2, _light(_colour(place))),
+            (rows[label].average, -0.2, drawing.colour(place)),
+            (rows[label].normalised, 0.2, drawing.light(drawing.colour(place))),
         ):
             if cell.mean is None:
                 continue
@@ -107,9 +79,9 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     for row in table.rows:
         if row.group == group and row.kind in _REFERENCES and row.average.mean is not None:
             axes.axvline(row.average.mean, color="#333333", linewidth=1.2, linestyle=_REFERENCES[row.kind])
-    axes.set_yticks(range(len(table.mergers)), [_short(label) for label in table.mergers])
+    axes.set_yticks(range(len(table.mergers)), [drawing.short(label) for label in table.mergers])
     axes.set_ylim(len(table.mergers) - 0.5, -0.5)
-    _percent_axis(axes.xaxis)
+    drawing.percent_axis(axes.xaxis)
     axes.set_xlim(0, top * (1.18 if any(row.average.sd is not None for row in rows.values()) else 1.09))
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.grid(axis="x")
@@ -124,7 +96,7 @@ def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=_light("#5A5A5A"))]
+    handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=drawing.light("#5A5A5A"))]
     labels = ["average", "normalised (÷ experts)"]
     for row in table.rows:
         name = f"{row.label}, average"
@@ -141,14 +113,16 @@ def heat_maps(table: Table, folder: Path) -> list[Path]:
     """
     values = [cell.mean for row in table.rows for cell in row.cells[:-2] if cell.mean is not None]
     paths = []
-    for path, group in _files(folder, "heatmap", table.groups):
+    for path, group in drawing.files(folder, "heatmap", table.groups):
         rows = [row for row in table.rows if row.group == group]
-        width = 2.8 + 0.11 * max(len(_short(row.label)) for row in rows) + 0.74 * len(table.tasks)
-        longest = max(len(_short(task)) for task in table.tasks)
-        with _figure(width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest) as figure:
+        width = 2.8 + 0.11 * max(len(drawing.short(row.label)) for row in rows) + 0.74 * len(table.tasks)
+        longest = max(len(drawing.short(task)) for task in table.tasks)
+        with drawing.new_figure(
+            width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest
+        ) as figure:
             _heat(figure, rows, table.tasks, min(values), max(values))
-            _heading(figure, _title(group, f"Accuracy per task, {table.split} split (%)"))
-            paths.append(_save(figure, path))
+            drawing.heading(figure, drawing.title(group, f"Accuracy per task, {table.split} split (%)"))
+            paths.append(drawing.save(figure, path))
     return paths
 
 
@@ -171,9 +145,13 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
                 fontsize=9,
                 color="white" if dark else "black",
             )
-    axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+    axes.set_yticks(range(len(rows)), [drawing.short(row.label) for row in rows])
     axes.set_xticks(
-        range(len(tasks)), [_short(task) for task in tasks], rotation=35, ha="right", rotation_mode="anchor"
+        range(len(tasks)),
+        [drawing.short(task) for task in tasks],
+        rotation=35,
+        ha="right",
+        rotation_mode="anchor",
     )
     axes.set_xticks([x - 0.5 for x in range(1, len(tasks))], minor=True)
     axes.set_yticks([y - 0.5 for y in range(1, len(rows))], minor=True)
@@ -182,7 +160,7 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     bar: Any = figure.colorbar(image, ax=axes, pad=0.02)
-    _percent_axis(bar.ax.yaxis)
+    drawing.percent_axis(bar.ax.yaxis)
     bar.outline.set_visible(False)
 
 
@@ -195,16 +173,16 @@ def radar_figures(table: Table, folder: Path) -> list[Path]:
         return []
     groups = [group for group in table.groups if any(_merged(table, group))]
     paths = []
-    for path, group in _files(folder, "radar", groups):
+    for path, group in drawing.files(folder, "radar", groups):
         experts = next((r for r in table.rows if r.group == group and r.kind == "expert"), None)
         if experts is None:
             continue
-        with _figure(7.5, 6.6) as figure:
-            _heading(figure, _title(group, "Accuracy by task (% of the expert's)"))
+        with drawing.new_figure(7.5, 6.6) as figure:
+            drawing.heading(figure, drawing.title(group, "Accuracy by task (% of the expert's)"))
             axes = figure.subplots(subplot_kw={"projection": "polar"})
             _radar(axes, table, list(_merged(table, group)), experts)
-            _legend(figure, *axes.get_legend_handles_labels())
-            paths.append(_save(figure, path))
+            drawing.legend(figure, *axes.get_legend_handles_labels())
+            paths.append(drawing.save(figure, path))
     return paths
 
 
@@ -217,14 +195,17 @@ def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
             cell.mean / own.mean if cell.mean is not None and own.mean else math.nan
             for cell, own in zip(row.cells[:-2], experts.cells[:-2], strict=True)
         ]
-        look: dict[str, Any] = {"color": _colour(place), "marker": _MARKERS[place % len(_MARKERS)]}
-        look["linestyle"] = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+        look: dict[str, Any] = {
+            "color": drawing.colour(place),
+            "marker": drawing.MARKERS[place % len(drawing.MARKERS)],
+        }
+        look["linestyle"] = drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)]
         axes.plot(angles, [*shares, shares[0]], markersize=3.5, linewidth=1.3, label=row.label, **look)
     axes.set_theta_offset(math.pi / 2)
     axes.set_theta_direction(-1)
-    axes.set_xticks(angles[:-1], [_short(task, 16) for task in table.tasks])
+    axes.set_xticks(angles[:-1], [drawing.short(task, 16) for task in table.tasks])
     axes.set_ylim(bottom=0)
-    _percent_axis(axes.yaxis)
+    drawing.percent_axis(axes.yaxis)
 
 
 def cost_figure(table: Table, folder: Path) -> list[Path]:
@@ -245,28 +226,28 @@ def cost_figure(table: Table, folder: Path) -> list[Path]:
     costs = [(name, points) for name, points in costs if len(points) > 1]
     if not costs:
         return []
-    with _figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
-        _heading(figure, "Normalised accuracy (%) over what a model took")
+    with drawing.new_figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
+        drawing.heading(figure, "Normalised accuracy (%) over what a model took")
         for axes, (name, points) in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
             _costs(axes, table, name, points)
-        return [_save(figure, folder / "cost.png")]
+        return [drawing.save(figure, folder / "cost.png")]
 
 
 def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
     placed = [(x, row.normalised.mean or 0.0, row) for x, row in points]
     for x, y, row in placed:
         place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
-        marker = _MARKERS[place % len(_MARKERS)] if row.kind == "merged" else "*"
-        axes.scatter([x], [y], s=60, color=_colour(place), marker=marker, zorder=3)
-        label = _short(" / ".join((*row.group, row.label)))
+        marker = drawing.MARKERS[place % len(drawing.MARKERS)] if row.kind == "merged" else "*"
+        axes.scatter([x], [y], s=60, color=drawing.colour(place), marker=marker, zorder=3)
+        label = drawing.short(" / ".join((*row.group, row.label)))
         axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
     front = pareto_front([(x, y) for x, y, _ in placed])
     axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
     axes.set_xscale("log")
     axes.set_xlabel(name)
     axes.margins(x=0.15, y=0.1)
-    _log_labels(axes.xaxis)
-    _percent_axis(axes.yaxis)
+    drawing.log_labels(axes.xaxis)
+    drawing.percent_axis(axes.yaxis)
     axes.grid()
 
 
@@ -293,16 +274,16 @@ def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
         ]
     paths = []
     for (path, (title,)), (_, curves) in zip(
-        _files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
+        drawing.files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
     ):
         measures = [
             measure
             for measure in _MEASURES
             if any(measure in point for points in curves.values() for point in points)
         ]
-        with _figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
+        with drawing.new_figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
             _training(figure, title, curves, measures)
-            paths.append(_save(figure, path))
+            paths.append(drawing.save(figure, path))
     return paths
 
 
@@ -317,7 +298,7 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
     panels = figure.subplots(1, max(len(measures), 1), squeeze=False)[0]
     lines: list[Any] = []
     if title:
-        _heading(figure, title)
+        drawing.heading(figure, title)
     for axes, measure in zip(panels, measures, strict=False):
         lines = []
         for place, points in enumerate(curves.values()):
@@ -325,18 +306,18 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
             lines += axes.plot(
                 [point["step"] for point in known],
                 [point[measure] for point in known],
-                color=_colour(place),
-                linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
+                color=drawing.colour(place),
+                linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
                 marker="o" if len(known) < 12 else "",
                 markersize=3.5,
                 linewidth=1.5,
             )
         if measure == "val_accuracy":
-            _percent_axis(axes.yaxis)
+            drawing.percent_axis(axes.yaxis)
         axes.set_title(_MEASURES[measure])
         axes.set_xlabel("step")
         axes.grid()
-    _legend(figure, lines, list(curves))
+    drawing.legend(figure, lines, list(curves))
 
 
 def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
@@ -356,17 +337,17 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     shown = [label for label in mergers if any(label in searches for searches in groups.values())]
     titles = [(title,) for title in groups]
     heading = "Normalised accuracy on validation (%) over the coefficient"
-    with _panels(titles, heading, 3.3) as (figure, panels):
+    with drawing.panels(titles, heading, 3.3) as (figure, panels):
         handles: dict[str, Any] = {}
         for axes, searches in zip(panels, groups.values(), strict=True):
             for label in (label for label in mergers if label in searches):
                 handles[label] = _search(axes, searches[label], mergers.index(label))
-            _percent_axis(axes.yaxis)
+            drawing.percent_axis(axes.yaxis)
             axes.set_xlabel("coefficient α (ringed: chosen)")
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.grid()
-        _legend(figure, [handles[label] for label in shown], shown)
-        return [_save(figure, folder / "coefficients.png")]
+        drawing.legend(figure, [handles[label] for label in shown], shown)
+        return [drawing.save(figure, folder / "coefficients.png")]
 
 
 def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> Any:
@@ -374,9 +355,9 @@ def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> 
     (line,) = axes.plot(
         [point["coefficient"] for point in ordered],
         [point["normalised"] for point in ordered],
-        color=_colour(place),
-        linestyle=_DASHES[place // len(_COLOURS) % len(_DASHES)],
-        marker=_MARKERS[place % len(_MARKERS)],
+        color=drawing.colour(place),
+        linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
+        marker=drawing.MARKERS[place % len(drawing.MARKERS)],
         markersize=4.5,
         linewidth=1.5,
     )
@@ -389,94 +370,10 @@ def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> 
         markersize=11,
         markerfacecolor="none",
         markeredgewidth=1.8,
-        color=_colour(place),
+        color=drawing.colour(place),
     )
     return line
 
 
 def _merged(table: Table, group: tuple[str, ...]) -> Iterator[Row]:
     return (row for row in table.rows if row.group == group and row.kind == "merged")
-
-
-def _colour(place: int) -> str:
-    return _COLOURS[place % len(_COLOURS)]
-
-
-def _title(group: Sequence[str], what: str) -> str:
-    return ": ".join(filter(None, (" / ".join(filter(None, group)), what)))
-
-
-def _short(name: str, limit: int = 28) -> str:
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
-
-
-def _light(colour: str) -> str:
-    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i : i + 2], 16))):02X}" for i in (1, 3, 5))
-
-
-def _heading(figure: "Figure", text: str) -> None:
-    figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
-
-
-def _legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> None:
-    names = [_short(label) for label in labels]
-    widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
-    lines = math.ceil(len(names) / widest) or 1
-    figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
-
-
-def _log_labels(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis, whose own labels are formulas; call it when the data is there."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(MaxNLocator(6) if high < 10 * low else LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(lambda value, _: "")
-
-
-def _percent_axis(axis: Any) -> None:
-    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}")
-
-
-def _files(folder: Path, stem: str, groups: Sequence[tuple[str, ...]]) -> list[tuple[Path, tuple[str, ...]]]:
-    """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
-    if len(groups) == 1:
-        return [(folder / f"{stem}.png", groups[0])]
-    files = []
-    for number, group in enumerate(groups, start=1):
-        name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(group)).strip("-.")[:60]
-        files.append((folder / (f"{stem}-{number}-{name}.png" if name else f"{stem}-{number}.png"), group))
-    return files
-
-
-@contextmanager
-def _panels(
-    groups: Sequence[tuple[str, ...]], heading: str, height: float
-) -> Iterator[tuple["Figure", Sequence["Axes"]]]:
-    """A panel of `height` inches for every group, in up to three columns, on common axes."""
-    columns = len(groups) if len(groups) < 3 else 2 if len(groups) < 5 else 3
-    lines = math.ceil(len(groups) / columns)
-    with _figure((8.5, 12.5, 16.0)[columns - 1], lines * height + 1.2) as figure:
-        _heading(figure, heading)
-        panels = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
-        for axes, group in zip(panels, groups, strict=False):
-            axes.set_title(_title(group, ""))
-        for axes in panels[len(groups) :]:
-            axes.set_axis_off()
-        yield figure, panels[: len(groups)]
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator["Figure"]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        yield Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: "Figure", path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
-    return path

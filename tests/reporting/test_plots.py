@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from mergekit_lab.reporting import comparison_table, plots
+from mergekit_lab.reporting import comparison_table, drawing, plots
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
@@ -28,7 +28,7 @@ def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizer
     table = comparison_table(study(tasks, mergers, optimizers))
     heat_maps = plots.heat_maps(table, tmp_path)
     assert len(heat_maps) == optimizers
-    assert all(size(path)[0] >= 5 * plots.DPI for path in heat_maps)
+    assert all(size(path)[0] >= 5 * drawing.DPI for path in heat_maps)
     bars = plots.merger_figures(table, tmp_path)
     assert [path.name for path in bars] == (["mergers.png"] if mergers else [])
     assert all(size(path)[1] > 40 * mergers for path in bars)
@@ -100,7 +100,7 @@ def test_a_merger_keeps_its_colour_when_others_have_no_search(tmp_path, monkeypa
     plots.coefficient_figures(
         {"sam": {"c": SEARCH}, "adamw": {"a": SEARCH, "c": SEARCH}}, ("a", "b", "c"), tmp_path
     )
-    assert drawn == {0: plots._COLOURS[0], 2: plots._COLOURS[2]}
+    assert drawn == {0: drawing.COLOURS[0], 2: drawing.COLOURS[2]}
 
 
 def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice():
@@ -118,7 +118,7 @@ def test_every_label_is_in_the_legend_a_long_one_shortened():
     from matplotlib.lines import Line2D
 
     figure = Figure()
-    plots._legend(figure, [Line2D([], [])] * 2, ["_x", "m" * 40])
+    drawing.legend(figure, [Line2D([], [])] * 2, ["_x", "m" * 40])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_x", "m" * 27 + "…"]
 
 
