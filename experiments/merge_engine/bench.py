@@ -3,9 +3,10 @@
     python experiments/merge_engine/bench.py --out results.json
     python experiments/merge_engine/bench.py --shapes tiny --device cpu --out /tmp/try.json     (a dry run)
 
-Inputs lie on the GPU in float32 (bfloat16 for Llama). A time is the median of the repeats after one warm-up,
-wall clock from call to synchronised result. Memory is the peak beyond the inputs. The error of matrix methods
-is the largest relative one over the matrices of the first block, against the same method in float64 on a CPU.
+Inputs lie on the GPU in float32 (bfloat16 for Llama). A time is the median of the repeats after a first call,
+wall clock from call to synchronised result. The first call, with nothing in torch's memory pool, stands beside
+it. Memory is the peak beyond the inputs. The error of matrix methods is the largest relative one over the
+matrices of the first block, against the same method in float64 on a CPU.
 """
 
 import argparse
@@ -152,21 +153,22 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call, device: str, repeats: int, warm_up: int = 1) -> tuple[list[float], int]:
+def timed(call, device: str, repeats: int) -> tuple[float, list[float], int]:
+    """Seconds of the first call, which has to ask the driver for memory, and of those after it; peak bytes."""
     times, extra = [], 0
-    for number in range(repeats + warm_up):
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    for _ in range(1 + repeats):
         if device != "cpu":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device != "cpu" else 0
         synchronise(device)
         begun = time.perf_counter()
         call()
         synchronise(device)
-        if number >= warm_up:
-            times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - begun)
         extra = torch.cuda.max_memory_allocated() - before if device != "cpu" else 0
-    return times, extra
+    return times[0], times[1:], extra
 
 
 def every_gpu() -> list[str]:
@@ -177,7 +179,7 @@ def shared(call, alone: dict[str, Tensor], repeats: int, seconds: float) -> dict
     """The same merge over all GPUs: time, speed-up, and whether its tensors are bit for bit the same."""
     merged = call()
     same = all(torch.equal(merged[name], tensor) for name, tensor in alone.items())
-    times, _ = timed(call, "cuda", repeats)
+    _, times, _ = timed(call, "cuda", repeats)
     together = statistics.median(times)
     return {
         "gpus": torch.cuda.device_count(),
@@ -215,8 +217,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["vit_b32", "vit_b16", "vit_l14"], choices=SHAPES)
     parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cold", action="store_true", help="no warm-up call")
+    parser.add_argument("--repeats", type=int, default=3, help="after the first call; 0: that one alone")
     parser.add_argument("--together", action="store_true", help="all GPUs share the tensors of each merge")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this long")
     parser.add_argument("--no-accuracy", action="store_true")
@@ -247,9 +248,11 @@ def main() -> None:
             side = {"fisher": fishers, "gram": [grams(plan)] * count} if method.side_inputs else None
             call = partial(merge_state_dicts, base, experts, method, statistics=side, device=given.device)
             try:
-                times, extra = timed(call, given.device, given.repeats, 0 if given.cold else 1)
-                row |= {"seconds": round(statistics.median(times), 4), "extra_gib": round(extra / 2**30, 2)}
-                if given.together:
+                first, times, extra = timed(call, given.device, given.repeats)
+                row |= {"first_seconds": round(first, 4), "extra_gib": round(extra / 2**30, 2)}
+                if times:
+                    row["seconds"] = round(statistics.median(times), 4)
+                if given.together and times:
                     row |= shared(partial(call, device=every_gpu()), call(), given.repeats, row["seconds"])
                 if isinstance(method, SpectralMethod) and not given.no_accuracy:
                     row["error"] = error(method, base, experts, fishers, pattern, given.device)

@@ -8,6 +8,7 @@ Every part appends rows to FOLDER/PART_LABEL.json as they are measured, and skip
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -385,9 +387,8 @@ def merge(given: argparse.Namespace, rows: Rows) -> None:
                 devices = every[:count]
                 rows.add(
                     f"{shape} {name} {count}",
-                    partial(_merge_row, inputs, method, devices, name, given.dry),
+                    partial(_merge_row, inputs, method, devices, given.repeats),
                 )
-        _first.clear()
 
 
 def _inputs(plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str) -> list[dict[str, Tensor]]:
@@ -405,13 +406,10 @@ def _inputs(plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str)
     return [base, *others]
 
 
-_first: dict[str, dict[str, Tensor]] = {}
-
-
 def _merge_row(
-    inputs: list[dict[str, Tensor]], method: Any, devices: list[str], name: str, dry: bool
+    inputs: list[dict[str, Tensor]], method: Any, devices: list[str], repeats: int
 ) -> dict[str, Any]:
-    """The median of three after one, and how the result differs from that of one device."""
+    """The first call, the median of those after it, and a digest of the result, equal where all bits are."""
     from mergekit_lab.merging import merge_state_dicts
 
     base, *experts = inputs
@@ -419,19 +417,14 @@ def _merge_row(
     squares = [{n: t.square() for n, t in e.items()} for e in experts] if method.side_inputs else None
     statistics = {"fisher": squares} if squares else None
     seconds = []
-    for _ in range(2 if dry else 4):
+    for _ in range(1 + repeats):
         begun = time.perf_counter()
         merged = merge_state_dicts(base, named, method, statistics=statistics, device=devices)
-        seconds.append(time.perf_counter() - begun)
-    first = _first.setdefault(name, merged)
-    moved = max(float((first[n].float() - base[n].float()).abs().max()) for n in base)
-    apart = max(float((first[n].float() - merged[n].float()).abs().max()) for n in base)
-    return {
-        "seconds": round(sorted(seconds[1:])[len(seconds[1:]) // 2], 4),
-        "all_seconds": [round(s, 4) for s in seconds],
-        "bits_equal_to_first": all(torch.equal(first[n], merged[n]) for n in base),
-        "largest_difference_over_largest_move": apart / moved if moved else None,
-    }
+        seconds.append(round(time.perf_counter() - begun, 4))
+    digest = hashlib.blake2b(digest_size=16)
+    for name in base:
+        digest.update(merged[name].contiguous().view(torch.uint8).numpy())
+    return {"first": seconds[0], "seconds": round(median(seconds[1:]), 4), "digest": digest.hexdigest()}
 
 
 def main() -> None:
@@ -441,6 +434,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[0])
     parser.add_argument("--counts", type=int, nargs="+", default=[1], help="merge: how many of the devices")
     parser.add_argument("--shapes", nargs="+", default=["vit_l14", "llama_1b"])
+    parser.add_argument("--repeats", type=int, default=2, help="merge: after the first call")
     parser.add_argument("--steps", type=int, default=500, help="sweep: of an expert")
     parser.add_argument("--label", default=None)
     parser.add_argument("--dry", action="store_true")

@@ -10,7 +10,8 @@ which weight decay acts on, and the normalisation of an image's features stays o
 stays linear at evaluation, and so does a merge of experts: it is the expansion at the merged θ. Where we
 differ: any model that returns tensors, also in a structure, can be expanded.
 
-Fused attention has no forward-mode derivative, so attention is computed by its formula here.
+Fused attention has no forward-mode derivative, so attention is computed by its formula here. In inference mode
+some versions of torch (2.11) give zero for forward-mode derivatives, without a word, so it is left.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Tangent(nn.Module):
         def outputs(values: dict[str, Tensor]) -> Any:
             return functional_call(self.model, values, args, kwargs)
 
-        with sdpa_kernel(SDPBackend.MATH):
+        grad = torch.is_grad_enabled()  # asked first: leaving inference mode turns gradients on
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH):
             value, slope = jvp(outputs, (origin,), (change,))  # type: ignore[misc]
         return tree_map(torch.add, value, slope)
 

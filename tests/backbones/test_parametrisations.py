@@ -127,6 +127,19 @@ def test_a_linearised_model_is_the_derivative_along_the_change_of_weights(which)
         assert (at(1.0) - value - slope).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("which", MODELS)
+def test_evaluation_in_inference_mode_computes_the_expansion_too(which) -> None:
+    make, inputs, run = MODELS[which]
+    x = inputs()
+    model, _ = trained("linearised", make, run, x)
+    with torch.no_grad():
+        expected = run(model, x)
+    with torch.inference_mode():
+        found = run(model, x)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_mixed_precision_computes_the_same_expansion_roughly() -> None:
     tangent, x = Tangent(tower().visual), pixels()
     found = []
