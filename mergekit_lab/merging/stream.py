@@ -37,10 +37,10 @@ Devices = str | torch.device | Sequence[str | torch.device]
 # --- jobs ---------------------------------------------------------------------------------------------
 
 
-def _jobs(reader: Reader, devices: int) -> list[list[str]]:
+def _jobs(reader: Reader) -> list[list[str]]:
     """The merged tensors in groups that are worked on together, in the base's order of their first member.
 
-    Matrices of one shape are cut into as many stacks as there are devices, so that all get their share.
+    They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
     """
     names, specs = reader.inputs.merged, reader.inputs.base.specs
     method = reader.method
@@ -55,12 +55,7 @@ def _jobs(reader: Reader, devices: int) -> list[list[str]]:
         return [
             list(part)
             for members in groups.values()
-            for part in _chunks(
-                members,
-                min(
-                    -(-len(members) // devices), STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel))
-                ),
-            )
+            for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel)))
         ]
     if reader.pools:
         jobs: list[list[str]] = []
@@ -285,7 +280,7 @@ Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
 
 def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results, in order, computed by one worker a device, or by several where one cannot fill it."""
-    jobs = _jobs(readers[0], len(readers))
+    jobs = _jobs(readers[0])
     readers = [replace(each) if number else each for each in readers for number in range(_workers(each))]
     if len(readers) == 1:
         yield from _alone(readers[0], jobs, run)
