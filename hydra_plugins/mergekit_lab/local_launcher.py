@@ -44,35 +44,37 @@ class LocalLauncher(Launcher):
         self.hydra_context = hydra_context
         self.config = config
 
+    def ready(self, jobs: int) -> None:
+        """Start the workers for so many jobs, which import what a run needs while the sweep is planned."""
+        from mergekit_lab.stages.workers import Pool
+
+        if self._pool is None:
+            self._pool = Pool(self._devices())
+        self._pool.start(jobs, "mergekit_lab.stages")
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from mergekit_lab.stages.workers import Outcome, Pool
+        from mergekit_lab.stages.workers import Outcome
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        devices = self._devices()
+        self.ready(len(job_overrides))
+        devices = self._pool.devices
         log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
-        jobs: list[tuple[Any, ...]] = []
-        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
-            config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, *device])
-            with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = number
-            log.info(f"#{number}: {' '.join(filter_overrides(overrides))}")
-            jobs.append((self.hydra_context, config, list(overrides)))
+        jobs = _Jobs(self.hydra_context, self.config, job_overrides, initial_job_idx)
 
         def done(number: int, outcome: Outcome) -> None:
             well = not _failed(outcome)
             told = f"done in {outcome.seconds:.1f} s" if well else f"failed: {outcome.error or 'see above'}"
             log.info(f"#{initial_job_idx + number} on {outcome.device} {told}")
 
-        if self._pool is None:
-            self._pool = Pool(devices)
         outcomes = self._pool.map(run_one, jobs, done)
         failed = [n for n, o in enumerate(outcomes, start=initial_job_idx) if _failed(o)]
         if failed:
             log.warning(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(f'#{n}' for n in failed)}")
-        return [o.value if o.error is None else _failure(job, o) for job, o in zip(jobs, outcomes, strict=True)]
+        return [
+            o.value if o.error is None else _failure(job_overrides[n], o.error) for n, o in enumerate(outcomes)
+        ]
 
     def close(self) -> None:
         """End the workers, which a sweep's launches share."""
@@ -89,14 +91,35 @@ class LocalLauncher(Launcher):
         return cards or ["cpu"] * max(1, (os.cpu_count() or 1) // 2)
 
 
+@dataclass(frozen=True)
+class _Jobs(Sequence[tuple[Any, ...]]):
+    """What `run_one` takes, job by job; a configuration is composed when its job's turn has come."""
+
+    hydra_context: HydraContext
+    config: DictConfig
+    overrides: Sequence[Sequence[str]]
+    first: int
+
+    def __len__(self) -> int:
+        return len(self.overrides)
+
+    def __getitem__(self, place: Any) -> Any:
+        overrides = list(self.overrides[place])
+        device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, *device])
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = self.first + place
+        log.info(f"#{self.first + place}: {' '.join(filter_overrides(overrides))}")
+        return self.hydra_context, config, overrides
+
+
 def _failed(outcome: Any) -> bool:
     return outcome.error is not None or outcome.value.status is not JobStatus.COMPLETED
 
 
-def _failure(job: tuple[Any, ...], outcome: Any) -> JobReturn:
-    _, config, overrides = job
-    found = JobReturn(overrides=overrides, cfg=config, status=JobStatus.FAILED)
-    found.return_value = RuntimeError(outcome.error)
+def _failure(overrides: Sequence[str], error: str) -> JobReturn:
+    found = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+    found.return_value = RuntimeError(error)
     return found
 
 

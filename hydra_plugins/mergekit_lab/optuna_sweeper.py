@@ -82,8 +82,8 @@ class OptunaSweeper(ComparisonSweeper):
         for first in range(0, self.n_trials, self.n_jobs):
             trials = [study.ask(space) for _ in range(first, min(first + self.n_jobs, self.n_trials))]
             jobs = [[*fixed, *(f"{name}={value}" for name, value in t.params.items())] for t in trials]
-            self.validate_batch_is_legal(jobs)
             self._train_first(jobs)
+            self.validate_batch_is_legal(jobs)
             returns.append(self.launcher.launch(jobs, initial_job_idx=first))
             for trial, found in zip(trials, returns[-1], strict=True):
                 well = found.status is JobStatus.COMPLETED

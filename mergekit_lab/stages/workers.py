@@ -6,6 +6,7 @@ worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jo
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -63,6 +64,12 @@ class Pool:
         self.devices = list(devices)
         self._workers: list[_Worker | None] = [None] * len(devices)
 
+    def start(self, jobs: int, module: str) -> None:
+        """Start the workers that so many jobs will want, ahead of the jobs; they import `module` meanwhile."""
+        for place in range(min(jobs, len(self.devices))):
+            if self._workers[place] is None:
+                self._workers[place] = _Worker(self.devices[place], len(self.devices), module)
+
     def map(
         self,
         function: Callable[..., Any],
@@ -73,7 +80,7 @@ class Pool:
 
         Args:
             function: importable by its name, as workers are fresh processes.
-            jobs: arguments, which must pickle; started in this order.
+            jobs: arguments, which must pickle; started in this order, and asked for when it is their turn.
             done: called here with a job's number as soon as it is over.
         """
         outcomes: list[Outcome | None] = [None] * len(jobs)
@@ -131,10 +138,10 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, device: str, sharers: int) -> None:
+    def __init__(self, device: str, sharers: int, module: str | None = None) -> None:
         self.device = device
         self.channel, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid()))
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid(), module))
         with _environment(_seeing([device]) | _threads(sharers)):
             self.process.start()
         theirs.close()
@@ -154,11 +161,13 @@ def raise_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def _serve(channel: Connection, parent: int) -> None:
+def _serve(channel: Connection, parent: int, module: str | None = None) -> None:
     _end_with(parent)
     raise_on_sigterm()
     while True:
         try:
+            if module is not None:
+                importlib.import_module(module)
             function, arguments = channel.recv()
         except (EOFError, KeyboardInterrupt):
             return
