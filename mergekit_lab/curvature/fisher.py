@@ -28,7 +28,7 @@ from mergekit_lab.curvature.likelihood import (
     with_labels,
 )
 from mergekit_lab.curvature.tape import NoRule, Tape
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class _Estimate:
                     batch = self._add_taped(batch)
                     break
                 except NoRule as missing:
-                    log.warning("no rule for a use of %s: one backward pass a sample", missing)
+                    log.warning("no rule for a use of %s: one backward pass a sample", listing(missing.names))
                     for name in missing.names:
                         self.taped.pop(name)
         if slow:

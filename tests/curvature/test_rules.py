@@ -162,7 +162,7 @@ def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -
     with caplog.at_level(logging.WARNING):
         compare(case)
     assert [r.getMessage() for r in caplog.records] == [
-        "no rule for a use of body.1.layer.weight, body.1.layer.bias: one backward pass a sample"
+        "no rule for a use of body.1.layer.bias, body.1.layer.weight: one backward pass a sample"
     ]
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
