@@ -20,7 +20,9 @@ from mergekit_lab.optim.sam import sam_perturbation
 
 def penalised_gradient(first: list[Tensor], second: list[Tensor], alpha: float) -> list[Tensor]:
     """(1 − α) g(θ) + α g(θ + e), pairwise over `first` and `second`."""
-    return list(torch._foreach_lerp(first, second, alpha))
+    mixed = [gradient.clone() for gradient in first]
+    torch._foreach_lerp_(mixed, second, alpha)  # in place: torch 2.11 has no other for sharded tensors
+    return mixed
 
 
 class PGN(AscentOptimizer):

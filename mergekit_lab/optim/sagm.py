@@ -16,6 +16,7 @@ from torch import Tensor
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.pgn import penalised_gradient
 from mergekit_lab.optim.sharded import global_norm
 
 
@@ -60,4 +61,4 @@ class SAGM(AscentOptimizer):
         return sagm_perturbation(grads, self.rho, self.alpha)
 
     def mixed(self, first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_lerp(first, second, 0.5))
+        return penalised_gradient(first, second, 0.5)
