@@ -83,6 +83,7 @@ class Reader:
         notes: the method's diagnostics.
         sharing: the devices among which a survey may be split; one may be named more than once.
         own: the tensors that a survey goes through; None for all that are merged.
+        turn: held by whoever factorizes on the device; its workers read meanwhile.
     """
 
     inputs: Inputs
@@ -92,6 +93,7 @@ class Reader:
     notes: Notes = field(default_factory=dict)
     sharing: tuple[torch.device, ...] = ()
     own: tuple[str, ...] | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
     _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
 
     @property

@@ -84,7 +84,8 @@ def _specs(inputs: Inputs, method: AtomMethod) -> dict[str, TensorSpec]:
 def _factors(method: AtomMethod, reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[str, Tensor]]:
     shape = reader.inputs.base.specs[names[0]].shape
     if method.is_matrix(names[0], shape):
-        atoms, coordinates = method.merged_atoms(*stacked(reader, names, survey))
+        with stacked(reader, names, survey) as stack:
+            atoms, coordinates = method.merged_atoms(*stack)
         for name, u, v, d in zip(names, atoms.u, atoms.v, coordinates, strict=True):
             yield from ((name + LEFT, u), (name + RIGHT, v), (name + COORDINATES, d))
         return

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -94,8 +95,9 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        bases, deltas, sites = stacked(reader, names, survey)
-        for name, base, merged in zip(names, bases, method.merge_matrices(bases, deltas, sites), strict=True):
+        with stacked(reader, names, survey) as (bases, deltas, sites):
+            merges = method.merge_matrices(bases, deltas, sites)
+        for name, base, merged in zip(names, bases, merges, strict=True):
             _add(out[name], base, merged, method.scale)
     else:
         for name in names:
@@ -109,13 +111,20 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
     return list(out.items())
 
 
-def stacked(reader: Reader, names: list[str], survey: Any) -> tuple[Tensor, Tensor, list[Site]]:
-    """Same-shaped tensors of one job, found sound: `θ0 [B, *S]`, `δ [B, T, *S]` and their sites."""
-    pairs = [reader.whole(name) for name in names]
-    bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
-    sites = [reader.whole_site(name, survey) for name in names]
-    reader.settle()
-    return bases, deltas, sites
+@contextmanager
+def stacked(reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[Tensor, Tensor, list[Site]]]:
+    """Same-shaped tensors of one job, found sound: `θ0 [B, *S]`, `δ [B, T, *S]` and their sites; and the
+    device's turn to work on them. They are read while it works on others, unless they are very large."""
+    size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
+    large = size > STACK_BYTES
+    with reader.turn if large else nullcontext():
+        pairs = [reader.whole(name) for name in names]
+        bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
+        del pairs
+        sites = [reader.whole_site(name, survey) for name in names]
+        reader.settle()
+        with nullcontext() if large else reader.turn:
+            yield bases, deltas, sites
 
 
 def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
@@ -281,7 +290,13 @@ Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
 def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results, in order, computed by one worker a device, or by several where one cannot fill it."""
     jobs = _jobs(readers[0])
-    readers = [replace(each) if number else each for each in readers for number in range(_workers(each))]
+    counts = [_workers(each) for each in readers]
+    readers = [
+        replace(each) if number else each
+        for number in range(max(counts))
+        for each, count in zip(readers, counts, strict=True)
+        if number < count
+    ]
     if len(readers) == 1:
         yield from _alone(readers[0], jobs, run)
         return
@@ -329,9 +344,14 @@ _UNSETTLED = 8
 def _workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    cores = os.cpu_count() or 1
     if reader.device.type == "cpu":
-        return max(1, min(torch.get_num_threads(), os.cpu_count() or 1)) if reader.method.elementwise else 1
-    return min(_FEEDERS, os.cpu_count() or 1) if reader.fed and reader.method.elementwise else 1
+        return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1
+    if not reader.fed:
+        return 1
+    if reader.method.elementwise:
+        return min(_FEEDERS, cores)
+    return 2 if isinstance(reader.method, SpectralMethod) else 1
 
 
 _FEEDERS = 4

@@ -1,9 +1,13 @@
 """A merge over several devices gives the bits of one: here they are all the CPU."""
 
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import Tensor
 
-from mergekit_lab.merging import DARE, TIES, blocks, merge_state_dicts
+from mergekit_lab.merging import DARE, TIES, TSVM, blocks, merge_state_dicts, stream
 from mergekit_lab.merging.inputs import open_inputs
 
 
@@ -43,3 +47,46 @@ def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> N
     assert sorted(name for share in shares for name in share.names) == sorted(n for n in base if n != "empty")
     two = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 2).shares()
     assert [two[0].names[0], two[1].names[0]] == ["embed", "mlp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(TSVM):
+    """Factorizes the first stack when all tensors that `early` names have been read, and one at a time."""
+
+    early: frozenset[str] = frozenset()
+
+    def merge_matrices(self, bases, deltas, sites) -> Tensor:
+        assert working.acquire(blocking=False), "two stacks are factorized at once"
+        try:
+            assert all(arrived(name).wait(30) for name in self.early), "nothing is read meanwhile"
+            return super().merge_matrices(bases, deltas, sites)
+        finally:
+            working.release()
+
+
+working = threading.Lock()
+read: dict[str, threading.Event] = {}
+
+
+def arrived(name: str) -> threading.Event:
+    return read.setdefault(name, threading.Event())
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0], ids=["small", "large"])
+def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypatch) -> None:
+    base, experts = models()
+    expected = merge_state_dicts(base, experts, TSVM())
+    read.clear()
+    whole = blocks.Reader.whole
+
+    def telling(self: blocks.Reader, name: str) -> tuple[Tensor, Tensor]:
+        arrived(name).set()
+        assert room or base[name].dim() != 2 or not working.locked(), "a large one is read at a bad time"
+        return whole(self, name)
+
+    monkeypatch.setattr(blocks.Reader, "whole", telling)
+    monkeypatch.setattr(stream, "_workers", lambda reader: 2)
+    monkeypatch.setattr(stream, "STACK_BYTES", room)
+    method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
+    found = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
