@@ -62,16 +62,41 @@ def sizes(cells: Cells) -> list[str]:
     return lines
 
 
+def one_seed(cells: Cells, seed: int = 0) -> list[str]:
+    """Every arm at one seed."""
+    columns = (*COLUMNS[:7], "task_arithmetic_fixed")
+    lines = ["| arm | norm | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
+    for arm, by_seed in cells.items():
+        if seed in by_seed:
+            cell = by_seed[seed]
+            row = [f"{mean_accuracy(cell, column):.1f}" for column in columns]
+            lines.append(f"| {arm} | {cell['norm']:.2f} | " + " | ".join(row) + " |")
+    return lines
+
+
+PUBLISHED = {"sam rho": ("sam", 0.05), "asam rho": ("asam", 0.5), "mergopt b": ("mergopt 5e-4", 5e-4)}
+
+
+def sensitivity(cells: Cells, kind: str, column: str) -> tuple[list[float], list[float]]:
+    """A hyper-parameter over its published value, and seed 0's accuracy above AdamW's."""
+    own, published = PUBLISHED[kind]
+    found = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(kind)}
+    base = mean_accuracy(cells["adamw"][0], column)
+    places = sorted(x for x, arm in found.items() if 0 in cells[arm])
+    return places, [mean_accuracy(cells[found[x]][0], column) - base for x in places]
+
+
 def figure(cells: Cells, path: Path) -> None:
-    """What each merger gives an optimizer's experts above AdamW's, and task arithmetic's curves."""
+    """What each merger gives an optimizer's experts above AdamW's, task arithmetic's curves, sensitivity."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = {a: c for a, c in cells.items() if len(set(c) & set(cells["adamw"])) > 1}
+    drawn = {a: c for a, c in cells.items() if len(set(c) & set(cells["adamw"])) > 2}
     names = [c for c in COLUMNS if c not in ("dare_fixed", "ties_fixed", "epimer_fixed")]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2))
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15.5, 4.4), width_ratios=(3, 2, 2))
+    colors = {arm: f"C{place}" for place, arm in enumerate(drawn)}
     others = [a for a in drawn if a != "adamw"]
     for place, arm in enumerate(others):
         common = sorted(set(drawn[arm]) & set(drawn["adamw"]))
@@ -82,20 +107,30 @@ def figure(cells: Cells, path: Path) -> None:
         where = [i + (place - len(others) / 2) * 0.13 for i in range(len(names))]
         means = [statistics.mean(g) for g in gains]
         spread = [statistics.stdev(g) for g in gains]
-        left.errorbar(where, means, spread, fmt="o", markersize=4, capsize=2, label=arm, color=f"C{place + 1}")
+        left.errorbar(where, means, spread, fmt="o", markersize=4, capsize=2, label=arm, color=colors[arm])
     left.axhline(0, color="C0", linewidth=1)
     left.set_xticks(range(len(names)), [n.replace("_", "\n") for n in names], fontsize=8)
     left.set_ylabel("accuracy above AdamW's, points")
-    for place, (arm, by_seed) in enumerate(drawn.items()):
+    for arm, by_seed in drawn.items():
         curves = [c["curve"]["task_arithmetic"] for c in by_seed.values()]
         alphas = [alpha for alpha, _ in curves[0]]
         values = [100 * statistics.mean(c[i][1] for c in curves) for i in range(len(alphas))]
-        right.plot(alphas, values, color=f"C{place}", label=arm)
-    right.axvline(0.4, color="grey", linewidth=0.8, linestyle=":")
-    right.set_xlim(0, 1.2)
-    right.set_xlabel("coefficient of task arithmetic")
-    right.set_ylabel("normalised validation accuracy, %")
-    right.legend(fontsize=8)
+        middle.plot(alphas, values, color=colors[arm], label=arm)
+    middle.axvline(0.4, color="grey", linewidth=0.8, linestyle=":")
+    middle.set_xlim(0, 1.2)
+    middle.set_xlabel("coefficient of task arithmetic")
+    middle.set_ylabel("normalised validation accuracy, %")
+    middle.legend(fontsize=8)
+    for kind, (arm, _) in PUBLISHED.items():
+        for column, line in (("average", "--"), ("task_arithmetic", "-")):
+            right.plot(*sensitivity(cells, kind, column), line, marker="o", markersize=4, color=colors[arm],
+                       label=f"{kind}, {column.replace('_', ' ')}")  # fmt: skip
+    right.axhline(0, color="C0", linewidth=1)
+    right.set_xscale("log")
+    right.set_ylim(-9, 4)
+    right.set_xlabel("times the published value, seed 0")
+    right.set_ylabel("accuracy above AdamW's, points")
+    right.legend(fontsize=7)
     fig.tight_layout()
     fig.savefig(path, dpi=110)
 
@@ -106,9 +141,11 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     cells = read(options.results)
+    several = {arm: by_seed for arm, by_seed in cells.items() if len(by_seed) > 2}
     for part in (COLUMNS[:7], ("experts", *COLUMNS[7:])):
-        print("\n".join(table(cells, part)), end="\n\n")
-    print("\n".join(sizes(cells)))
+        print("\n".join(table(several, part)), end="\n\n")
+    print("\n".join(sizes(several)), end="\n\n")
+    print("\n".join(one_seed(cells)))
     if options.figure:
         figure(cells, options.figure)
 

@@ -6,36 +6,19 @@ that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.jso
 `compare` reads such folders and nothing else.
 """
 
-import json
-import os
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, with_intervals
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import (
-    Beside,
-    published_markdown,
-    read_beside,
-    united,
-    write_beside,
-)
-from mergekit_lab.reporting.records import (
-    Failure,
-    Record,
-    Timing,
-    deduplicate,
-    read_records,
-    write_records,
-    write_text,
-)
+from mergekit_lab.reporting.published import Beside, published_markdown, united
+from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
+from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.slices import (
     Slice,
     slice_csv,
@@ -87,20 +70,17 @@ def write_report(
         published: published numbers with ours.
     """
     folder = Path(out_dir)
-    _write_samples(folder, samples or {})
-    write_beside(folder, published)
-    write_text(folder / "curves.json", _json(curves))
-    write_text(folder / "searches.json", _json(searches))
-    write_text(folder / "timings.json", _json({stage: asdict(timing) for stage, timing in timings.items()}))
+    found = RunFiles(folder, deduplicate(records), curves, searches, timings, samples or {}, published)
+    found.write()
     return _write_views(
         folder,
-        deduplicate(records),
+        found.records,
         {"": curves},
         {"": searches},
         config_yaml=config_yaml,
         timings=timings,
         failures=failures,
-        samples=samples or {},
+        samples=found.samples,
         published=published,
         title=title,
         analysed={"": folder},
@@ -120,10 +100,10 @@ def compare(
     A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
     read is listed among the failures, and nothing of it enters the table. Never raises for such a folder.
     """
-    runs: list[_Run] = []
+    runs: list[RunFiles] = []
     failed = list(failures)
     for run_dir in map(Path, run_dirs):
-        outcome = _read_run(run_dir)
+        outcome = read_run(run_dir)
         if isinstance(outcome, Failure):
             failed.append(outcome)
         else:
@@ -313,92 +293,13 @@ def _first_line(text: str) -> str:
     return next((line for line in text.splitlines() if line.strip()), "no message")
 
 
-@dataclass(frozen=True)
-class _Run:
-    folder: Path
-    records: list[Record]
-    curves: Curves = field(default_factory=dict)
-    searches: Searches = field(default_factory=dict)
-    timings: Mapping[str, Timing] = field(default_factory=dict)
-    samples: Samples = field(default_factory=dict)
-    published: Sequence[Beside] = ()
-
-
-def _read_run(folder: Path) -> _Run | Failure:
-    name = str(folder)
-    try:
-        if (folder / "failure.json").exists():
-            told = _object(folder / "failure.json")
-            return Failure(
-                name,
-                str(told.get("error", "failed without a message")),
-                tuple(map(str, told.get("overrides", ()))),
-            )
-        if not (folder / "records.jsonl").exists():
-            return Failure(
-                name,
-                "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
-            )
-        records = read_records(folder / "records.jsonl")
-        if not records:
-            return Failure(name, "records.jsonl is empty")
-        timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
-        curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
-        return _Run(folder, records, curves, searches, timings, _read_samples(folder), read_beside(folder))
-    except (OSError, ValueError, TypeError) as error:
-        return Failure(name, str(error))
-
-
-def _write_samples(folder: Path, samples: Samples) -> None:
-    import numpy as np
-
-    (folder / _SAMPLES).unlink(missing_ok=True)
-    if samples:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{os.getpid()}.{_SAMPLES}"
-        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
-        np.savez_compressed(partial, **arrays)
-        partial.replace(folder / _SAMPLES)
-
-
-def _read_samples(folder: Path) -> Samples:
-    import numpy as np
-
-    if not (folder / _SAMPLES).exists():
-        return {}
-    try:
-        with np.load(folder / _SAMPLES, allow_pickle=False) as found:
-            return dict(found)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InputError(f"{folder / _SAMPLES} cannot be read: {error}") from None
-
-
-_SAMPLES = "samples.npz"
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: a JSON object is expected, not {type(content).__name__}")
-    return content
-
-
-def _json(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-
-
 def _short_names(folders: Sequence[Path]) -> list[str]:
     """The folders' names; their whole paths where two names are equal."""
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def _group_titles(runs: Sequence[_Run]) -> list[str]:
+def _group_titles(runs: Sequence[RunFiles]) -> list[str]:
     """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
     described = [
         [

@@ -1,0 +1,109 @@
+"""What a run leaves in its folder so that its report can be drawn again, alone or beside others."""
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.bootstrap import Samples
+from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import Beside, read_beside, write_beside
+from mergekit_lab.reporting.records import Failure, Record, Timing, read_records, write_text
+
+SAMPLES = "samples.npz"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The contents of a run's files.
+
+    Attributes:
+        folder: where they are.
+        records: `records.jsonl`, which is a report's own file and is written with its views.
+        curves, searches, timings: in JSON files of these names.
+        samples: `samples.npz`, what every test sample contributed; no file where there are none.
+        published: published numbers with ours.
+    """
+
+    folder: Path
+    records: list[Record]
+    curves: Curves = field(default_factory=dict)
+    searches: Searches = field(default_factory=dict)
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
+    published: Sequence[Beside] = ()
+
+    def write(self) -> None:
+        """All files but the records'."""
+        _write_samples(self.folder, self.samples)
+        write_beside(self.folder, self.published)
+        timings = {stage: asdict(timing) for stage, timing in self.timings.items()}
+        for name, content in (("curves", self.curves), ("searches", self.searches), ("timings", timings)):
+            text = json.dumps(content, ensure_ascii=False, indent=1)
+            write_text(self.folder / f"{name}.json", text + "\n")
+
+
+def read_run(folder: Path) -> RunFiles | Failure:
+    """A run's files, or why its folder has none that can be read. Never raises."""
+    name = str(folder)
+    try:
+        if (folder / "failure.json").exists():
+            told = _object(folder / "failure.json")
+            return Failure(
+                name,
+                str(told.get("error", "failed without a message")),
+                tuple(map(str, told.get("overrides", ()))),
+            )
+        if not (folder / "records.jsonl").exists():
+            return Failure(
+                name,
+                "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
+            )
+        records = read_records(folder / "records.jsonl")
+        if not records:
+            return Failure(name, "records.jsonl is empty")
+        timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
+        curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
+        return RunFiles(folder, records, curves, searches, timings, _read_samples(folder), read_beside(folder))
+    except (OSError, ValueError, TypeError) as error:
+        return Failure(name, str(error))
+
+
+def _write_samples(folder: Path, samples: Samples) -> None:
+    import numpy as np
+
+    (folder / SAMPLES).unlink(missing_ok=True)
+    if samples:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{os.getpid()}.{SAMPLES}"
+        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
+        np.savez_compressed(partial, **arrays)
+        partial.replace(folder / SAMPLES)
+
+
+def _read_samples(folder: Path) -> Samples:
+    import numpy as np
+
+    if not (folder / SAMPLES).exists():
+        return {}
+    try:
+        with np.load(folder / SAMPLES, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InputError(f"{folder / SAMPLES} cannot be read: {error}") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: a JSON object is expected, not {type(content).__name__}")
+    return content
