@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
+from mergekit_lab.backbones.rows import apart, first_fit, padded
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
@@ -384,42 +385,6 @@ class Seq2SeqObjective(TextObjective):
             )
             scores.append(-losses.sum(dim=1).view(len(state), count))
         return torch.cat(scores)
-
-
-def padded(
-    rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
-    length = max(map(len, rows))
-    tokens = torch.full((len(rows), length), value, dtype=torch.int64)
-    mask = torch.zeros(len(rows), length, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        where = slice(length - len(row), length) if left else slice(0, len(row))
-        tokens[i, where] = row
-        mask[i, where] = 1
-    return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
-
-
-def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Samples by row, of at most `room` tokens together: first-fit decreasing."""
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        found = next((b for b, left in enumerate(free) if left >= lengths[place]), None)
-        if found is None:
-            found = len(bins)
-            bins.append([])
-            free.append(room)
-        bins[found].append(place)
-        free[found] -= lengths[place]
-    return bins
-
-
-def apart(segments: Tensor) -> Tensor:
-    """Which tokens see which, bool `[N, 1, L, L]`: those before them of their own segment, and themselves."""
-    length = segments.shape[1]
-    before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return ((segments[:, :, None] == segments[:, None, :]) & before)[:, None]
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:

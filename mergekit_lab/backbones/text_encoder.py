@@ -25,7 +25,8 @@ from mergekit_lab.backbones.heads import prototypes
 from mergekit_lab.backbones.language import loaded, tokenizer
 from mergekit_lab.backbones.objective import Backbone, Batch, device_of
 from mergekit_lab.backbones.pretrained import find
-from mergekit_lab.backbones.text import ScoredText, padded
+from mergekit_lab.backbones.rows import padded
+from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask

@@ -1,0 +1,47 @@
+"""Samples as rows of tokens: padded to one length, or several in a row.
+
+Legend: N samples or rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def padded(
+    rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
+    length = max(map(len, rows))
+    tokens = torch.full((len(rows), length), value, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        where = slice(length - len(row), length) if left else slice(0, len(row))
+        tokens[i, where] = row
+        mask[i, where] = 1
+    return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Samples by row, of at most `room` tokens together: first-fit decreasing."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        found = next((b for b, left in enumerate(free) if left >= lengths[place]), None)
+        if found is None:
+            found = len(bins)
+            bins.append([])
+            free.append(room)
+        bins[found].append(place)
+        free[found] -= lengths[place]
+    return bins
+
+
+def apart(segments: Tensor) -> Tensor:
+    """Which tokens see which, bool `[N, 1, L, L]`: those before them of their own segment, and themselves."""
+    length = segments.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return ((segments[:, :, None] == segments[:, None, :]) & before)[:, None]
