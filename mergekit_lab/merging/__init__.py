@@ -11,6 +11,7 @@ from mergekit_lab.merging.consensus import ConsensusTA
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
 from mergekit_lab.merging.dare import DARE
 from mergekit_lab.merging.della import DELLA
+from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
@@ -18,7 +19,7 @@ from mergekit_lab.merging.low_rank import factor_method, merged_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.slerp import SLERP
-from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors, resolve_device
+from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.merging.tsvm import TSVM

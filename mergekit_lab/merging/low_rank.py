@@ -17,9 +17,10 @@ from mergekit_lab.checkpoints.low_rank import COORDINATES, DIVISOR, LEFT, PARTS,
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
+from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import AtomMethod, rank_budget
-from mergekit_lab.merging.stream import Devices, readers_of, results_of, stacked, survey_of
+from mergekit_lab.merging.stream import readers_of, results_of, stacked, survey_of
 
 
 def factor_method(method: Method) -> AtomMethod:

@@ -26,13 +26,12 @@ from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader, shaped
 from mergekit_lab.merging.contract import Method, Segment, Site
+from mergekit_lab.merging.devices import Devices, resolve_device
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import SpectralMethod
 
 STACK_BYTES = 1 << 30
 """Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
-
-Devices = str | torch.device | Sequence[str | torch.device]
 
 
 # --- jobs ---------------------------------------------------------------------------------------------
@@ -243,25 +242,6 @@ def survey_of(readers: list[Reader]) -> Any:
 
 _COUNTING = 4
 """Cores that work on a survey: each has counters of its own, 8 MB an expert, and memory is to be bounded."""
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """A device of this machine.
-
-    Raises:
-        InputError: no such device.
-    """
-    try:
-        found = torch.device(device)
-        found = torch.device("cuda", found.index or 0) if found.type == "cuda" else found
-        torch.empty(0, device=found)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        count = torch.cuda.device_count()
-        raise InputError(
-            f"device {device!r} is not there: this machine has a CPU and {count} CUDA devices "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-    return found
 
 
 def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
