@@ -107,7 +107,7 @@ def finetune(
     kept = [best, latest] if settings.keep == "best" else [latest, ended]
     called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
-        called.append(RichProgressBar(leave=False) if clock is None else _OpenProgressBar(leave=False))
+        called.append(_Progress(clocked=clock is not None))
     options["strategy"] = _strategy(options)
     try:
         lit = lightning.Trainer(
@@ -236,9 +236,16 @@ class _Checkpoints(TorchCheckpointIO):
         os.replace(part, file)
 
 
-class _OpenProgressBar(RichProgressBar):
-    """Counts steps without a last one, which a clock does not know."""
+class _Progress(RichProgressBar):
+    """Counts steps, of which a clock does not know the last one; of epochs a run has but one."""
+
+    def __init__(self, clocked: bool) -> None:
+        super().__init__(leave=False)
+        self._clocked = clocked
 
     @property
     def total_train_batches(self) -> float:
-        return float("inf")
+        return float("inf") if self._clocked else super().total_train_batches
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"{'Training':{len(self.validation_description)}}"
