@@ -9,22 +9,22 @@ a 16-bit base does not round a small change away.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, by_pattern, read_adapter_config
+from mergekit_lab.checkpoints.adapter_layout import Layout, stored_transposed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
 from mergekit_lab.errors import InputError, listing
 
-ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _PARTS = {
     "lora_A.weight": "a",
@@ -35,25 +35,18 @@ _PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out"}
-_NO_EFFECT = {
-    *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
-    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("lora_dropout", "bias", "modules_to_save", "lora_bias", "megatron_core", "qalora_group_size"),
-    *("runtime_config", "ensure_weight_tying", "eva_config", "init_lora_weights"),
-}
 _LAST_SEEN_TWICE = (0, 21)
-_PLAIN_STARTS = {"gaussian", "orthogonal", "eva"}
-"""`init_lora_weights` that leave the base's weights as they are."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """One adapted module: names of its tensors in the adapter's file, by part, and `α/r` or `α/√r`."""
+    """One adapted module: names of its tensors in the adapter's file, by part, `α/r` or `α/√r`, and whether
+    the base stores its weight as [in, out]."""
 
     parts: Mapping[str, str]
     rank: int
     scaling: float
+    transposed: bool = False
 
 
 @dataclass
@@ -103,7 +96,6 @@ class Folded(Computed):
         self._tensors = tensors
         self._changes = changes
         self._dora = bool(config.get("use_dora"))
-        self._transposed = bool(config.get("fan_in_fan_out"))
         self.info = AdapterInfo(
             targets={n: c.factors.rank for n, c in changes.items() if c.factors},
             replaced=tuple(n for n, c in changes.items() if c.replaced),
@@ -137,7 +129,7 @@ class Folded(Computed):
         a = self._part(factors, "embedding_a" if embedding else "a", weight.dtype)
         b = self._part(factors, "embedding_b" if embedding else "b", weight.dtype)
         delta = b.flatten(1) @ a.flatten(1)
-        transposed = embedding or _is_transposed(delta, weight, self._transposed)
+        transposed = embedding or factors.transposed
         delta = (delta.T if transposed else delta).reshape(weight.shape)
         adapted = weight + delta * factors.scaling
         if not self._dora or "magnitude" not in factors.parts:
@@ -148,13 +140,6 @@ class Folded(Computed):
         return adapted * (self._part(factors, "magnitude", weight.dtype).view_as(norm) / norm)
 
 
-def _is_transposed(delta: Tensor, weight: Tensor, configured: bool) -> bool:
-    """Whether the base stores [in, out]; peft keeps one flag for all modules, the shapes know better."""
-    if weight.dim() != 2 or delta.shape == delta.T.shape:
-        return configured and weight.dim() == 2
-    return delta.shape != weight.shape
-
-
 def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Folded:
     """A PEFT adapter's folder, folded into `base`.
 
@@ -162,7 +147,7 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Folded:
         InputError: no base, damaged files, tensors that do not fit the base, or anything that this reader
             does not fold, by name.
     """
-    config = _config(folder, label)
+    config = read_adapter_config(folder, label)
     if base is None:
         raise InputError(
             f"{label}: {folder} is a PEFT adapter, which needs the base it was trained on: give it as an "
@@ -177,33 +162,6 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Folded:
     else:
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
     return Folded(label, base, tensors, _changes(label, tensors, base, config), config)
-
-
-def _config(folder: Path, label: str) -> dict[str, Any]:
-    file = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(file.read_text())
-        kind = config["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{label}: {file} is not an adapter's configuration ({error!r})") from None
-    if kind != "LORA":
-        raise InputError(
-            f"{label}: adapters of type {kind} are not folded, LORA is: merge it with peft and save that"
-        )
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start not in _PLAIN_STARTS:
-        raise InputError(
-            f"{label}: init_lora_weights={start!r} changed the base's weights before training, so the adapter "
-            "does "
-            "not fit the base: save it with peft's path_initial_model_for_weight_conversion"
-        )
-    unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
-    if unknown:
-        raise InputError(
-            f"{label}: the adapter uses {listing(unknown)}, which is not folded here: merge it with peft "
-            "(`merge_and_unload`) and give the saved model"
-        )
-    return config
 
 
 def _changes(
@@ -224,6 +182,7 @@ def _changes(
         else:
             plain[inner] = name
     changes: dict[str, _Change] = {}
+    layouts: dict[str, Layout] = {}
     lost = []
     place = _Placement(base, [*(f"{m}.weight" for m in modules), *plain])
     for inner, name in plain.items():
@@ -241,12 +200,18 @@ def _changes(
         change = changes.setdefault(target, _Change())
         change.factors = factors
         shape = tensors.specs[change.replaced].shape if change.replaced else base.specs[target].shape
-        _check_shape(label, target, factors, tensors, shape)
+        layout = Layout(_check_shape(label, target, factors, tensors, shape), shape)
+        if len(shape) == 2 and "embedding_a" not in parts:
+            layouts[target] = layout
         if "b_bias" in parts:
             bias = target.removesuffix("weight") + "bias"
             if bias not in base:
                 raise InputError(f"{label}: lora_bias of {module!r}, but the base has no {bias}")
             changes.setdefault(bias, _Change()).bias = factors
+    transposed = stored_transposed(label, base, layouts, bool(config.get("fan_in_fan_out")))
+    for target, change in changes.items():
+        if change.factors and target in transposed:
+            change.factors = replace(change.factors, transposed=True)
     lost = [inner for inner in lost if not _repeats(tensors, plain, inner)]
     if lost:
         raise InputError(
@@ -297,13 +262,16 @@ def _factors(
     missing = [part for part in pair if part not in parts]
     if missing:
         raise InputError(f"{label}: the adapter of {module!r} lacks one of its two factors")
-    if config.get("use_dora") and "magnitude" not in parts:
-        raise InputError(f"{label}: the DoRA adapter of {module!r} lacks its lora_magnitude_vector")
+    if bool(config.get("use_dora")) != ("magnitude" in parts):
+        problem = "lacks its" if config.get("use_dora") else "is without use_dora and has a"
+        raise InputError(f"{label}: the DoRA adapter of {module!r} {problem} lora_magnitude_vector")
+    if any(len(tensors.specs[parts[part]].shape) < 2 or not tensors.specs[parts[part]].numel for part in pair):
+        raise InputError(f"{label}: the factors of {module!r} are not two matrices of rank 1 or more")
     rank = tensors.specs[parts[pair[0]]].shape[0]
-    configured = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+    configured = by_pattern(config.get("rank_pattern"), module, config.get("r"))
     if configured != rank:
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not isinstance(alpha, int | float):
         raise InputError(f"{label}: lora_alpha is {alpha!r}")
     times = _times_applied(label, parts[pair[0]], config)
@@ -326,17 +294,10 @@ def _times_applied(label: str, stored: str, config: Mapping[str, Any]) -> int:
     return 2
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The first pattern that matches a module's path from one of its dots on."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
 def _check_shape(
     label: str, target: str, factors: Factors, tensors: Checkpoint, shape: tuple[int, ...]
-) -> None:
+) -> tuple[int, int]:
+    """Outputs and inputs of the change, which must be those of a tensor of this shape."""
     embedding = "embedding_a" in factors.parts
     a = tensors.specs[factors.parts["embedding_a" if embedding else "a"]].shape
     b = tensors.specs[factors.parts["embedding_b" if embedding else "b"]].shape
@@ -351,3 +312,4 @@ def _check_shape(
             f"{list(shape)}: "
             "it was trained on another base, or on a grouped convolution, which is not folded"
         )
+    return b[0], math.prod(a[1:])

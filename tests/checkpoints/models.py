@@ -37,10 +37,12 @@ def bert(seed: int = 0) -> nn.Module:
     return _seeded(lambda: BertForMaskedLM(config), seed)
 
 
-def gpt2(seed: int = 0) -> nn.Module:
+def gpt2(seed: int = 0, tied: bool = True) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, **_IDS)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, tie_word_embeddings=tied, **_IDS
+    )
     return _seeded(lambda: GPT2LMHeadModel(config), seed)
 
 

@@ -38,6 +38,7 @@ CASES = {
     "LoRA's biases": (bert, {"target_modules": ["query", "value"], "bias": "lora_only"}),
     "a bias in the adapter": (bert, {"target_modules": ["query"], "lora_bias": True}),
     "stored transposed": (gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "stored both ways": (lambda: gpt2(tied=False), {"target_modules": ["c_proj", "lm_head"]}),
     "DoRA stored transposed": (
         gpt2,
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
@@ -110,6 +111,8 @@ def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) ->
         ({"r": 8}, "has rank 4 in its file, 8 in adapter_config.json"),
         ({"lora_alpha": None}, "lora_alpha is None"),
         ({"use_dora": True}, "lacks its lora_magnitude_vector"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern holds .* no regular expression"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is a list"),
     ],
 )
 def test_what_is_not_folded_is_refused_by_name(change, message, tmp_path) -> None:
@@ -137,6 +140,45 @@ def test_tensors_that_belong_nowhere_are_named(rename, message, tmp_path) -> Non
         open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
 
 
+def test_a_learned_norm_is_not_dropped_where_the_configuration_forgets_it(tmp_path) -> None:
+    before, _ = adapted(llama, {"target_modules": LLAMA, "use_dora": True}, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": False}))
+    with pytest.raises(InputError, match="is without use_dora and has a lora_magnitude_vector"):
+        open_checkpoint(tmp_path, base=open_checkpoint(before))
+
+
+@pytest.mark.parametrize("shapes", [((), ()), ((4,), (4,)), ((0, 4), (4, 0))])
+def test_factors_that_are_no_matrices_are_refused(shapes, tmp_path) -> None:
+    a, b = (torch.ones(shape) for shape in shapes)
+    names = {f"base_model.model.w.lora_{part}.weight": values for part, values in (("A", a), ("B", b))}
+    write_tensors(tmp_path / "adapter_model.safetensors", names)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 0, "lora_alpha": 1}')
+    with pytest.raises(InputError, match="factors of 'w' are not two matrices"):
+        open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4)}))
+
+
+def test_a_square_matrix_that_nothing_tells_about_is_refused_unless_the_model_type_does(tmp_path) -> None:
+    base = {
+        "attn.q_attn.weight": torch.zeros(4, 4),
+        "c_fc.weight": torch.zeros(4, 8),
+        "c_fc.bias": torch.zeros(8),
+    }
+    names = {f"base_model.model.attn.q_attn.lora_{part}.weight": torch.rand(shape)
+             for part, shape in (("A", (1, 4)), ("B", (4, 1)))}  # fmt: skip
+    write_tensors(tmp_path / "adapter_model.safetensors", names)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    with pytest.raises(InputError, match=r"attn\.q_attn\.weight is square, and nothing tells"):
+        open_checkpoint(tmp_path, base=open_checkpoint(base))
+    folder = tmp_path / "base"
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", base)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    folded = open_checkpoint(tmp_path, base=open_checkpoint(folder))
+    a, b = names.values()
+    torch.testing.assert_close(folded["attn.q_attn.weight"], (b @ a).T)
+
+
 def test_attention_of_a_peft_that_was_not_seen_is_refused(tmp_path) -> None:
     """peft 0.21 adds the change of `out_proj` twice; whether its successors do, nobody knows here."""
     before, _ = adapted(open_clip_model, {"target_modules": ["attn"]}, tmp_path)
@@ -157,6 +199,7 @@ def test_an_adapter_alone_asks_for_its_base(tmp_path) -> None:
     adapted(llama, {"target_modules": LLAMA}, tmp_path)
     with pytest.raises(InputError, match="needs the base it was trained on"):
         open_checkpoint(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(InputError, match="not an adapter's configuration"):
-        open_checkpoint(tmp_path)
+    for broken in ("{", "[" * 100_000):
+        (tmp_path / "adapter_config.json").write_text(broken)
+        with pytest.raises(InputError, match="not an adapter's configuration"):
+            open_checkpoint(tmp_path)

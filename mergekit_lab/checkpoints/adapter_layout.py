@@ -1,0 +1,76 @@
+"""Whether a base stores a weight as [out, in], or as [in, out] like GPT-2's Conv1D.
+
+peft keeps one `fan_in_fan_out` for all modules of an adapter, that of the last one it met. The shapes of a
+matrix that is not square know better; a square one is decided by what is known of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.errors import InputError
+
+_CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+_CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
+
+
+class Layout(NamedTuple):
+    """Outputs and inputs of a matrix, and the shape that it is stored in."""
+
+    outputs_inputs: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def transposed(self) -> bool | None:
+        """None: it is square."""
+        return None if len(set(self.shape)) == 1 else self.outputs_inputs != self.shape
+
+
+def stored_transposed(
+    label: str, base: Checkpoint, layouts: Mapping[str, Layout], configured: bool
+) -> set[str]:
+    """The adapted matrices that `base` stores as [in, out].
+
+    Args:
+        layouts: of every adapted matrix, by its name in the base.
+        configured: the adapter's `fan_in_fan_out`.
+
+    Raises:
+        InputError: nothing tells for a square matrix.
+    """
+    known = {name: layout.transposed for name, layout in layouts.items() if layout.transposed is not None}
+    square = [name for name in layouts if name not in known]
+    seen = {**_by_biases(base), **known} if square else known
+    conv1d = read_config(base.folder).get("model_type") in _CONV1D_MODELS
+    found = {name for name, transposed in known.items() if transposed}
+    for name in square:
+        alike = {transposed for other, transposed in seen.items() if _kind(other) == _kind(name)}
+        votes = (
+            alike if len(alike) == 1 else {_kind(name) in _CONV1D} if conv1d else {configured, *seen.values()}
+        )
+        if len(votes) != 1:
+            raise InputError(
+                f"{label}: {name} is square, and nothing tells whether it is stored as [out, in] or [in, out] "
+                "(the adapter has one fan_in_fan_out for modules of both): merge it with peft and give the "
+                "saved model"
+            )
+        if True in votes:
+            found.add(name)
+    return found
+
+
+def _kind(name: str) -> str:
+    return name.removesuffix(".weight").split(".")[-1]
+
+
+def _by_biases(base: Checkpoint) -> dict[str, bool]:
+    """Layouts of the base's own matrices: a bias has one entry an output."""
+    found = {}
+    for name, spec in base.specs.items():
+        bias = base.specs.get(name.removesuffix("weight") + "bias")
+        if name.endswith(".weight") and len(spec.shape) == 2 and bias and len(set(spec.shape)) == 2:
+            found[name] = bias.shape != spec.shape[:1]
+    return found
