@@ -21,6 +21,7 @@ from mergekit_lab.checkpoints.publish import (
     copy_tokenizer_files,
     new_folder,
 )
+from mergekit_lab.checkpoints.quantised import refuse_quantised
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
 from mergekit_lab.checkpoints.vocabulary import reconcile
@@ -55,6 +56,7 @@ __all__ = [
     "open_checkpoint",
     "plan_shards",
     "reconcile",
+    "refuse_quantised",
     "sha256_of",
     "size_text",
     "unreachable",

@@ -126,8 +126,6 @@ def describe_model(base: Checkpoint) -> list[str]:
     buffers = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
     if buffers:
         lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
-    if "quantization_config" in config:
-        lines.append("the base is quantised: its integers cannot be merged")
     return lines
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint
+from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint, refuse_quantised
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method
 
@@ -89,6 +89,8 @@ def open_inputs(
     opened = {name: open_checkpoint(source, name) for name, source in _named(experts, "experts").items()}
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
+    for checkpoint in (origin, *opened.values()):
+        refuse_quantised(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert")
     complex_names = [name for name, spec in origin.specs.items() if spec.dtype.is_complex]
     if complex_names:

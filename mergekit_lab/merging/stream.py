@@ -8,6 +8,7 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,23 +91,21 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
         return list(out.items())
     if method.scale == 0:
         for name in names:
-            out[name].copy_(inputs.base[name])
+            _store(name, out[name], inputs.base[name])
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
         with stacked(reader, names, survey) as (bases, deltas, sites):
             merges = method.merge_matrices(bases, deltas, sites)
         for name, base, merged in zip(names, bases, merges, strict=True):
-            _add(out[name], base, merged, method.scale)
+            _store(name, out[name], _sum(base, merged, method.scale, out[name].dtype))
     else:
         for name in names:
             base, deltas = reader.whole(name)
             site = reader.whole_site(name, survey)
             reader.settle()
             merged = method.merge(name, base, deltas, site)
-            _add(out[name], base, merged, method.scale)
-    for name in names:
-        _check_range(name, out[name])
+            _store(name, out[name], _sum(base, merged, method.scale, out[name].dtype))
     return list(out.items())
 
 
@@ -146,11 +145,15 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         if method.propagates:
             reader.expect_finite(members, merged[None])
         if len(piece) == 1:
-            _add(out[piece[0].name].view(-1)[piece[0].start : piece[0].stop], base, merged, method.scale)
+            target = out[members[0]].view(-1)[piece[0].start : piece[0].stop]
+            _store(members[0], target, _sum(base, merged, method.scale, target.dtype))
             continue
         targets = [_part(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
-        torch._foreach_copy_(targets, shaped(_sum(base, merged, method.scale, finest), targets))
+        sums = shaped(_sum(base, merged, method.scale, finest), targets)
+        for name, target, values in zip(members, targets, sums, strict=True):
+            _check_range(name, values, target.dtype)
+        torch._foreach_copy_(targets, sums)
 
 
 def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
@@ -175,18 +178,24 @@ def _part(tensor: Tensor, segment: Segment) -> Tensor:
     return tensor.view(-1)[segment.start : segment.stop]
 
 
-def _add(out: Tensor, base: Tensor, merged: Tensor, scale: float) -> None:
-    out.copy_(_sum(base, merged, scale, out.dtype))
-
-
 _NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _check_range(name: str, merged: Tensor) -> None:
-    if merged.dtype in _NARROW and not bool(torch.isfinite(merged.float()).all()):
-        raise InputError(
-            f"the merged tensor {name!r} overflows {merged.dtype}: set dtype to bfloat16 or float32"
-        )
+def _store(name: str, out: Tensor, values: Tensor) -> None:
+    _check_range(name, values, out.dtype)
+    out.copy_(values)
+
+
+def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Refuse what a narrow dtype cannot hold, before the cast: some casts give infinity, others the largest
+    number there is."""
+    if dtype not in _NARROW or values.dtype == dtype:
+        return
+    info = torch.finfo(dtype)
+    low, high = values.float().aminmax()
+    rounding = info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+    if not bool(torch.maximum(high, -low) < info.max + rounding):
+        raise InputError(f"the merged tensor {name!r} overflows {dtype}: set dtype to bfloat16 or float32")
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -27,6 +27,7 @@ from mergekit_lab.checkpoints import (
     describe_model,
     disagreements,
     plan_shards,
+    refuse_quantised,
     size_text,
 )
 from mergekit_lab.errors import InputError
@@ -47,6 +48,11 @@ def report(prepared: Prepared, out: Path | None) -> Report:
     result.section("Base", describe_model(prepared.base))
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
+    for checkpoint in (prepared.base, *prepared.experts.values()):
+        try:
+            refuse_quantised(checkpoint)
+        except InputError as error:
+            result.problems.append(str(error))
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mergekit_lab import InputError
+from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import (
     DARE,
     DELLA,
@@ -209,6 +210,33 @@ def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
 def test_a_result_that_its_dtype_cannot_hold_is_refused() -> None:
     large = state(w=torch.full((3, 2), 9e4))
     refuse("'w' overflows torch.float16: set dtype", base=large, experts=[large], dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_merged_as_far_as_it_reaches(dtype: torch.dtype) -> None:
+    """The cast to float8 gives its largest number for all beyond it, so overflow must be seen before."""
+    largest = torch.finfo(dtype).max
+    low, high = (
+        state(w=torch.full((3, 2), largest / 2).to(dtype)),
+        state(w=torch.full((3, 2), largest).to(dtype)),
+    )
+    merged = merge_state_dicts(low, [high], TaskArithmetic(coefficient=1.0))["w"]
+    assert torch.equal(merged.float(), high["w"].float())
+    refuse("'w' overflows torch.float8", base=low, experts=[high], method=TaskArithmetic(coefficient=2.0))
+
+
+@pytest.mark.parametrize("scale", ["w_scale_inv", "w_scale"])
+def test_quantised_weights_are_refused_with_what_to_do(scale: str) -> None:
+    packed = state(w=torch.ones(3, 2).to(torch.float8_e4m3fn), **{scale: torch.ones(3)})
+    refuse(r"the base is quantised \(1 tensors: w\).* dequantise it first", base=packed, experts=[packed])
+
+
+def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    write_tensors(tmp_path / "model.safetensors", state())
+    merge_state_dicts(tmp_path, [tmp_path], WeightAverage())
+    write_tensors(tmp_path / "model.safetensors", state(qweight=torch.ones(3, 2, dtype=torch.int32)))
+    refuse(r"is quantised \(1 tensors: qweight\)", base=tmp_path, experts=[tmp_path])
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

@@ -1,0 +1,40 @@
+"""Quantised checkpoints, whose numbers mean nothing without their scales: told from others and refused."""
+
+from __future__ import annotations
+
+import torch
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.errors import InputError, listing
+
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+_PACKED = {*_FLOAT8, torch.int8, torch.uint8, torch.int32}
+_SCALES = ("_scale_inv", "_scale", ".scale_inv", ".scale")
+
+
+def quantised_names(checkpoint: Checkpoint) -> list[str]:
+    """Tensors that are numbers only with a scale: float8 beside one, and what `quantization_config` packs."""
+    specs = checkpoint.specs
+    packed = _PACKED if "quantization_config" in read_config(checkpoint.folder) else set()
+    return [
+        name
+        for name, spec in specs.items()
+        if (spec.dtype in packed and len(spec.shape) > 1)
+        or (spec.dtype in _FLOAT8 and any(name + scale in specs for scale in _SCALES))
+    ]
+
+
+def refuse_quantised(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that holds quantised tensors.
+
+    Raises:
+        InputError: it does, with what to do.
+    """
+    names = quantised_names(checkpoint)
+    if names:
+        raise InputError(
+            f"{checkpoint.label} is quantised ({len(names)} tensors: {listing(names)}), and quantised numbers "
+            "cannot be merged: dequantise it first (load it with transformers, `model.dequantize()`, and save "
+            "that), or give the weights that it was made of"
+        )
