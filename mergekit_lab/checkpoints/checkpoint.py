@@ -71,7 +71,7 @@ class InMemory(Checkpoint):
     """A state dict. Names whose tensors share memory are tied.
 
     Raises:
-        InputError: an entry is not a tensor.
+        InputError: an entry is not a tensor with a name, or one that is not dense.
     """
 
     def __init__(
@@ -81,12 +81,18 @@ class InMemory(Checkpoint):
         files: Iterable[Path] = (),
         folder: Path | None = None,
     ) -> None:
+        unnamed = [name for name in tensors if not isinstance(name, str)]
+        if unnamed:
+            raise InputError(f"{label} has names that are not text ({listing(map(repr, unnamed))})")
         strangers = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
         if strangers:
             raise InputError(
                 f"{label} holds entries that are not tensors ({listing(map(str, strangers))}): "
                 "pass the state dict itself, as `model.state_dict()` gives it"
             )
+        odd = [name for name, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
+        if odd:
+            raise InputError(f"{label} holds sparse or quantised tensors ({listing(odd)}): save them dense")
         specs = {n: TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}
         super().__init__(label, specs, files, folder)
         self._tensors = tensors

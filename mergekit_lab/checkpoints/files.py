@@ -146,7 +146,7 @@ def open_index(label: str, index: Path) -> Checkpoint:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{label}: {index} is not a safetensors index ({error!r})") from None
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     outside = {file for file in files.values() if Path(file).name != file or file in {".", ".."}}

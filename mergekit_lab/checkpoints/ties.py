@@ -29,7 +29,11 @@ _KEPT_FIRST = (
 _ONE_ROW_A_TOKEN = re.compile(
     r"embed|(^|\.)(shared|wte|lm_head|predictions)\.|(^|\.)(head|output|output_layer)\."
 )
-_OTHER = re.compile(r"norm|pos(ition)?_?emb|token_type|attention|layers?\.\d|blocks?\.\d", re.IGNORECASE)
+_OTHER = re.compile(
+    r"norm|pos(ition(al)?)?_?emb|embed_pos|class_?emb|patch|time_?emb|token_type|attention|layers?\.\d|blocks?\.\d"
+    r"|(^|\.)(visual|vision_(model|tower|encoder))\.",
+    re.IGNORECASE,
+)
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def read_config(folder: Path | None) -> dict[str, Any]:
         return {}
     try:
         content = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{folder / 'config.json'} is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise InputError(f"{folder / 'config.json'} holds a {type(content).__name__}, not an object")

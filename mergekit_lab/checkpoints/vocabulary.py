@@ -37,12 +37,13 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
         if (folder / "vocab.json").is_file():
             tokens = {str(t): int(i) for t, i in json.loads((folder / "vocab.json").read_text()).items()}
         elif (folder / "vocab.txt").is_file():
-            tokens = {line: row for row, line in enumerate((folder / "vocab.txt").read_text().splitlines())}
+            with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
+                tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
         if tokens is not None and (folder / "added_tokens.json").is_file():
             added = json.loads((folder / "added_tokens.json").read_text())
             tokens |= {str(t): int(i) for t, i in added.items()}
         return tokens
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
 
 

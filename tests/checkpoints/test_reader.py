@@ -168,3 +168,16 @@ def test_weights_that_share_memory_are_tied(tmp_path) -> None:
     shared = torch.randn(4, 2)
     torch.save({"embed": shared, "other": shared.clone(), "head": shared}, tmp_path / "model.pt")
     assert open_checkpoint(tmp_path / "model.pt").tied() == {"head": "embed"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({3: torch.zeros(2)}, r"names that are not text \(3\)"),
+        ({"w": torch.eye(2).to_sparse()}, r"sparse or quantised tensors \(w\)"),
+    ],
+)
+def test_a_state_dict_of_other_things_is_named(content, message: str, tmp_path) -> None:
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(tmp_path / "odd.pt")

@@ -6,6 +6,7 @@ from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import reconcile
+from mergekit_lab.checkpoints.vocabulary import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -132,3 +133,17 @@ def test_other_shapes_than_the_vocabularys_are_left_for_the_merge_to_refuse() ->
     base = open_checkpoint({"classifier.weight": torch.zeros(3, 4), "layers.0.w": torch.zeros(3, 3)})
     other = open_checkpoint({"classifier.weight": torch.zeros(5, 4), "layers.0.w": torch.zeros(4, 3)})
     assert reconcile(base, [other], "intersect").experts == (other,)
+
+
+@pytest.mark.parametrize(
+    "name", ["visual.positional_embedding", "encoder.embed_positions.weight", "model.patch_embed.proj.weight"]
+)
+def test_positions_and_patches_are_no_vocabulary(name: str) -> None:
+    base, other = (open_checkpoint({name: torch.zeros(rows, 4), "w": torch.zeros(2)}) for rows in (17, 26))
+    assert reconcile(base, [other]).experts == (other,)
+    assert reconcile(base, [other], "pad").experts == (other,)
+
+
+def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
+    assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
