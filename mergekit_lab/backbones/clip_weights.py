@@ -239,7 +239,11 @@ def _cached(tag: dict[str, Any]) -> Path | None:
 
 def _in_folder(folder: Path) -> Path:
     """The weights in a folder as open_clip or transformers leave it."""
-    known = (*_OPEN_CLIP_FILES, *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")), *_TRANSFORMERS_FILES)
+    known = (
+        *_OPEN_CLIP_FILES,
+        *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")),
+        *_TRANSFORMERS_FILES,
+    )
     found = [folder / name for name in known if (folder / name).is_file()]
     if not found:
         raise InputError(

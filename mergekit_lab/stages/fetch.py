@@ -55,9 +55,7 @@ def run_fetch(cfg: DictConfig) -> Path:
         for task in tasks:
             source = expert_source(cfg.experts, backbone, task)
             place = expert_folder(out / "experts", backbone) / task.name
-            steps.append(
-                (f"expert of {task.name}, {source}: {place}", partial(_fetch_expert, source, place))
-            )
+            steps.append((f"expert of {task.name}, {source}: {place}", partial(_fetch_expert, source, place)))
         use.append("experts=FOLDER/experts")
     for what, fetch in steps:
         log.info("%s%s", "would fetch " if cfg.dry_run else "", what)

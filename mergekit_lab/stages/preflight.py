@@ -58,7 +58,11 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
     if isinstance(backbone, OpenClip) and backbone.source:
         asked.append(backbone.source.missing)
     if cfg.get("experts"):
-        asked += [partial(_missing_expert, cfg.experts, backbone, task) for task in tasks if not cfg.only or task.name in cfg.only]
+        asked += [
+            partial(_missing_expert, cfg.experts, backbone, task)
+            for task in tasks
+            if not cfg.only or task.name in cfg.only
+        ]
     missing, wrong = [], []
     for ask in asked:
         try:

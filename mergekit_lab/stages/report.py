@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from mergekit_lab.backbones import OpenClip
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import (
     Beside,
@@ -170,16 +171,31 @@ def _published(run: Context, records: list[Record]) -> list[Beside]:
     axes = {axis: run.choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     measured = _Measured(run, records)
     holds = partial(_holds, run)
-    return [row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds)]
+    return [
+        row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds, run.tasks)
+    ]
 
 
 def _holds(run: Context, when: str) -> bool:
     """Whether `key=value …` are the run's settings."""
     pairs = [pair.split("=") for pair in when.split()]
-    return all(_same(OmegaConf.select(run.cfg, key), value) for key, value in pairs)
+    return all(_same(_setting(run, key), value) for key, value in pairs)
+
+
+def _setting(run: Context, key: str) -> Any:
+    """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
+    if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
+        return run.backbone.source.published_as()
+    group, _, rest = key.partition(".")
+    if group == "mergers":
+        label, _, name = rest.partition(".")
+        return run.mergers[label].content.get(name) if label in run.mergers else None
+    return OmegaConf.select(run.cfg, key)
 
 
 def _same(value: Any, text: str) -> bool:
+    if isinstance(value, bool):
+        return str(value).lower() == text
     return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
 
 

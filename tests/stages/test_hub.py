@@ -168,7 +168,7 @@ def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypa
     for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
         assert str(told.value).count(name) == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(InputError, match="^sources.eurosat is '/no/data'"):
+    with pytest.raises(InputError, match=r"^sources\.eurosat is '/no/data'"):
         run(cfg, tmp_path / "run", {}, [])
 
 
