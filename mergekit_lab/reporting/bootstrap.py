@@ -49,8 +49,8 @@ def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int
         odd = [rows[i].label for i in everything if i not in keys and rows[i].average.mean is not None]
         if odd:
             left_out.append(
-                f"{' / '.join((*group, ', '.join(odd)))}: no interval, and not compared with the best, because "
-                "seeds or test samples are not those of the rest of the group."
+                f"{' / '.join((*group, ', '.join(odd)))}: no interval, and left out where rows are compared "
+                "with the best, because seeds or test samples are not those of the rest of the group."
             )
         low, high = np.quantile(drawn, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
         merged = [i for i, row in enumerate(members) if row.kind == "merged"]

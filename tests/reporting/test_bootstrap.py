@@ -95,7 +95,7 @@ def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record,
     assert [label for label, row in rows.items() if row.interval is None] == ["odd"]
     assert any(row.close for row in table.rows)
     assert rows["a"].interval == pytest.approx(whole.rows[0].interval, abs=0.01)
-    assert [note for note in table.notes if note.startswith("odd: no interval, and not compared")]
+    assert [note for note in table.notes if note.startswith("odd: no interval, and left out")]
     assert not [note for note in whole.notes if "no interval" in note]
 
 
