@@ -138,8 +138,10 @@ class HubImages(ImageTask):
         if self.source is not None and self._repository != self.source:
             raise InputError(f"sources.{self.name} is {self.source!r}, which is neither a folder nor a hub id")
         if self.source is None and self.root is not None:
-            inside = Path(self.root).expanduser() / self.name
-            if inside.is_dir():
+            root = Path(self.root).expanduser()
+            if not root.is_dir():
+                raise InputError(f"data_root is {self.root!r}, which is no folder")
+            if (inside := root / self.name).is_dir():
                 return inside
         return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
 
