@@ -61,6 +61,7 @@ def test_fer2013_without_a_column_or_a_number_is_refused(tmp_path: Path) -> None
     write_fer2013(tmp_path, f"glad,{GREY},PublicTest")
     with pytest.raises(InputError, match="line 16: the emotion is 'glad', not a number"):
         published("fer2013", tmp_path).split("test")
+    assert "the emotion is 'glad'" in check_task(published("fer2013", tmp_path)).wrong[0]
 
 
 @pytest.mark.parametrize("name", ["backup.tar", "train.tar"])
