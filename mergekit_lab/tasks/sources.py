@@ -13,7 +13,8 @@ import json
 import re
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class ParquetRows(Rows):
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
+            with _readable(file):
+                labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
                 self.chunks.append(range(first, first + size))
@@ -97,7 +99,9 @@ class ParquetRows(Rows):
 
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
-        rows = _open_parquet(file).read_row_group(group, columns=[self._image]).column(0).to_pylist()
+        opened = _open_parquet(file)
+        with _readable(file):
+            rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
@@ -113,10 +117,18 @@ class ParquetRows(Rows):
 
 
 def _open_parquet(file: Path) -> Any:
-    from pyarrow import ArrowInvalid, parquet
+    from pyarrow import parquet
+
+    with _readable(file):
+        return parquet.ParquetFile(file)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    from pyarrow import ArrowInvalid
 
     try:
-        return parquet.ParquetFile(file)
+        yield
     except (ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{file} is no readable parquet file ({reason}): was the copy cut short?") from None

@@ -28,6 +28,16 @@ def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
     assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
 
 
+def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_parquet(tmp_path / f"{part}-0.parquet", pictures(20, 10))
+    with (tmp_path / "test-0.parquet").open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff" * 2000)
+    with pytest.raises(InputError, match=r"test-0.parquet is no readable parquet file"):
+        published("eurosat", tmp_path).split("test")
+
+
 def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         pq.write_table(pa.table({"image": ["a.png"], "label": [0]}), tmp_path / f"{part}-0.parquet")
