@@ -85,7 +85,7 @@ def check_task(task: ImageTask) -> DataCheck:
     try:
         return _check_files(task)
     except InputError as error:
-        return DataCheck(task.name, len(task.classes), {}, {}, unusable=f"{task.name}: {error}")
+        return DataCheck(task.name, len(task.classes), {}, {}, unusable=str(error))
 
 
 def _check_tensors(task: ImageTask) -> DataCheck:
