@@ -59,6 +59,9 @@ class SparsifiedMethod(Method):
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         return self.inner.expert_weights(experts, name)
 
+    def check_tensors(self, names: Sequence[str]) -> None:
+        self.inner.check_tensors(names)
+
     def survey(self, stream: Stream) -> Any:
         """The inner method's, as long as it looks at no task vectors: blocks are no whole tensors.
 
