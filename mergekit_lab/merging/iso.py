@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -74,10 +74,7 @@ class IsoCTS(SpectralMethod):
         u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
         if own:
             basis = _complement(u) if common and shape[0] <= shape[1] else None
-            apart = (
-                (_apart(delta, u) if basis is None else basis.mT @ delta).to(deltas.dtype)
-                for delta in _scaled(deltas, sites)
-            )
+            apart = map(partial(_remainder, u=u, basis=basis, dtype=deltas.dtype), _scaled(deltas, sites))
             if deltas.is_cuda:  # where many matrices are factorized together
                 found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), own)
                 own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
@@ -101,9 +98,14 @@ class IsoCTS(SpectralMethod):
         return (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
 
 
+def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[B, m, n]` without what lies in the columns of `u`, or `[B, m−c, n]` in the coordinates of `basis`."""
+    return (_apart(delta, u) if basis is None else basis.mT @ delta).to(dtype)
+
+
 def _apart(matrices: Tensor, u: Tensor) -> Tensor:
     """`[B, m, n]` without what lies in the columns of `u` `[B, m, c]`."""
-    return matrices - u @ (u.mT @ matrices)
+    return torch.baddbmm(matrices, u, u.mT @ matrices, alpha=-1)
 
 
 def _complement(u: Tensor) -> Tensor:
