@@ -131,6 +131,10 @@ def _room(out: Path | None, written: int, result: Report) -> str:
     return f"{size_text(free)} of disk are free at {out}"
 
 
+_COUNTERS = 8 << 20
+"""What a core may hold of one expert while a survey counts its entries."""
+
+
 def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
     experts = len(prepared.experts)
     largest = max((specs[name].numel for name in merged if name in specs), default=0)
@@ -138,7 +142,9 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     stored = max((spec.nbytes for spec in specs.values()), default=0)
     workers = torch.get_num_threads() if prepared.method.elementwise else 1
     blocks = min(largest, 1 << 17) * item * (3 * experts + 4) * workers
-    whole = 3 * (experts + 2) * largest * item
+    if type(prepared.method).survey is not Method.survey:
+        blocks += _COUNTERS * experts * workers
+    whole = 4 * (experts + 2) * largest * item  # measured in experiments/merge_engine/results/cpu_memory.json
     results = (2 * workers + 4) * stored
     held = results + (blocks if prepared.method.elementwise else whole)
     adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
