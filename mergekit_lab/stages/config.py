@@ -17,7 +17,7 @@ from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
+from mergekit_lab.stages.checking import Target, TopLevel, build, check_against, check_slice
 from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
@@ -241,6 +241,7 @@ def check(cfg: DictConfig) -> None:
             resolve, or a value of the wrong kind or range.
     """
     check_against(cfg, Main)
+    check_slice(cfg)
     if cfg.evaluation_batch_size < 1:
         raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
     if cfg.objective not in (None, *OBJECTIVES):

@@ -27,6 +27,7 @@ from mergekit_lab.reporting import (
     write_report,
     write_slice,
 )
+from mergekit_lab.reporting.summary import counted
 from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.analyse import DATA
 from mergekit_lab.stages.analyses import TaskVectors
@@ -45,7 +46,8 @@ def stage_report(run: Context) -> None:
     curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
     if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):
         curves["+joint"] = json.loads(joint.file(CURVE).read_text())
-    title = f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts"
+    title = f"{run.plain['suite']['name']}: {counted(len(run.mergers), 'way')} to merge "
+    title += counted(len(run.tasks), "expert")
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)
@@ -260,11 +262,15 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
 
     Raises:
-        InputError: a folder that is not there, or none that holds a run.
+        InputError: a folder that is not there, none that holds a run, or none whose run has a result.
     """
     given = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs)
     folders = [place for pattern in given for place in _run_folders(str(pattern))]
-    paths = compare(folders, folder, title=f"Comparison of {len(folders)} runs")
+    paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
+    for failure in paths.failures:
+        log.warning("left out: %s: %s", failure.run, failure.error)
+    if not paths.table.rows:
+        raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
     print_table(paths.table)
     if cfg.table:
         print_slice(write_slice(folder, read_records(paths.records), cfg.table, cfg.metric))
