@@ -89,5 +89,5 @@ def test_shares_that_do_not_ascend_to_one_are_refused(shares) -> None:
 @pytest.mark.parametrize("peak", [-1.0, 9.0])
 def test_refining_stays_within_the_range_of_the_grid(peak: float) -> None:
     curve = halve([0.0, 1.0, 2.0], {"a": 1.0}, lambda alpha: lambda *_: 1 / (1 + abs(alpha - peak)))
-    assert {c.coefficient for c in curve} <= {0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0}
+    assert all(0 <= c.coefficient <= 2 for c in curve)
     assert best_candidate(curve).coefficient == (0.0 if peak < 0 else 2.0)
