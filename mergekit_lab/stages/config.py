@@ -248,6 +248,8 @@ def check(cfg: DictConfig) -> None:
         raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
+    if "analyse" in ([cfg.stage] if cfg.stage else cfg.stages):
+        build(cfg.analysis)
     finetuning = build(cfg.finetuning)
     if not isinstance(finetuning, Parametrisation):
         raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrisation")
