@@ -118,7 +118,7 @@ def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> N
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
     lines = ["stages=[finetune,analyse]", "analysis=landscape", "analysis.samples=0"]
-    with pytest.raises(InputError, match="analysis.samples is 0; it must be a whole number of at least 1"):
+    with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
         check(composed(lines)[0])
 
 
