@@ -8,11 +8,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from PIL import Image
 
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.stages.checking import build
 from mergekit_lab.tasks import HubImages
 
 SIZES = {"train": 20, "test": 6}
+
+
+def published(name: str, folder: Path) -> HubImages:
+    """The task of this name as configured, on the data in a folder."""
+    node = yaml.safe_load((conf_dir() / "task" / "clip" / f"{name}.yaml").read_text())
+    return build({**node, "source": str(folder), "root": None})
 
 
 def encoded(seed: int, width: int = 40, height: int = 32, kind: str = "PNG") -> bytes:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.inputs import Inputs
 
 _BLOCK = 1 << 19
 _EXACT = 256
 _SPARE = 12
+_KEPT = 16
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Spectra:
 
     Attributes:
         rank: k, of the leading singular vectors that are compared.
+        values: the leading singular values, `[T, min(k, 16)]`, the largest first.
         stable_rank: `‖δ_t‖²/σ₁²`, `[T]`.
         energy: the share of `‖δ_t‖²` in the first k singular values, `[T]`.
         overlap: of the k-dimensional leading subspaces, the mean squared cosine of left and of right ones,
@@ -107,6 +109,7 @@ class Spectra:
     """
 
     rank: int
+    values: Tensor
     stable_rank: Tensor
     energy: Tensor
     overlap: Tensor
@@ -187,7 +190,8 @@ def measured_layers(
         The layer and `Σ v_t` of it, `[T]` (zero without Fishers).
 
     Raises:
-        InputError: a rank under 1, a Fisher that lacks a tensor, entries that are not finite.
+        InputError: a rank under 1, a Fisher that lacks a tensor or has negative entries, entries that are not
+            finite.
     """
     if rank < 1:
         raise InputError(f"rank is {rank}; it must be at least 1")
@@ -219,6 +223,8 @@ def _layer(
         block = None
         if weights is not None:
             block = torch.stack([w.reshape(-1)[part].to(device).float() for w in weights])
+            if not bool((block.isfinite() & (block >= 0)).all()):
+                _refuse_fisher(weights, inputs, fishers or {}, name)
             traces += block.sum(dim=1, dtype=torch.float64).cpu()
         sums.add_block(deltas, block)
         squares += float(origin.square().sum(dtype=torch.float64))
@@ -232,6 +238,19 @@ def _fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
     if name not in checkpoint or checkpoint[name].shape != shape:
         raise InputError(f"{checkpoint.label} has no tensor {name!r} of shape {list(shape)}")
     return checkpoint[name]
+
+
+def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, Checkpoint], name: str) -> None:
+    """Raise for the first Fisher of a tensor with entries that no Fisher has, naming file and tensor."""
+    for expert, values in zip(inputs.experts, weights, strict=True):
+        wrong = {"NaN or infinite": ~values.isfinite(), "negative": values < 0}
+        for kind, entries in wrong.items():
+            if bool(entries.any()):
+                source = fishers[expert]
+                where = f" ({listing(map(str, source.files))})" if source.files else ""
+                raise InputError(
+                    f"tensor {name!r} of {source.label}{where} holds {int(entries.sum())} {kind} entries"
+                )
 
 
 def _spectra(
@@ -250,6 +269,7 @@ def _spectra(
     alike = [torch.einsum("imk,jml->ijkl", x, x).square().sum(dim=(2, 3)) / k for x in (left, right)]
     return Spectra(
         rank=k,
+        values=sigma[:, :_KEPT],
         stable_rank=_ratio(squares, sigma[:, 0].square()),
         energy=_ratio(sigma.square().sum(dim=1), squares).clamp_max(1),
         overlap=torch.stack(alike).mean(dim=0).double().cpu(),

@@ -8,6 +8,7 @@ Legend: A values of α, N samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -165,10 +166,14 @@ def line(
 def barrier(values: Sequence[float], places: Sequence[float]) -> float:
     """The largest rise of a loss above the straight line between its ends (Frankle et al. 2020); at least 0.
 
+    NaN where a loss is not finite.
+
     Args:
         values: along a path.
         places: where, rising from the first to the last.
     """
+    if not all(map(math.isfinite, values)):
+        return math.nan
     first, last = values[0], values[-1]
     span = places[-1] - places[0]
     straight = [first + (last - first) * (p - places[0]) / span for p in places]

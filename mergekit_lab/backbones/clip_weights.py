@@ -36,6 +36,7 @@ _ASSET = "asset:"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SHIPPED = {"glyph-clip": "glyph_clip"}
 _CONFIG = "open_clip_config.json"
+_SAVED = "open_clip_model"
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -46,7 +47,8 @@ class ClipWeights:
 
     Attributes:
         architecture: open_clip's name, or `glyph-clip`.
-        name: a tag of open_clip, `asset:NAME`, a file or a folder.
+        name: a tag of open_clip, `asset:NAME`, a file or a folder; of a folder that holds one of the
+            architecture's name, this one counts.
     """
 
     architecture: str
@@ -60,7 +62,13 @@ class ClipWeights:
     @property
     def local(self) -> bool:
         """Whether they are a file or folder that was given."""
-        return not self.shipped and Path(self.name).expanduser().exists()
+        return not self.shipped and self._place.exists()
+
+    @property
+    def _place(self) -> Path:
+        given = Path(self.name).expanduser()
+        inside = given / self.architecture
+        return inside if inside.is_dir() else given
 
     def tag(self) -> dict[str, Any]:
         """What open_clip knows of the name; empty if it is no tag of the architecture."""
@@ -70,12 +78,18 @@ class ClipWeights:
         return found
 
     def missing(self) -> str | None:
-        """What would have to be downloaded, or None."""
+        """What would have to be downloaded, or None.
+
+        Raises:
+            InputError: the name is unknown.
+        """
         if self.shipped or self.local:
             return None
         known = REPOSITORIES.get((self.architecture, self.name))
         tag = {"hf_hub": f"{known}/"} if known else self.tag()
-        if tag and _cached(tag) is None:
+        if not tag:
+            raise self._unknown()
+        if _cached(tag) is None:
             place = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
             return f"weights {self.name!r} of {self.architecture} ({place}), or backbone.weights=FILE"
         return None
@@ -93,15 +107,18 @@ class ClipWeights:
             return shipped[self.name]
         if tag := self.tag():
             return self._download(tag)
-        place = Path(self.name).expanduser()
+        place = self._place
         if place.is_file():
             return place
         if place.is_dir():
             return _in_folder(place)
+        raise self._unknown()
+
+    def _unknown(self) -> InputError:
         from open_clip import list_pretrained_tags_by_model
 
         known = list_pretrained_tags_by_model(registered(self.architecture))
-        raise InputError(
+        return InputError(
             f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
             f"tags of open_clip: {listing(known, 20) or 'none'}"
         )
@@ -115,7 +132,7 @@ class ClipWeights:
         tag = self.tag()
         if tag or not self.local:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
-        place = Path(self.name).expanduser()
+        place = self._place
         folder = place if place.is_dir() else place.parent
         if (folder / _CONFIG).is_file():
             content = _read_json(folder / _CONFIG)
@@ -126,6 +143,13 @@ class ClipWeights:
         if not isinstance(vision, dict):
             return {}
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
+
+    def published_as(self) -> str:
+        """What they are published as; of a local file, what the configuration beside it says."""
+        if not self.local or self.tag():
+            return self.name
+        folder = self._place if self._place.is_dir() else self._place.parent
+        return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
     def identity(self) -> dict[str, str]:
         """Their name, their SHA-256, and what a local file's model computes otherwise than its architecture's
@@ -144,15 +168,19 @@ class ClipWeights:
         """Copy them into a folder, with what is said of them, so that they load there as they do here.
 
         Returns:
-            The file, to be named as `weights`.
+            The file; the folder, too, may be named as `weights`.
         """
         file, said = self.file(), self.said()
         folder.mkdir(parents=True, exist_ok=True)
         quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
         pixels = {name: list(said[name]) for name in PIXELS if name in said}
-        config = {"model_cfg": {"quick_gelu": quick}, "preprocess_cfg": pixels}
+        config = {
+            "model_cfg": {"quick_gelu": quick},
+            "preprocess_cfg": pixels,
+            "pretrained": self.published_as(),
+        }
         (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        return Path(shutil.copyfile(file, folder / f"{Path(self.name).stem}{file.suffix}"))
+        return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
 
     def _download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
@@ -211,10 +239,16 @@ def _cached(tag: dict[str, Any]) -> Path | None:
 
 def _in_folder(folder: Path) -> Path:
     """The weights in a folder as open_clip or transformers leave it."""
-    found = [folder / name for name in (*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES) if (folder / name).is_file()]
+    known = (
+        *_OPEN_CLIP_FILES,
+        *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")),
+        *_TRANSFORMERS_FILES,
+    )
+    found = [folder / name for name in known if (folder / name).is_file()]
     if not found:
-        names = ", ".join((*_OPEN_CLIP_FILES, *_TRANSFORMERS_FILES))
-        raise InputError(f"the folder {folder} holds no weights of a CLIP model: expected one of {names}")
+        raise InputError(
+            f"the folder {folder} holds no weights of a CLIP model: expected one of {', '.join(known)}"
+        )
     return found[0]
 
 

@@ -94,13 +94,17 @@ def unreachable() -> str | None:
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    if getproxies():
-        return None
     address = urlsplit(constants.ENDPOINT)
+    if getproxies():
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+        except Exception as error:  # of the client's HTTP library
+            return f"no connection to {address.hostname} through the proxy ({error})"
+        return None
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
         socket.create_connection((address.hostname or "", port), timeout=_PATIENCE).close()
@@ -109,13 +113,13 @@ def unreachable() -> str | None:
     return None
 
 
-def fetch_snapshot(repo: str, into: Path) -> Path:
+def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
     """A model's weights and configuration in a folder of one's own, from the cache or the network.
 
     Raises:
         InputError: neither has it.
     """
-    shutil.copytree(snapshot(repo, None), into, dirs_exist_ok=True)
+    shutil.copytree(snapshot(repo, revision), into, dirs_exist_ok=True)
     return into
 
 

@@ -114,7 +114,7 @@ def halve(
     refine: int = 2,
     reached: float = -math.inf,
 ) -> list[Candidate]:
-    """The curve of successive halving, then of ever smaller steps around the best.
+    """The curve of successive halving, then of ever smaller steps around the best, within the grid's range.
 
     A criterion on a share of the samples is divided by the experts' values on all of them, so it only ranks
     candidates of the same share.
@@ -153,6 +153,9 @@ def halve(
         step /= 2
         best = best_candidate(curve)
         goal = max(best.normalised, reached)
+        known = {c.coefficient for c in curve if c.share == 1}
         for coefficient in (best.coefficient - step, best.coefficient + step):
+            if not ordered[0] <= coefficient <= ordered[-1] or coefficient in known:
+                continue
             curve.append(_candidate(coefficient, experts, at(coefficient), goal))
     return curve

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
+from mergekit_lab.merging.contract import Method, Site, require, require_choice
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 
 _START = 0.3
@@ -82,7 +82,8 @@ class AdaMerging(Method):
     def default_weight(self, experts: int) -> float:
         return _START
 
-    def survey(self, stream: Stream) -> Any:
+    def check_tensors(self, names: Sequence[str]) -> None:
+        super().check_tensors(names)
         if self.learn is not None:
             raise InputError(
                 "AdaMerging learns its weights from a model and inputs, which a merge of checkpoints does not "

@@ -26,6 +26,13 @@ CPU_BLOCK = 1 << 18
 enough that its threads seldom wait for each other between two operations."""
 DEVICE_BLOCK = 1 << 23
 """The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
+
+
+def block_entries(device: torch.device) -> int:
+    """Entries of a tensor that are worked on at a time."""
+    return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+
+
 _AHEAD = 3
 """Blocks that are read from the host's memory before an accelerator asks for them."""
 
@@ -110,7 +117,7 @@ class Reader:
 
     @property
     def block(self) -> int:
-        return CPU_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
+        return block_entries(self.device)
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.merging.blocks import block_entries
 from mergekit_lab.merging.contract import Method, Segment, Site, Stream, require
 from mergekit_lab.merging.selection import keep_largest
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-
-_BLOCK = 1 << 23
-"""Entries that the inner method merges at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +59,9 @@ class SparsifiedMethod(Method):
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         return self.inner.expert_weights(experts, name)
 
+    def check_tensors(self, names: Sequence[str]) -> None:
+        self.inner.check_tensors(names)
+
     def survey(self, stream: Stream) -> Any:
         """The inner method's, as long as it looks at no task vectors: blocks are no whole tensors.
 
@@ -82,7 +83,8 @@ class SparsifiedMethod(Method):
             return self.inner.merge(name, base, thin, site)
         flat = thin.reshape(len(thin), -1)
         side = {kind: values.reshape(len(values), -1) for kind, values in site.side.items()}
-        parts = [slice(start, start + _BLOCK) for start in range(0, flat.shape[1], _BLOCK)]
+        block = block_entries(flat.device)
+        parts = [slice(start, start + block) for start in range(0, flat.shape[1], block)]
 
         def at(part: slice, tensor: Any = None) -> Site:
             segment = Segment(name, part.start, min(part.stop, flat.shape[1]))

@@ -10,7 +10,7 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -175,12 +175,14 @@ class Method:
             if missing:
                 raise InputError(f"weights lack a number for {listing(missing)}")
             given = [self.weights[expert] for expert in experts]
-        else:
+        elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
             given = list(self.weights)
+        else:
+            raise InputError(f"weights is {self.weights!r}; it must be a list of numbers or a mapping by name")
         if len(given) != len(experts):
             raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
         found = [
-            _matching(value, name, default) if isinstance(value, Mapping) else float(value) for value in given
+            _matching(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
         ]
         require(all(map(math.isfinite, found)), "weights", self.weights, "finite")
         return found
@@ -190,11 +192,26 @@ class Method:
         self.expert_weights(experts)
         require(math.isfinite(self.scale), "coefficient", self.scale, "finite")
 
+    def check_tensors(self, names: Sequence[str]) -> None:
+        """Refuse, before any work, a model whose merged tensors have these names.
+
+        Raises:
+            InputError: a pattern of `weights` matches none of them; methods add their own reasons.
+        """
+        for patterns in self._given_weights():
+            for pattern in patterns if isinstance(patterns, Mapping) else ():
+                require(
+                    any(fnmatchcase(name, pattern) for name in names),
+                    "a pattern of weights", pattern, "one that matches a tensor that is merged",
+                )  # fmt: skip
+
+    def _given_weights(self) -> Iterable[Any]:
+        return self.weights.values() if isinstance(self.weights, Mapping) else self.weights or ()
+
     @property
     def weights_by_tensor(self) -> bool:
         """Whether `λ` differs between tensors."""
-        values = self.weights.values() if isinstance(self.weights, Mapping) else self.weights or ()
-        return any(isinstance(value, Mapping) for value in values)
+        return any(isinstance(value, Mapping) for value in self._given_weights())
 
     def side_name(self, kind: str, name: str) -> str | None:
         """What a side input of this kind calls the tensor `name`; None if it has nothing for it.
@@ -265,4 +282,13 @@ def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:
-    return next((float(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
+    return next((_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"weights hold {value!r}; each must be a number, or a mapping from name pattern to number"
+        ) from None

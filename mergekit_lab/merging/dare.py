@@ -74,6 +74,9 @@ class DARE(Method):
     def side_name(self, kind: str, name: str) -> str | None:
         return self.inner.side_name(kind, name)
 
+    def check_tensors(self, names: Sequence[str]) -> None:
+        self.inner.check_tensors(names)
+
     def survey(self, stream: Stream) -> Any:
         require(
             self.rescale == "inverse" or type(self.inner).survey is Method.survey,

@@ -13,13 +13,16 @@ are those of `DARE`, counted by (seed, expert, tensor, flat index): `epsilon=0` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mergekit_lab.merging.blocks import block_entries
 from mergekit_lab.merging.breadcrumbs import SparsifiedMethod
-from mergekit_lab.merging.contract import Method, Site, require, require_choice
+from mergekit_lab.merging.contract import Method, Segment, Site, require, require_choice
 from mergekit_lab.merging.dropping import counter_uniform, counters, drop_and_rescale
 from mergekit_lab.merging.ties import TIES
 
@@ -56,10 +59,28 @@ class DELLA(SparsifiedMethod):
             return deltas
         out = torch.empty_like(deltas)
         for expert, delta, row in zip(site.experts, deltas, out, strict=True):
-            drawn = counter_uniform(counters(self.seed, expert, site.segments), delta.device)
-            stay = keep_probabilities(delta, self.density, self.epsilon)
-            row.copy_(drop_unlikely(delta, drawn.view_as(delta) >= 1 - stay, stay, self.rescale))
+            keep = torch.empty_like(delta, dtype=torch.bool)
+            for part, places in _rows_at_a_time(name, delta):
+                stay = keep_probabilities(delta[part], self.density, self.epsilon)
+                drawn = counter_uniform(counters(self.seed, expert, [places]), delta.device)
+                torch.ge(drawn.view_as(stay), 1 - stay, out=keep[part])
+                if self.rescale == "inverse":
+                    row[part] = drop_unlikely(delta[part], keep[part], stay)
+            if self.rescale == "l1":
+                row.copy_(drop_and_rescale(delta, keep, 0.0, "l1"))
         return out
+
+
+def _rows_at_a_time(name: str, delta: Tensor) -> Iterator[tuple[Any, Segment]]:
+    """Some rows of a tensor, and which of its entries these are; of a vector, or a number, it is all."""
+    if delta.dim() < 2:
+        yield ..., Segment(name, 0, delta.numel())
+        return
+    size = delta[0].numel()
+    step = max(1, block_entries(delta.device) // max(1, size))
+    for start in range(0, len(delta), step):
+        stop = min(start + step, len(delta))
+        yield slice(start, stop), Segment(name, start * size, stop * size)
 
 
 def keep_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
@@ -79,15 +100,12 @@ def keep_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
     return (density - epsilon + ranks / last * (2 * epsilon)).view(delta.shape)
 
 
-def drop_unlikely(delta: Tensor, keep: Tensor, stay: Tensor, rescale: str) -> Tensor:
-    """Zero the entries outside `keep` and rescale the others.
+def drop_unlikely(delta: Tensor, keep: Tensor, stay: Tensor) -> Tensor:
+    """Zero the entries outside `keep` and divide each other by the probability with which it stayed.
 
     Args:
         delta: one expert's task vector of one tensor, any shape.
         keep: the same shape, true where an entry stays.
-        stay: the same shape, the probabilities with which entries stayed.
-        rescale: `"inverse"` divides each by its own; `"l1"` restores the L1 norm of `delta`.
+        stay: the same shape, the probabilities.
     """
-    if rescale == "l1":
-        return drop_and_rescale(delta, keep, 0.0, rescale)
     return torch.where(keep, delta / stay.to(delta.dtype), 0)

@@ -12,6 +12,25 @@ Devices = str | torch.device | Sequence[str | torch.device]
 """One device, or several that share the work."""
 
 
+def device_names(device: object) -> str | list[str]:
+    """One device or several by name; a number is a CUDA device's, as in torch.
+
+    Raises:
+        InputError: no name, or no list of them.
+    """
+    if isinstance(device, list | tuple) and device:
+        return [_device_name(each) for each in device]
+    return _device_name(device)
+
+
+def _device_name(device: object) -> str:
+    if isinstance(device, int) and not isinstance(device, bool):
+        return f"cuda:{device}"
+    if not isinstance(device, str | torch.device):
+        raise InputError(f"device is {device!r}; it must be a name such as cpu or cuda:0, or a list of names")
+    return str(device)
+
+
 def resolve_device(device: str | torch.device) -> torch.device:
     """A device of this machine.
 

@@ -86,6 +86,7 @@ class EpiMer(AtomMethod):
         rank = noted_rank(bases.shape[1:], experts, self.rank, sites)
         atoms = whitened_atoms(deltas, rank, sites)
         if rank == 0:
+            atoms = atoms.to(deltas.dtype)
             return atoms, atoms.sigma
         fishers = [site.side["fisher"] for site in sites]
         curvature = torch.stack(fishers) if len(fishers) > 1 else fishers[0][None]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint, refuse_quantised
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging.contract import Method
 
 Source = Checkpoint | Mapping[str, Tensor] | str | Path
 Sources = Mapping[str, Source] | Sequence[Source]
+_KINDS = ("fisher", "gram")
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,13 @@ def open_inputs(
     for checkpoint in (origin, *opened.values()):
         refuse_quantised(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert")
-    complex_names = [name for name, spec in origin.specs.items() if spec.dtype.is_complex]
-    if complex_names:
-        raise InputError(f"complex tensors cannot be merged ({listing(complex_names)})")
+    check_real(origin.specs)
     _check_buffers(origin, opened.values())
     tied = origin.tied()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
     merged = selected(origin.specs, tied, include, exclude)
-    if not merged:
-        raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
+    method.check_tensors(merged)
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
         base=origin,
@@ -114,36 +112,53 @@ def open_inputs(
     )
 
 
+def check_real(specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse complex tensors."""
+    names = [name for name, spec in specs.items() if spec.dtype.is_complex]
+    if names:
+        raise InputError(f"complex tensors cannot be merged ({listing(names)})")
+
+
+def name_patterns(patterns: str | Sequence[str]) -> list[str]:
+    """Name patterns as a list; a string is one pattern."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
 def selected(
     specs: Mapping[str, TensorSpec],
     tied: Mapping[str, str],
-    include: Sequence[str] | None,
-    exclude: Sequence[str],
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
 ) -> tuple[str, ...]:
     """The floating-point tensors that are merged, tied ones once.
 
     Weights with several names are one: they are excluded if a name of theirs is, else included if one is.
 
     Raises:
-        InputError: a pattern that matches no floating-point tensor.
+        InputError: a pattern that matches no floating-point tensor, or nothing that is left to merge.
     """
+    exclude = name_patterns(exclude)
+    include = None if include is None else name_patterns(include)
     names_of: dict[str, list[str]] = {}
     for name, spec in specs.items():
         if spec.dtype.is_floating_point:
             names_of.setdefault(tied.get(name, name), []).append(name)
     floating = [name for names in names_of.values() for name in names]
-    for pattern in [*(include or ()), *exclude]:
+    for pattern in (*(include or ()), *exclude):
         if not any(fnmatchcase(name, pattern) for name in floating):
             raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
 
     def matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    return tuple(
+    found = tuple(
         first
         for first, names in names_of.items()
         if (include is None or matched(names, include)) and not matched(names, exclude)
     )
+    if not found:
+        raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
+    return found
 
 
 def _check_alike(
@@ -222,6 +237,10 @@ def _open_side(
     base: Checkpoint, method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
 ) -> dict[str, tuple[Checkpoint, ...]]:
     given = dict(statistics or {})
+    known = {*_KINDS, *method.side_inputs}
+    for kind in given:
+        if kind not in known:
+            raise InputError(f"statistics hold {kind!r}, which no method takes{suggestion(kind, known)}")
     opened = {}
     for kind in method.side_inputs:
         if kind not in given:
@@ -243,11 +262,12 @@ def _open_side(
         if own:
             _check_alike(own, opened[kind], f"the {kind}", optional=base.specs)
         else:
-            _check_same_names(base, method, kind, opened[kind])
+            check_same_names(base, method, kind, opened[kind])
     return opened
 
 
-def _check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
+def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
+    """Refuse side inputs, under names of their own, that match none of the model's, or not the same ones."""
     wanted = {key for name in base.specs if (key := method.side_name(kind, name)) is not None}
     found = [wanted & checkpoint.keys() for checkpoint in side]
     if side[0] and not found[0]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -74,15 +74,13 @@ class IsoCTS(SpectralMethod):
         u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
         if own:
             basis = _complement(u) if common and shape[0] <= shape[1] else None
-            apart = torch.stack(
-                [
-                    (_apart(delta, u) if basis is None else basis.mT @ delta).to(deltas.dtype)
-                    for delta in _scaled(deltas, sites)
-                ],
-                dim=1,
-            )
-            triplets = top_triplets(apart.flatten(0, 1), own)
-            own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in triplets)
+            apart = map(partial(_remainder, u=u, basis=basis, dtype=deltas.dtype), _scaled(deltas, sites))
+            if deltas.is_cuda:  # where many matrices are factorized together
+                found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), own)
+                own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
+            else:
+                each = zip(*(top_triplets(matrices, own) for matrices in apart), strict=True)
+                own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)
             if basis is not None:
                 own_u = basis[:, None] @ own_u
             u = torch.cat([own_u.movedim(1, 2).flatten(2), u], dim=-1)
@@ -90,17 +88,24 @@ class IsoCTS(SpectralMethod):
             v = torch.cat([own_v.movedim(1, 2).flatten(2), v], dim=-1)
         tolerance = 1e-12 if deltas.dtype == torch.float64 else 1e-6
         real = (s > tolerance * s.amax(dim=-1, keepdim=True))[:, None]
-        white_u, u_rank = polar_factor(u * real, deltas.dtype)
-        white_v, v_rank = polar_factor(v * real, deltas.dtype)
+        white_u, u_rank = polar_factor(u.mul_(real), deltas.dtype)
+        del u
+        white_v, v_rank = polar_factor(v.mul_(real), deltas.dtype)
+        del v
         for site, *ranks in zip(sites, u_rank.tolist(), v_rank.tolist(), strict=True):
             if min(ranks) < r:
                 site.note("rank_deficient", {"atoms": r, "u": ranks[0], "v": ranks[1]})
-        return (s.mean(dim=-1)[:, None, None] * (white_u @ white_v.mT)).to(deltas.dtype)
+        return (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
+
+
+def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[B, m, n]` without what lies in the columns of `u`, or `[B, m−c, n]` in the coordinates of `basis`."""
+    return (_apart(delta, u) if basis is None else basis.mT @ delta).to(dtype)
 
 
 def _apart(matrices: Tensor, u: Tensor) -> Tensor:
     """`[B, m, n]` without what lies in the columns of `u` `[B, m, c]`."""
-    return matrices - u @ (u.mT @ matrices)
+    return torch.baddbmm(matrices, u, u.mT @ matrices, alpha=-1)
 
 
 def _complement(u: Tensor) -> Tensor:

@@ -63,15 +63,22 @@ class RegMean(Method):
                 f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor {list(base.shape)}; a weight "
                 "[out, in] takes a gram [in, in]"
             )
-        grams = self._shrunk(grams.double()) * site.weights.double().view(-1, 1, 1)
-        pull = (grams @ deltas.double().mT).sum(dim=0)
+        total = torch.zeros_like(grams[0], dtype=torch.float64)
+        pull = total.new_zeros(base.shape[1], base.shape[0])
+        mean = grams.diagonal(dim1=-2, dim2=-1).double().mean()
+        for gram, delta, weight in zip(grams, deltas, site.weights.double(), strict=True):
+            own = self._shrunk(gram.double(), mean).mul_(weight)  # one expert at a time in float64
+            total += own
+            pull.addmm_(own, delta.double().mT)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
-        return _solve(grams.sum(dim=0), pull, precision, name).mT.to(deltas.dtype)
+        return _solve(total, pull, precision, name).mT.to(deltas.dtype)
 
-    def _shrunk(self, grams: Tensor) -> Tensor:
-        """`G'_t` `[T, in, in]`: off-diagonal entries times the ratio, the ridge on the diagonal."""
-        diagonal = grams.diagonal(dim1=-2, dim2=-1)
-        return grams * self.ratio + torch.diag_embed(diagonal * (1 - self.ratio) + self.ridge * diagonal.mean())
+    def _shrunk(self, gram: Tensor, mean: Tensor) -> Tensor:
+        """`G'_t` `[in, in]`: off-diagonal entries times the ratio, the ridge times `mean` on the diagonal."""
+        diagonal = gram.diagonal() * (1 - self.ratio) + self.ridge * mean
+        shrunk = gram * self.ratio
+        shrunk.diagonal().add_(diagonal)
+        return shrunk
 
 
 def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:

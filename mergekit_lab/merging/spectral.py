@@ -143,14 +143,20 @@ def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     than one by one and right to 1e-7; what it does not solve to that accuracy is solved again by `svd`.
     """
     if not matrices.is_cuda or matrices.dtype == torch.float64:
-        u, s, v = svd(matrices)
-        return u[..., :rank], s[..., :rank], v[..., :rank]
+        return _first_triplets(matrices, rank)
     if matrices.shape[1] < matrices.shape[2]:
         v, s, u = top_triplets(matrices.mT, rank)
         return u, s, v
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         return _tall_triplets(matrices, rank)
     u, s, v = (torch.cat(x) for x in zip(*(_batched_triplets(x, rank) for x in _chunks(matrices)), strict=True))
+    return u, s, v
+
+
+def _first_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By `svd`, one matrix at a time: all triplets of one are in memory, and the first ones of all."""
+    found = [tuple(x[..., :rank].clone() for x in svd(matrix)) for matrix in matrices]
+    u, s, v = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*found, strict=True))
     return u, s, v
 
 
@@ -180,8 +186,7 @@ def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tens
     try:
         u, s, vh = torch.linalg.svd(matrices, full_matrices=False, driver="gesvda")
     except RuntimeError:
-        u, s, v = svd(matrices)
-        return u[..., :rank], s[..., :rank], v[..., :rank]
+        return _first_triplets(matrices, rank)
     u, s, v = u[..., :rank].double(), s[..., :rank].double(), vh[..., :rank, :].mT.double()
     residual = (matrices.double() @ v - u * s[:, None]).flatten(1).norm(dim=1)
     eye = torch.eye(rank, dtype=u.dtype, device=u.device)
@@ -189,9 +194,9 @@ def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tens
     scale = matrices.flatten(1).norm(dim=1).double()
     solved = (residual <= _ACCURACY * scale) & (skew <= _ACCURACY)
     if not bool(solved.all()):
-        again = svd(matrices[~solved])
+        again = _first_triplets(matrices[~solved], rank)
         for target, source in zip((u, s, v), again, strict=True):
-            target[~solved] = source[..., :rank]
+            target[~solved] = source
     return u, s, v
 
 
@@ -203,8 +208,7 @@ def precise_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tenso
     float64; matrices for which that does not converge are solved by `svd`.
     """
     if not matrices.is_cuda:
-        u, s, v = svd(matrices)
-        return u[..., :rank], s[..., :rank], v[..., :rank]
+        return _first_triplets(matrices, rank)
     if matrices.shape[1] < matrices.shape[2]:
         v, s, u = precise_triplets(matrices.mT, rank)
         return u, s, v
@@ -227,7 +231,7 @@ def _refined_directions(matrices: Tensor, rank: int) -> Tensor:
     v, solved = refined_eigenvectors(gram, start, rank)
     v = v[..., :rank]
     if not bool(solved.all()):
-        v[~solved] = svd(matrices[~solved])[2][..., :rank]
+        v[~solved] = _first_triplets(matrices[~solved], rank)[2]
     return v
 
 
@@ -291,7 +295,7 @@ def polar_factor(matrices: Tensor, precision: torch.dtype) -> tuple[Tensor, Tens
 def _polar_by_svd(matrices: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     u, s, v = svd(matrices)
     keep = s > tolerance * s.amax(dim=-1, keepdim=True)
-    return (u * keep[..., None, :]) @ v.mT, keep.sum(dim=-1)
+    return u.mul_(keep[..., None, :]) @ v.mT, keep.sum(dim=-1)
 
 
 _STEEP = (3.4445, -4.7750, 2.0315)

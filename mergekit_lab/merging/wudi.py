@@ -18,13 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Site, Stream, require
+from mergekit_lab.merging.contract import Site, require
 from mergekit_lab.merging.spectral import SpectralMethod
 
 _OPTIMISED = re.compile(
@@ -64,14 +63,13 @@ class WUDI(SpectralMethod):
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         return len(shape) == 2 and (self.all_2d or _OPTIMISED.search(name) is not None)
 
-    def survey(self, stream: Stream) -> Any:
-        """Nothing, but a model without any tensor to optimise is refused; stops at the first one."""
-        if not self.all_2d and not any(_OPTIMISED.search(name) for name, _, _ in stream.blocks()):
+    def check_tensors(self, names: Sequence[str]) -> None:
+        super().check_tensors(names)
+        if not self.all_2d and not any(map(_OPTIMISED.search, names)):
             raise InputError(
                 "WUDI knows attention and MLP weights by their names (attn.in_proj_weight, q_proj.weight, "
                 "fc1.weight, …) and this model has none: set all_2d=True to merge every matrix"
             )
-        return None
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         weights = torch.stack([site.weights for site in sites])[..., None, None]

@@ -15,7 +15,16 @@ from mergekit_lab.reporting.records import (
     write_records,
 )
 from mergekit_lab.reporting.report import ReportPaths, compare, write_report, write_slice
-from mergekit_lab.reporting.slices import DIMENSIONS, MEASURES, Slice, print_slice, sliced, table_latex
+from mergekit_lab.reporting.slices import (
+    DIMENSIONS,
+    MEASURES,
+    Slice,
+    dimensions,
+    print_slice,
+    sliced,
+    table_csv,
+    table_latex,
+)
 from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, comparison_table, print_table, to_markdown
 from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
 from mergekit_lab.reporting.trackers import CsvTracker, Product, Tracker
@@ -45,12 +54,14 @@ __all__ = [
     "compare",
     "comparison_table",
     "deduplicate",
+    "dimensions",
     "print_slice",
     "print_table",
     "read_published",
     "read_records",
     "set_beside",
     "sliced",
+    "table_csv",
     "table_latex",
     "to_markdown",
     "write_records",

@@ -27,21 +27,31 @@ _LEVEL = 0.95
 def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int = 0) -> Table:
     """The table with a 95 % interval of every average, and a mark on mergers that the best may not beat.
 
-    A row that lacks the samples of one of its evaluations has no interval. Of each group the best merger is the
-    one of highest average; another is marked `close` where the interval of their difference holds 0.
+    Of a group the rows are compared that were evaluated alike (the largest such part of it); a row of other
+    seeds or other samples, or that lacks the samples of an evaluation, has no interval, and a note says so. The
+    best merger is the one of highest average; another is marked `close` where the interval of their difference
+    holds 0.
     """
     import numpy as np
 
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(table.rows):
-        if row.average.mean is not None and all(key in samples for _, _, key in row.evaluations):
-            groups[row.group].append(place)
+        groups[row.group].append(place)
     rows = list(table.rows)
-    for places in groups.values():
-        members = [table.rows[place] for place in places]
-        drawn = _averages(members, samples, draws, seed)
-        if drawn is None:
+    left_out: list[str] = []
+    for group, everything in groups.items():
+        keys = _alike({place: rows[place] for place in everything}, samples)
+        if not keys:
             continue
+        places = list(keys)
+        members = [table.rows[place] for place in places]
+        drawn = _averages(list(keys.values()), samples, draws, seed)
+        odd = [rows[i].label for i in everything if i not in keys and rows[i].average.mean is not None]
+        if odd:
+            left_out.append(
+                f"{' / '.join((*group, ', '.join(odd)))}: no interval, and left out where rows are compared "
+                "with the best, because seeds or test samples are not those of the rest of the group."
+            )
         low, high = np.quantile(drawn, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
         merged = [i for i, row in enumerate(members) if row.kind == "merged"]
         best = max(merged, key=lambda i: members[i].average.mean or 0.0, default=None)
@@ -51,25 +61,40 @@ def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int
                 from_, to = np.quantile(drawn[:, best] - drawn[:, i], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
                 close = bool(from_ <= 0 <= to)
             rows[place] = replace(rows[place], interval=(float(low[i]), float(high[i])), close=close)
-    return replace(table, rows=tuple(rows), notes=(*table.notes, *_notes(rows)))
+    return replace(table, rows=tuple(rows), notes=(*table.notes, *_notes(rows), *left_out))
 
 
-def _averages(rows: Sequence[Row], samples: Samples, draws: int, seed: int) -> Any:
-    """Of every draw and row the mean over seeds and tasks, `[draws, rows]`; None where rows differ in parts."""
+Keys = Mapping[tuple[int, str], str]
+"""Evaluation keys of a row by seed and task; every seed has every task."""
+
+
+def _alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
+    """By place, the rows of most that have the same seeds, tasks and numbers of samples."""
+    tasks = {task for row in rows.values() for _, task, _ in row.evaluations}
+    alike: dict[Any, dict[int, Keys]] = defaultdict(dict)
+    for place, row in rows.items():
+        by_seed: dict[int, dict[str, str]] = defaultdict(dict)
+        for seed, task, key in row.evaluations:
+            by_seed[seed][task] = key
+        # the average is of these seeds
+        whole = {seed: of_task for seed, of_task in by_seed.items() if set(of_task) == tasks}
+        keys = {(seed, task): key for seed, of_task in whole.items() for task, key in of_task.items()}
+        if not keys or not all(key in samples for key in keys.values()):
+            continue
+        sizes = {(task, len(samples[key])) for (_, task), key in keys.items()}
+        if len(sizes) == len(tasks):  # else the seeds have other test parts
+            alike[frozenset(whole), frozenset(sizes)][place] = keys
+    return max(alike.values(), key=len, default={})
+
+
+def _averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> Any:
+    """Of every draw and row the mean over seeds and tasks, `[draws, rows]`."""
     import numpy as np
 
-    parts = {(s, task) for s, task, _ in rows[0].evaluations}
-    if any({(s, task) for s, task, _ in row.evaluations} != parts for row in rows):
-        return None
-    seeds, tasks = sorted({s for s, _ in parts}), sorted({task for _, task in parts})
-    if len(parts) != len(seeds) * len(tasks):
-        return None
-    keys = [{(s, task): key for s, task, key in row.evaluations} for row in rows]
-    if any(len({len(samples[found[s, t]]) for found in keys for s in seeds}) > 1 for t in tasks):
-        return None  # the seeds have other test parts
+    seeds, tasks = sorted({s for s, _ in keys[0]}), sorted({task for _, task in keys[0]})
     random = np.random.default_rng(seed)
     share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=draws) / len(seeds)
-    total = np.zeros((draws, len(rows)))
+    total = np.zeros((draws, len(keys)))
     for task in tasks:
         values = np.stack([[samples[found[s, task]] for s in seeds] for found in keys]).astype(np.float32)
         flat = values.reshape(-1, values.shape[-1]).T

@@ -35,9 +35,9 @@ def page(
     records: Sequence[Record],
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
-    config_yaml: str,
+    configs: Mapping[str, str],
 ) -> str:
-    """The whole page as text. Reads the figures' files."""
+    """The whole page as text; `configs` are of runs by name. Reads the figures' files."""
     sections = [
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>",
         _leaderboard(table, _by_seed(table, records)),
@@ -45,7 +45,7 @@ def page(
         _figures(figures),
         _failures(failures),
         _costs(records, timings),
-        _config(config_yaml),
+        _configs(configs),
         _keys(records),
     ]
     body = "\n".join(section for section in sections if section)
@@ -241,10 +241,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _config(config_yaml: str) -> str:
-    if not config_yaml.strip():
-        return ""
-    return f"<details><summary>Configuration</summary><pre>{escape(config_yaml)}</pre></details>"
+def _configs(configs: Mapping[str, str]) -> str:
+    """Folded, one a run."""
+    return "\n".join(
+        f"<details><summary>Configuration{escape(f' of {run}' if run else '')}</summary>"
+        f"<pre>{escape(text)}</pre></details>"
+        for run, text in configs.items()
+        if text.strip()
+    )
 
 
 def _keys(records: Sequence[Record]) -> str:

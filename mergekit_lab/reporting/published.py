@@ -4,13 +4,14 @@ A file in `assets/published` holds one source's tables as rows of CSV below line
 where they are from. `when` is empty, or says under which settings of the configuration a row holds
 (`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts`, `zero_shot` or a measure of
 experts (`training_seconds`); `column` is a task, `average` or `normalised` (in percent), or another measure
-that the stage of the report knows.
+that the stage of the report knows. What holds for whole tables is in `assets/published_tables.csv`.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +20,11 @@ from typing import Any
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.reporting.records import write_text
 
+log = logging.getLogger(__name__)
+
 _ASSETS = Path(__file__).resolve().parent.parent / "assets" / "published"
+_TABLES = _ASSETS.parent / "published_tables.csv"
+_OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mean_log_likelihood")
 FILE = "published.json"
 
 
@@ -72,6 +77,15 @@ def read_published(name: str) -> list[Published]:
     return [row for row in rows if row.table == table]
 
 
+def conditions(name: str) -> tuple[frozenset[str], str]:
+    """What a run must be for a table to stand beside it: its tasks (none: its rows name them) and a `when`."""
+    source, _, table = name.partition(" ")
+    for row in csv.DictReader(_data(_TABLES.read_text().splitlines())):
+        if row["source"] == source and table in row["tables"].split(";"):
+            return frozenset(filter(None, row["tasks"].split("+"))), row["when"]
+    raise InputError(f"published: {name} has no conditions in {_TABLES.name}")
+
+
 def _data(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -81,6 +95,7 @@ def set_beside(
     measured: Callable[[str, str], float | None],
     axes: Mapping[str, str],
     holds: Callable[[str], bool],
+    run_tasks: Iterable[str],
 ) -> list[Beside]:
     """A table's numbers for one run's cell, with ours.
 
@@ -88,9 +103,18 @@ def set_beside(
         name: of the table, as `read_published` takes it.
         measured: our value of a (row, column) in the column's unit, or None.
         axes: the run's backbone, finetuning and optimizer.
-        holds: whether a row's `when` holds in this run.
+        holds: whether a `when` holds in this run.
+        run_tasks: the run's tasks. Rows of merged models, and averages, are of the table's tasks together: they
+            are left out where the run has others. So is a whole table whose conditions do not hold.
     """
     source, _, _ = name.partition(" ")
+    tasks, when = conditions(name)
+    if not holds(when):
+        log.info("published %s: not set beside this run, it is of %s", name, when)
+        return []
+    together = not tasks or tasks == set(run_tasks)
+    if not together:
+        log.info("published %s: merged models and averages are of other tasks than this run's", name)
     return [
         Beside(
             source,
@@ -104,6 +128,7 @@ def set_beside(
         for row in read_published(name)
         if all(axes[axis] == getattr(row, axis) for axis in ("backbone", "finetuning", "optimizer"))
         and holds(row.when)
+        and (together or (row.row in _OF_EVERY_RUN and row.column not in ("average", "normalised")))
     ]
 
 

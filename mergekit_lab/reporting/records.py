@@ -26,8 +26,8 @@ class Record:
     """One model evaluated on one task with one metric. Zero-shot, expert and joint records carry the
     backbone, finetuning and optimizer of the run they belong to, so that every group has its references.
 
-    Raises `InputError` for an unknown kind, for a `merger` that does not fit the kind, and for a value
-    above 1 (a percentage) or below -1.
+    Raises `InputError` for an unknown kind, for a `merger` that does not fit the kind, for a value above 1
+    (a percentage) or below -1, and for a coefficient or a time that is no finite number.
     """
 
     backbone: str
@@ -79,8 +79,12 @@ class Record:
                 raise InputError(
                     f"record of task {self.task!r}: {name} is {value}; values are fractions (0..1), not percent"
                 )
-        if not 0.0 <= self.wall_seconds < math.inf:
-            raise InputError(f"record of task {self.task!r}: wall_seconds is {self.wall_seconds}")
+        for name in ("wall_seconds", "model_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0.0 <= seconds < math.inf:
+                raise InputError(f"record of task {self.task!r}: {name} is {seconds}")
+        if self.coefficient is not None and not math.isfinite(self.coefficient):
+            raise InputError(f"record of task {self.task!r}: coefficient is {self.coefficient}")
 
     @property
     def normalised(self) -> float | None:

@@ -1,8 +1,8 @@
 """A run's report, and the comparison of many runs: files in, views out.
 
-`write_report` leaves in a run's folder both the views (`summary.md`, `figures/`, `report.html`) and all
-that is needed to draw them again (`records.jsonl`, `curves.json`, `searches.json`, `timings.json`,
-`published.json`).
+`write_report` leaves in a run's folder both the views (`summary.md`, `leaderboard.csv`, `leaderboard.tex`,
+`figures/`, `report.html`) and all that is needed to draw them again (`records.jsonl`, `curves.json`,
+`searches.json`, `timings.json`, `samples.npz`, `published.json`, `config.yaml`).
 `compare` reads such folders and nothing else.
 """
 
@@ -25,6 +25,7 @@ from mergekit_lab.reporting.slices import (
     slice_latex,
     slice_markdown,
     sliced,
+    table_csv,
     table_latex,
 )
 from mergekit_lab.reporting.summary import describe
@@ -42,6 +43,8 @@ class ReportPaths:
     html: Path
     figures: tuple[Path, ...]
     table: Table
+    failures: tuple[Failure, ...] = ()
+    """What gave no result, as far as the report knows."""
 
 
 def write_report(
@@ -70,14 +73,16 @@ def write_report(
         published: published numbers with ours.
     """
     folder = Path(out_dir)
-    found = RunFiles(folder, deduplicate(records), curves, searches, timings, samples or {}, published)
+    found = RunFiles(
+        folder, deduplicate(records), curves, searches, timings, samples or {}, published, config_yaml
+    )
     found.write()
     return _write_views(
         folder,
         found.records,
         {"": curves},
         {"": searches},
-        config_yaml=config_yaml,
+        configs={"": config_yaml},
         timings=timings,
         failures=failures,
         samples=found.samples,
@@ -92,7 +97,6 @@ def compare(
     out_dir: Path | str,
     *,
     failures: Sequence[Failure] = (),
-    config_yaml: str = "",
     title: str = "Comparison",
 ) -> ReportPaths:
     """Write one report over the runs in `run_dirs`, from their files alone.
@@ -122,7 +126,7 @@ def compare(
         deduplicate(record for run in runs for record in run.records),
         _grouped([(group, name, run.curves) for group, name, run in zip(titles, names, runs, strict=True)]),
         _grouped([(group, name, run.searches) for group, name, run in zip(titles, names, runs, strict=True)]),
-        config_yaml=config_yaml,
+        configs=dict(zip(names, (run.config_yaml for run in runs), strict=True)),
         timings=timings,
         failures=failed,
         samples={key: values for run in runs for key, values in run.samples.items()},
@@ -147,7 +151,7 @@ def _write_views(
     curves: Mapping[str, Curves],
     searches: Mapping[str, Searches],
     *,
-    config_yaml: str,
+    configs: Mapping[str, str],
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
     samples: Samples,
@@ -158,10 +162,11 @@ def _write_views(
     table = with_intervals(comparison_table(records), samples)
     summary = describe(table, records, failures)
     paths = ReportPaths(
-        folder / "records.jsonl", folder / "summary.md", folder / "report.html", figures=(), table=table
+        folder / "records.jsonl", folder / "summary.md", folder / "report.html", (), table, tuple(failures)
     )
     write_records(paths.records, records)
     write_text(paths.summary, _markdown(title, summary, table, published, records, timings, failures))
+    write_text(folder / "leaderboard.csv", table_csv(table))
     write_text(folder / "leaderboard.tex", table_latex(table))
     figures = _draw(folder / "figures", table, curves, searches)
     write_text(
@@ -175,7 +180,7 @@ def _write_views(
             records=records,
             timings=timings,
             failures=failures,
-            config_yaml=config_yaml,
+            configs=configs,
         ),
     )
     return replace(paths, figures=tuple(figure.path for figure in figures))

@@ -15,6 +15,7 @@ from mergekit_lab.reporting.published import Beside, read_beside, write_beside
 from mergekit_lab.reporting.records import Failure, Record, Timing, read_records, write_text
 
 SAMPLES = "samples.npz"
+CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class RunFiles:
         curves, searches, timings: in JSON files of these names.
         samples: `samples.npz`, what every test sample contributed; no file where there are none.
         published: published numbers with ours.
+        config_yaml: `config.yaml`, the composed configuration.
     """
 
     folder: Path
@@ -36,11 +38,13 @@ class RunFiles:
     timings: Mapping[str, Timing] = field(default_factory=dict)
     samples: Samples = field(default_factory=dict)
     published: Sequence[Beside] = ()
+    config_yaml: str = ""
 
     def write(self) -> None:
         """All files but the records'."""
         _write_samples(self.folder, self.samples)
         write_beside(self.folder, self.published)
+        write_text(self.folder / CONFIG, self.config_yaml)
         timings = {stage: asdict(timing) for stage, timing in self.timings.items()}
         for name, content in (("curves", self.curves), ("searches", self.searches), ("timings", timings)):
             text = json.dumps(content, ensure_ascii=False, indent=1)
@@ -68,7 +72,9 @@ def read_run(folder: Path) -> RunFiles | Failure:
             return Failure(name, "records.jsonl is empty")
         timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
         curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
-        return RunFiles(folder, records, curves, searches, timings, _read_samples(folder), read_beside(folder))
+        config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
+        samples, published = _read_samples(folder), read_beside(folder)
+        return RunFiles(folder, records, curves, searches, timings, samples, published, config)
     except (OSError, ValueError, TypeError) as error:
         return Failure(name, str(error))
 

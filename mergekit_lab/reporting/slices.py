@@ -1,4 +1,4 @@
-"""Any two of a study's dimensions against each other, in text, CSV and LaTeX.
+"""Any two of a study's dimensions against each other, in text, CSV and LaTeX; the leaderboard in CSV and LaTeX.
 
 `optimizer×merger` is a row for every optimizer and a column for every merger; its cells are means over tasks,
 and over seeds with their standard deviation. What the two leave open must have one value.
@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
-from mergekit_lab.reporting.tables import AXES, MISSING, Cell, Table, markdown_line, markdown_text
+from mergekit_lab.reporting.tables import (
+    AXES,
+    MISSING,
+    Cell,
+    Table,
+    distinct_labels,
+    markdown_line,
+    markdown_text,
+    marked,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table as RichTable
 
 DIMENSIONS = (*AXES, "merger", "task", "seed")
 MEASURES = ("normalised", "value")
@@ -27,14 +38,12 @@ MEASURES = ("normalised", "value")
 
 @dataclass(frozen=True)
 class Slice:
-    """`cells[i][j]` belongs to `rows[i]` and `columns[j]`; the best of a column and the second are known."""
+    """`cells[i][j]` belongs to `rows[i]` and `columns[j]`; of a column the best and the second are marked."""
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[tuple[Cell, ...], ...]
-    seconds: frozenset[tuple[int, int]]
-    """Places of the second best of their column."""
     note: str
 
 
@@ -46,9 +55,38 @@ def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -
         measure: "normalised" (value ÷ the task's expert) or "value", as a fraction.
 
     Raises:
-        InputError: unknown names, or a third dimension that has several values.
+        InputError: unknown names, a third dimension that has several values, or several evaluations of one
+            cell, seed and task.
     """
-    names = table.replace("*", "×").split("×")
+    names = dimensions(table, measure)
+    everything = deduplicate(records)
+    split = "test" if any(r.split == "test" for r in everything) or not everything else everything[0].split
+    shown = _told_apart(_one_metric([record for record in everything if record.split == split]))
+    _refuse_open(shown, names, table)
+    rows, columns = (_values(shown, name) for name in names)
+    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in shown:
+        found[_value(record, names[0]), _value(record, names[1])].append(record)
+    tasks = {record.task for record in shown}
+    for (row, column), members in found.items():
+        _refuse_several(members, f"table={table}: {row}, {column}")
+    cells = [[_cell(found[row, column], names, tasks, measure) for column in columns] for row in rows]
+    references = {record.label for record in shown if record.kind != "merged"}
+    ranked = [i for i, row in enumerate(rows) if names[0] != "merger" or row not in references]
+    over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
+    mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
+    said = "Accuracy ÷ the expert's" if measure == "normalised" else "Value"
+    note = f"{said} in percent on the {split} split{mean_of}."
+    return Slice(" × ".join(names), rows, columns, _marked(cells, ranked), note)
+
+
+def dimensions(table: str, measure: str = "normalised") -> tuple[str, str]:
+    """The two dimensions that `rows×columns` names.
+
+    Raises:
+        InputError: unknown names or measure.
+    """
+    names = [name.strip() for name in table.replace("*", "×").split("×")]
     for name in names:
         if name not in DIMENSIONS:
             raise InputError(f"table={table}: {name!r} is no dimension{suggestion(name, DIMENSIONS)}")
@@ -56,22 +94,18 @@ def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
     if measure not in MEASURES:
         raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
-    everything = deduplicate(records)
-    split = "test" if any(r.split == "test" for r in everything) or not everything else everything[0].split
-    shown = _one_metric([record for record in everything if record.split == split])
-    _refuse_open(shown, names, table)
-    rows, columns = (_values(shown, name) for name in names)
-    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in shown:
-        found[_value(record, names[0]), _value(record, names[1])].append(record)
-    tasks = {record.task for record in shown}
-    cells = [[_cell(found[row, column], names, tasks, measure) for column in columns] for row in rows]
-    marked, seconds = _marked(cells)
-    over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
-    mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
-    said = "Accuracy ÷ the expert's" if measure == "normalised" else "Value"
-    note = f"{said} in percent on the {split} split{mean_of}."
-    return Slice(" × ".join(names), rows, columns, marked, seconds, note)
+    return names[0], names[1]
+
+
+def _told_apart(records: Sequence[Record]) -> list[Record]:
+    """Mergers that ran in several ways under one label get the labels that the leaderboard gives them."""
+    names = distinct_labels(records)
+    return [
+        replace(record, merger=names.get((record.merger, record.model_key), record.merger))
+        if record.merger is not None
+        else record
+        for record in records
+    ]
 
 
 def _one_metric(records: Sequence[Record]) -> list[Record]:
@@ -89,6 +123,16 @@ def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) ->
             raise InputError(
                 f"table={table} leaves {axis} open, which has several values ({listing(values)}): make it one "
                 "of the two, or report over runs of one"
+            )
+
+
+def _refuse_several(records: Sequence[Record], where: str) -> None:
+    kept: dict[tuple[int, str], str] = {}
+    for record in records:
+        if kept.setdefault((record.seed, record.task), record.evaluation_key) != record.evaluation_key:
+            raise InputError(
+                f"{where}: {record.task}, seed {record.seed}, has several evaluations that differ in something "
+                "no dimension names: report over runs that are equal in it"
             )
 
 
@@ -121,19 +165,15 @@ def _cell(records: Sequence[Record], names: Sequence[str], tasks: set[str], meas
     return Cell(mean(values), stdev(values) if len(values) > 1 else None)
 
 
-def _marked(cells: Sequence[Sequence[Cell]]) -> tuple[tuple[tuple[Cell, ...], ...], frozenset[tuple[int, int]]]:
-    """The best and the second of every column, at the precision shown, where there are three rows or more."""
-    marked = [list(row) for row in cells]
-    seconds = set()
+def _marked(cells: Sequence[Sequence[Cell]], ranked: Sequence[int]) -> tuple[tuple[Cell, ...], ...]:
+    """The best and the second of every column among the ranked rows, unless these are all equal."""
+    lines = [list(row) for row in cells]
     for place in range(len(cells[0]) if cells else 0):
-        shown = [None if row[place].mean is None else round(row[place].mean or 0.0, 3) for row in cells]
-        ranks = sorted({value for value in shown if value is not None}, reverse=True)
-        for line, value in enumerate(shown):
-            if len(ranks) > 1 and value == ranks[0]:
-                marked[line][place] = replace(cells[line][place], best=True)
-            if len(ranks) > 2 and value == ranks[1]:
-                seconds.add((line, place))
-    return tuple(map(tuple, marked)), frozenset(seconds)
+        column = marked([cells[line][place] for line in ranked])
+        if any(cell.mean is not None and not cell.best for cell in column):
+            for line, cell in zip(ranked, column, strict=True):
+                lines[line][place] = cell
+    return tuple(map(tuple, lines))
 
 
 def slice_markdown(found: Slice) -> str:
@@ -165,19 +205,29 @@ def slice_csv(found: Slice) -> str:
 def slice_latex(found: Slice) -> str:
     """A `booktabs` table: the best of a column bold, the second underlined."""
     lines = []
-    for i, (name, row) in enumerate(zip(found.rows, found.cells, strict=True)):
-        cells = [_latex_cell(cell, (i, j) in found.seconds) for j, cell in enumerate(row)]
-        lines.append([_latex_text(name), *cells])
+    for name, row in zip(found.rows, found.cells, strict=True):
+        lines.append([_latex_text(name), *map(_latex_cell, row)])
     return _tabular([found.title, *found.columns], [lines], 1, found.note)
 
 
+def table_csv(table: Table) -> str:
+    """The leaderboard, in fractions; after every column one of standard deviations."""
+    columns = [f"{column}{end}" for column in table.columns for end in ("", " sd")]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*table.axes, "model", *columns, "coefficient"])
+    writer.writeheader()
+    writer.writerows(table.as_rows())
+    return out.getvalue()
+
+
 def table_latex(table: Table) -> str:
-    """The leaderboard as a `booktabs` table: the best merger of a column bold, groups apart."""
+    """The leaderboard as a `booktabs` table: groups apart, in each the best merger of a column bold, the second
+    underlined."""
     names = len(table.axes) + 1
     groups: Mapping[tuple[str, ...], list[list[str]]] = {group: [] for group in table.groups}
     for row in table.rows:
         labels = [_latex_text(label) for label in (*row.group, row.label)]
-        cells = [_latex_cell(cell, False) for cell in row.cells]
+        cells = map(_latex_cell, row.cells)
         groups[row.group].append([*labels, *cells, row.coefficient.replace(MISSING, "--")])
     return _tabular(table.header, list(groups.values()), names, " ".join(table.notes))
 
@@ -194,9 +244,9 @@ def _tabular(header: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], n
     )
 
 
-def _latex_cell(cell: Cell, second: bool) -> str:
+def _latex_cell(cell: Cell) -> str:
     text = cell.text.replace("±", "$\\pm$").replace(MISSING, "--")
-    return f"\\textbf{{{text}}}" if cell.best else f"\\underline{{{text}}}" if second else text
+    return f"\\textbf{{{text}}}" if cell.best else f"\\underline{{{text}}}" if cell.second else text
 
 
 _LATEX = {
@@ -211,21 +261,44 @@ def _latex_text(text: str) -> str:
 
 
 def print_slice(found: Slice, console: Console | None = None) -> None:
-    """Print with rich."""
+    """Print with rich; what is too wide for the terminal in tables below each other."""
     from rich.console import Console
+
+    console = console or Console()
+    for drawn in _fitting(found, console):
+        console.print(drawn)
+    console.print(found.note, style="dim", markup=False, highlight=False)
+
+
+def _fitting(found: Slice, console: Console) -> Iterator[RichTable]:
+    """As few tables as fit the terminal's width, each of as many columns as fit, one at the least."""
+    unlimited = console.options.update(max_width=sys.maxsize)
+    first = 0
+    while True:
+        end = first + 1
+        while end < len(found.columns) and (
+            console.measure(_drawn(found, first, end + 1), options=unlimited).maximum <= console.width
+        ):
+            end += 1
+        yield _drawn(found, first, end)
+        first = end
+        if first >= len(found.columns):
+            return
+
+
+def _drawn(found: Slice, first: int, end: int) -> RichTable:
+    """The columns from `first` to before `end`."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
     drawn = RichTable(header_style="bold")
-    drawn.add_column(Text(found.title), no_wrap=True)
-    for name in found.columns:
-        drawn.add_column(Text(name), justify="right", no_wrap=True)
-    for i, (name, row) in enumerate(zip(found.rows, found.cells, strict=True)):
-        styles = [
-            "bold green" if c.best else "underline" if (i, j) in found.seconds else ""
-            for j, c in enumerate(row)
+    drawn.add_column(Text(found.title), overflow="fold")
+    for name in found.columns[first:end]:
+        drawn.add_column(Text(name), justify="right", overflow="fold")
+    for name, row in zip(found.rows, found.cells, strict=True):
+        texts = [
+            Text(cell.text, style="bold green" if cell.best else "underline" if cell.second else "")
+            for cell in row[first:end]
         ]
-        drawn.add_row(Text(name), *(Text(c.text, style=s) for c, s in zip(row, styles, strict=True)))
-    console = console or Console()
-    console.print(drawn)
-    console.print(found.note, style="dim", markup=False, highlight=False)
+        drawn.add_row(Text(name), *texts)
+    return drawn

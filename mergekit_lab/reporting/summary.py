@@ -10,11 +10,11 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
     """One paragraph of plain text: the axes, the best merger beside its references, what is missing."""
     if not table.rows:
         return f"No evaluation was recorded. {_failed(failures)}".strip()
-    tasks = f"{_count(len(table.tasks), 'task')} ({', '.join(table.tasks)})"
+    tasks = f"{counted(len(table.tasks), 'task')} ({', '.join(table.tasks)})"
     sentences = [
         f"Experts of {tasks} on {_values(records, 'backbone')}, trained with "
         f"{_values(records, 'finetuning')} fine-tuning and {_values(records, 'optimizer')} "
-        f"over {_count(_distinct(records, 'seed'), 'seed')}, "
+        f"over {counted(_distinct(records, 'seed'), 'seed')}, "
         + (f"were merged with {_listed(table.mergers)}." if table.mergers else "were not merged.")
     ]
     merged = [row for row in table.rows if row.kind == "merged" and row.normalised.mean is not None]
@@ -40,7 +40,7 @@ def _references(table: Table, best: Row) -> str:
 
 
 def _failed(failures: Sequence[Failure]) -> str:
-    return f"{_count(len(failures), 'failure')}: see the list." if failures else ""
+    return f"{counted(len(failures), 'failure')}: see the list." if failures else ""
 
 
 def _values(records: Sequence[Record], field: str) -> str:
@@ -55,5 +55,6 @@ def _distinct(records: Sequence[Record], field: str) -> int:
     return len({getattr(record, field) for record in records})
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """ "1 run", "2 runs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

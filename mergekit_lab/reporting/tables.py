@@ -31,6 +31,8 @@ class Cell:
     sd: float | None = None
     best: bool = False
     """The best merger of its group in this column, at the precision shown."""
+    second: bool = False
+    """The second best, where there is a third."""
 
     @property
     def text(self) -> str:
@@ -158,7 +160,7 @@ def comparison_table(
 def _group_rows(
     group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...], conflicts: list[str]
 ) -> list[Row]:
-    names = _distinct_labels(members)
+    names = distinct_labels(members)
     by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in members:
         label = names.get((record.label, record.model_key), record.label)
@@ -190,15 +192,16 @@ def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> di
     }
 
 
-def _distinct_labels(members: Sequence[Record]) -> dict[tuple[str, str], str]:
-    """Labels by (label, model key) for mergers that ran more than once under one label with one seed.
+def distinct_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+    """Labels by (label, model key) for mergers that ran more than once in one group under one label and seed.
 
     They are told apart by their coefficients if these differ, else by the model's key.
     """
-    runs: dict[tuple[str, int], dict[str, float | None]] = defaultdict(dict)
-    for record in members:
+    runs: dict[tuple[str, tuple[Any, ...]], dict[str, float | None]] = defaultdict(dict)
+    for record in records:
         if record.kind == "merged":
-            runs[record.label, record.seed][record.model_key] = record.coefficient
+            place = tuple(getattr(record, axis) for axis in (*AXES, "seed"))
+            runs[record.label, place][record.model_key] = record.coefficient
     ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
     by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
     return {
@@ -269,21 +272,19 @@ def _mark_best(rows: Sequence[Row]) -> list[Row]:
     merged = [row for row in rows if row.kind == "merged"]
     if len(merged) < 2:
         return list(rows)
-    best = [
-        max((round(cell.mean, 3) for cell in column if cell.mean is not None), default=None)
-        for column in zip(*(row.cells for row in merged), strict=True)
-    ]
+    columns = [marked(column) for column in zip(*(row.cells for row in merged), strict=True)]
+    lines = iter(zip(*columns, strict=True))
+    return [replace(row, cells=next(lines)) if row.kind == "merged" else row for row in rows]
+
+
+def marked(column: Sequence[Cell]) -> list[Cell]:
+    """The best and, of three different values or more, the second, at the precision shown."""
+    shown = [None if cell.mean is None else round(cell.mean, 3) for cell in column]
+    ranks = sorted({value for value in shown if value is not None}, reverse=True)
+    second = ranks[1] if len(ranks) > 2 else None
     return [
-        row
-        if row.kind != "merged"
-        else replace(
-            row,
-            cells=tuple(
-                replace(cell, best=cell.mean is not None and round(cell.mean, 3) == top)
-                for cell, top in zip(row.cells, best, strict=True)
-            ),
-        )
-        for row in rows
+        cell if value is None else replace(cell, best=value == ranks[0], second=value == second)
+        for cell, value in zip(column, shown, strict=True)
     ]
 
 

@@ -17,6 +17,8 @@ class TensorBoardTracker(Tracker):
     Raises `InputError` if tensorboardX is not installed.
     """
 
+    name = "tensorboard"
+
     def __init__(self) -> None:
         try:
             import tensorboardX
@@ -37,25 +39,34 @@ class TensorBoardTracker(Tracker):
         job_type: str | None = None,
         identity: str | None = None,
     ) -> None:
-        self._writer = self._make(str(Path(run_dir) / FOLDER / (job_type or name)))
+        self._writer = None
+        with self._never_fail("start"):
+            self._writer = self._make(str(Path(run_dir) / FOLDER / (job_type or name)))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        if self._writer is not None:
+            with self._never_fail("log"):
+                for name, value in metrics.items():
+                    self._writer.add_scalar(name, value, step)
 
     def log_summary(self, table: Table) -> None:
-        for row in table.rows:
-            for measure, cell in (("average", row.average), ("normalised", row.normalised)):
-                if cell.mean is not None:
-                    self._writer.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
+        if self._writer is not None:
+            with self._never_fail("log_summary"):
+                for row in table.rows:
+                    for measure, cell in (("average", row.average), ("normalised", row.normalised)):
+                        if cell.mean is not None:
+                            self._writer.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
 
     def log_figure(self, name: str, path: Path | str) -> None:
-        import numpy as np
-        from PIL import Image
+        if self._writer is not None:
+            with self._never_fail("log_figure"):
+                import numpy as np
+                from PIL import Image
 
-        self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), dataformats="HWC")
+                self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), dataformats="HWC")
 
     def finish(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with self._never_fail("finish"):
+                self._writer.close()
             self._writer = None

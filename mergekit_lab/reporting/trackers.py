@@ -2,13 +2,17 @@
 
 import csv
 import io
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.tables import Table
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,26 @@ class Product:
 class Tracker:
     """Tracks nothing: the base of the others, and what a run without a logger uses.
 
-    `start` comes first and `finish` last, also after an error; a tracker may be started again afterwards.
+    `start` comes first and `finish` last, also after an error; a tracker may be started again afterwards. No
+    tracker makes a run fail: the first thing that goes wrong is a logged warning, later ones are silent.
     """
+
+    name = "no logger"
+    """As a warning calls it."""
+    _warned = False
+
+    @contextmanager
+    def _never_fail(self, what: str) -> Iterator[None]:
+        """Around all that may fail after the construction."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{what} failed: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            _LOG.warning("%s: %s", self.name, message)
+        self._warned = True
 
     def start(
         self,
@@ -68,15 +90,18 @@ class Tracker:
 
 
 class CsvTracker(Tracker):
-    """Writes `metrics.csv` (one row a call, column `step` first) and `leaderboard.csv` (fractions 0..1).
+    """Writes `metrics.csv`: one row a call, column `step` first.
 
     A metric met later adds a column; rows that lack a metric leave it empty. A run started again in the
     same folder goes on in the same file.
     """
 
+    name = "csv"
+
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._columns: list[str] = []
+        self._readable = False
 
     def start(
         self,
@@ -89,36 +114,40 @@ class CsvTracker(Tracker):
         identity: str | None = None,
     ) -> None:
         self._folder = Path(run_dir)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._columns = []
-        path = self._folder / "metrics.csv"
-        if path.exists():
-            self._columns, rows = _read(path)
-            self._rewrite(rows)  # a run killed in mid-line left a row that would swallow the next one
+        self._columns, self._readable = [], False
+        with self._never_fail("start"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / "metrics.csv"
+            if path.exists():
+                self._columns, rows = _read(path)
+                self._rewrite(
+                    rows, self._columns
+                )  # a run killed in mid-line left a row that would swallow the next one
+            self._readable = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._folder is None:
             raise RuntimeError("CsvTracker.log before start")
+        if not self._readable:
+            return
         path = self._folder / "metrics.csv"
-        if new := [name for name in ("step", *metrics) if name not in self._columns]:
-            rows = _read(path)[1] if path.exists() else []
-            self._columns += new
-            self._rewrite(rows)
-        with path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
-
-    def log_summary(self, table: Table) -> None:
-        if self._folder is None:
-            raise RuntimeError("CsvTracker.log_summary before start")
-        if rows := table.as_rows():
-            write_text(self._folder / "leaderboard.csv", _csv(list(rows[0]), rows))
+        with self._never_fail("log"):
+            if new := [name for name in ("step", *metrics) if name not in self._columns]:
+                self._rewrite(_read(path)[1] if path.exists() else [], [*self._columns, *new])
+                self._columns += new
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
 
     def finish(self) -> None:
         self._folder = None
 
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+    def _rewrite(self, rows: list[dict[str, str]], columns: list[str]) -> None:
         assert self._folder is not None
-        write_text(self._folder / "metrics.csv", _csv(self._columns, rows))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self._folder / "metrics.csv", text.getvalue())
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -126,11 +155,3 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         reader = csv.DictReader(file)
         rows = list(reader)
     return list(reader.fieldnames or ()), rows
-
-
-def _csv(columns: list[str], rows: list[Any]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

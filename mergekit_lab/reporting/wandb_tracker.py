@@ -1,16 +1,14 @@
 """Tracking with Weights & Biases.
 
-A tracker must never cost a run: whatever wandb raises becomes one logged warning, and a run that cannot
-go online goes offline (`wandb sync` uploads it later, and `wandb_link` then says which run used what).
+A run that cannot go online goes offline, and so do those that its tracker starts later (`wandb sync` uploads
+them, and `wandb_link` then says which run used what).
 """
 
 import json
-import logging
 import netrc
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,12 +17,13 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.tables import Table
 from mergekit_lab.reporting.trackers import Product, Tracker
 
-_LOG = logging.getLogger(__name__)
 _MODES = ("online", "offline", "disabled")
 LINEAGE = "wandb_lineage.jsonl"
 """In a run's folder: what its offline runs made, and of what; a line each."""
 _MANIFEST = "manifest.json"
 _AXES = ("backbone", "suite", "finetuning", "optimizer", "merger", "mergers", "seed")
+_INIT_TIMEOUT = 15
+"""Seconds that a start waits for the server, unless WANDB_INIT_TIMEOUT says otherwise."""
 _SECRET = re.compile(r"(^|[._])(api_key|token|password|secret)$", re.IGNORECASE)
 
 
@@ -47,6 +46,8 @@ class WandbTracker(Tracker):
     switched off unless WANDB_ERROR_REPORTING says otherwise. Raises `InputError` for an unknown mode.
     """
 
+    name = "wandb"
+
     def __init__(
         self,
         project: str = "mergekit_lab",
@@ -63,7 +64,7 @@ class WandbTracker(Tracker):
         self._folder = Path()
         self._logged: dict[str, Any] = {}
         self._here: set[str] = set()
-        self._warned = False
+        self._unreachable = False
 
     def start(
         self,
@@ -75,9 +76,9 @@ class WandbTracker(Tracker):
         job_type: str | None = None,
         identity: str | None = None,
     ) -> None:
-        self._run, self._warned, self._folder, self._here = None, False, Path(run_dir), set()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run, self._folder, self._here = None, Path(run_dir), set()
         with self._never_fail("start"):
+            self._folder.mkdir(parents=True, exist_ok=True)
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
             import wandb
 
@@ -91,16 +92,21 @@ class WandbTracker(Tracker):
                 "config": flatten(config),
                 "id": identity if self.resume else None,
                 "reinit": "create_new",  # a job that failed must not lend its run to the next one
-                "settings": wandb.Settings(console="off"),
+                "settings": wandb.Settings(
+                    console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT))
+                ),
             }
-            mode: Any = self._resolve_mode()
+            mode: Any = "offline" if self._unreachable else self._resolve_mode()
             try:
                 again: Any = "allow" if self.resume and identity and mode == "online" else None
                 self._run = wandb.init(mode=mode, resume=again, **arguments)
             except Exception as error:
                 if mode != "online":
                     raise
+                self._unreachable = True
                 self._warn(f"online start failed ({error}); the run is tracked offline")
+                if arguments["id"]:
+                    arguments["id"] += "-offline"  # wandb's service holds the id of what it could not start
                 self._run = wandb.init(mode="offline", **arguments)
             # wandb drops what is logged to a step lower than the last; every expert starts at 0
             self._run.define_metric("*", step_metric="step")
@@ -205,18 +211,6 @@ class WandbTracker(Tracker):
         if self.mode == "online":
             self._warn("mode=online, but no API key is configured; the run is tracked offline")
         return "offline"
-
-    @contextmanager
-    def _never_fail(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._warn(f"{what} failed: {type(error).__name__}: {error}")
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            _LOG.warning("wandb: %s", message)
-        self._warned = True
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

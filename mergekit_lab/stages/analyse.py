@@ -10,6 +10,7 @@ from typing import Any
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.figures import analysis_figure
 from mergekit_lab.stages.analyses import Analysis
+from mergekit_lab.stages.analyses.contract import with_nan, without_nan
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.store.store import Workplace
@@ -27,7 +28,7 @@ def stage_analyse(run: Context) -> None:
 
     def make(place: Workplace) -> Mapping[str, Any]:
         data = analysis.compute(run, place.resume)
-        (place.out / DATA).write_text(json.dumps(data, allow_nan=False) + "\n")
+        (place.out / DATA).write_text(json.dumps(without_nan(data), allow_nan=False) + "\n")
         return {}
 
     found = run.obtain("analyses", analysis.content(run), make)
@@ -35,7 +36,7 @@ def stage_analyse(run: Context) -> None:
     folder = run.folder / "analysis"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
-    drawing = analysis.draw(json.loads(text))
+    drawing = analysis.draw(with_nan(json.loads(text)))
     paths = analysis_figure(drawing.title, drawing.panels, folder / name, **drawing.options)
     run.tracker.log_figure(name, paths[0])
     how = "found in the store" if found.reused else f"{found.info['wall_seconds']:.1f} s"

@@ -23,7 +23,8 @@ def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
     """Decode every image of every task; print what there is, and write it to `data_check.json`.
 
     Raises:
-        InputError: images that cannot be decoded, after all tasks were looked at.
+        InputError: images that cannot be decoded, or labels that cannot be those of the class names; after all
+            tasks were looked at.
     """
     tasks = [build(node) for node in cfg.suite.tasks.values()]
     found = []

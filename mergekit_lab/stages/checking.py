@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.reporting import dimensions
 
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
 Target = dict
@@ -191,6 +192,17 @@ def _origin(key: str, name: str) -> str:
                 if any(line.strip().startswith(f"{name}:") for line in lines):
                     return f"in {path}"
     return "in the composed configuration"
+
+
+def check_slice(cfg: DictConfig) -> None:
+    """Refuse a `table` and a `metric` that the report could not draw, before any work.
+
+    Raises:
+        InputError: unknown names, or mergers that are no dimension though one run has many.
+    """
+    names = dimensions(cfg.table or "merger×task", cfg.metric)
+    if cfg.table and not cfg.runs and "merger" not in names:
+        raise InputError(f"table={cfg.table}: the report of a run has many mergers: make merger one of the two")
 
 
 def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:

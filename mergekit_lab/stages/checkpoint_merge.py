@@ -32,9 +32,11 @@ from mergekit_lab.checkpoints import (
     new_folder,
     versions,
 )
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging import Method, factor_method, merged_factors, merged_tensors
-from mergekit_lab.merging.inputs import Source, Sources
+from mergekit_lab.merging.blocks import Notes
+from mergekit_lab.merging.devices import device_names
+from mergekit_lab.merging.inputs import Source, Sources, name_patterns
 from mergekit_lab.stages.checkpoint_inputs import Devices, Prepared, prepare
 
 
@@ -68,7 +70,7 @@ def merge(
         method: what to do, e.g. `TIES(preset="mergekit", density=0.2)`.
         fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
         statistics: side inputs by kind, each a mapping by expert name or a list in the experts' order.
-        include, exclude: name patterns; tensors that are not included, or are excluded, stay the base's.
+        include, exclude: name patterns, or one; tensors not included, or excluded, stay the base's.
         dtype: of the result's floating-point tensors; each tensor's own by default.
         device: where the arithmetic happens: "auto", one device, or a list of them.
         embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
@@ -91,8 +93,9 @@ def merge(
         if given is not None:
             statistics = {**(statistics or {}), kind: given}
     prepared = prepare(
-        base, experts, method, statistics=statistics, include=include, exclude=exclude, dtype=dtype,
-        device=device, embeddings=embeddings, tokenizer_from=tokenizer_from, max_shard_bytes=max_shard_bytes,
+        base, experts, method, statistics=statistics, include=include, exclude=name_patterns(exclude),
+        dtype=dtype, device=device_names(device), embeddings=embeddings, tokenizer_from=tokenizer_from,
+        max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
@@ -113,11 +116,12 @@ def write(
     out = out.expanduser()
     check_out(out, overwrite, input_files(prepared))
     check_format(prepared, format)
+    notes: Notes = {}
     if format == "dense":
         specs, limit, stem = prepared.plan(list(prepared.base.tied()))
-        tensors = merged_tensors(**_arguments(prepared), dtype=prepared.dtype)
+        tensors = merged_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
     else:
-        specs, tensors = merged_factors(**_arguments(prepared))
+        specs, tensors = merged_factors(**_arguments(prepared), notes=notes)
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     _check_room(out, sum(spec.nbytes for spec in specs.values()))
     with new_folder(out, overwrite) as folder:
@@ -135,7 +139,7 @@ def write(
             _copy_files(prepared, folder)
         else:
             _low_rank_record(prepared).write(folder)
-        _card(prepared, out.name, metrics or {}, recipe).write(folder)
+        _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
 
@@ -211,7 +215,27 @@ def _copy_files(prepared: Prepared, folder: Path) -> None:
         copy_tokenizer_files(prepared.tokenizer, folder)
 
 
-def _card(prepared: Prepared, title: str, metrics: Mapping[str, float], recipe: str | None) -> Card:
+def _account(notes: Notes) -> list[str]:
+    """What the method noted of single tensors, a sentence a diagnostic: of numbers their mean and range, of
+    anything else where it holds."""
+    numbers: dict[str, list[float]] = {}
+    others: dict[str, list[str]] = {}
+    for tensor, found in notes.items():
+        for key, value in found.items():
+            if isinstance(value, int | float):
+                numbers.setdefault(key, []).append(value)
+            else:
+                others.setdefault(f"{key} {value}", []).append(tensor)
+    lines = [
+        f"{key}: {sum(v) / len(v):.4g} in the mean of {len(v)} tensors, from {min(v):.4g} to {max(v):.4g}"
+        for key, v in numbers.items()
+    ]
+    return lines + [f"{said} ({len(names)} tensors: {listing(names)})" for said, names in others.items()]
+
+
+def _card(
+    prepared: Prepared, title: str, metrics: Mapping[str, float], recipe: str | None, account: Sequence[str]
+) -> Card:
     side = {
         kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
         for kind, by_name in prepared.side.items()
@@ -235,7 +259,7 @@ def _card(prepared: Prepared, title: str, metrics: Mapping[str, float], recipe: 
         },
         versions=versions(),
         hub_ids=ids,
-        notes=prepared.notes,
+        notes=[*prepared.notes, *account],
         metrics=metrics,
         recipe=recipe,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.stages.checking import Target, TopLevel, build, check_against
+from mergekit_lab.stages.checking import Target, TopLevel, build, check_against, check_slice
 from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
@@ -99,7 +99,7 @@ class Search:
         patience: end a grid after so many worse candidates in a row; null goes through all.
         refine: how often halving halves its steps around the best.
         fields: `{field: [values]}` of methods that are searched together with the coefficient, where a method
-            has the field.
+            has the field; null for none.
     """
 
     coefficients: list[float]
@@ -107,7 +107,7 @@ class Search:
     prune: bool = True
     patience: int | None = None
     refine: int = 2
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) for value in self.coefficients):
@@ -120,7 +120,7 @@ class Search:
             raise InputError(f"search.patience is {self.patience}; it must be at least 1, or null")
         if self.refine < 0:
             raise InputError(f"search.refine is {self.refine}; it must be at least 0")
-        for name, values in self.fields.items():
+        for name, values in (self.fields or {}).items():
             if not isinstance(values, list) or not values:
                 raise InputError(f"search.fields.{name} is {values!r}; it must be a list of values")
 
@@ -135,8 +135,8 @@ class Search:
 
     def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""
-        names = [name for name in self.fields if name in method]
-        return [dict(zip(names, values, strict=True)) for values in product(*(self.fields[n] for n in names))]
+        fields = {name: values for name, values in (self.fields or {}).items() if name in method}
+        return [dict(zip(fields, values, strict=True)) for values in product(*fields.values())]
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,15 @@ def check(cfg: DictConfig) -> None:
             resolve, or a value of the wrong kind or range.
     """
     check_against(cfg, Main)
+    check_slice(cfg)
     if cfg.evaluation_batch_size < 1:
         raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
     if cfg.objective not in (None, *OBJECTIVES):
         raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
+    if "analyse" in ([cfg.stage] if cfg.stage else cfg.stages):
+        build(cfg.analysis)
     finetuning = build(cfg.finetuning)
     if not isinstance(finetuning, Parametrisation):
         raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrisation")

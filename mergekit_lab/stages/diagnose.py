@@ -188,7 +188,7 @@ def show(found: Interference, advice: Sequence[Advice], console: Console) -> Non
 
 def _table(title: str, first: str, others: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for name in others:
         table.add_column(name, justify="right")
     return table

@@ -11,9 +11,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from mergekit_lab.checkpoints import (
     Report,
     TensorSpec,
     assumed_ties,
+    check_out,
     describe_inputs,
     describe_model,
     disagreements,
@@ -31,9 +33,11 @@ from mergekit_lab.checkpoints import (
     size_text,
 )
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import Method, merge_state_dicts
-from mergekit_lab.merging.inputs import selected
+from mergekit_lab.merging import Method, merge_state_dicts, resolve_device
+from mergekit_lab.merging.inputs import check_real, check_same_names, selected
+from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.stages.checkpoint_inputs import Prepared
+from mergekit_lab.stages.checkpoint_merge import input_files
 
 _BYTES_A_SECOND = 1e9
 _BLOCK = 1 << 20
@@ -41,19 +45,19 @@ _SIDES = (96, 192)
 _LAYER = re.compile(r"\.\d+\.")
 
 
-def report(prepared: Prepared, out: Path | None) -> Report:
+def report(prepared: Prepared, out: Path | None, overwrite: bool = False) -> Report:
     """What the merge would read, do and need, and what stands in its way."""
     result = Report()
     result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
     result.section("Base", describe_model(prepared.base))
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
+    result.problems += _place_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
-        try:
-            refuse_quantised(checkpoint)
-        except InputError as error:
-            result.problems.append(str(error))
+        result.problems += _problem(refuse_quantised, checkpoint)
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
+    result.problems += _problem(check_real, prepared.base.specs)
+    result.problems += _problem(prepared.method.check, tuple(prepared.experts))
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)
     specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
@@ -68,35 +72,56 @@ def report(prepared: Prepared, out: Path | None) -> Report:
             _room(out, written, result),
         ],
     )
-    result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written)])
+    result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written, result)])
     return result
+
+
+def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
+    """What a check of the merge itself says against these arguments, if anything."""
+    try:
+        check(*arguments)
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
+def _place_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
+    """What stands against where the result goes and where the arithmetic happens."""
+    if out is None:
+        problems = ["out is not set: out=<folder>"]
+    else:
+        problems = _problem(check_out, out.expanduser(), overwrite, input_files(prepared))
+    devices = [prepared.device] if isinstance(prepared.device, str) else prepared.device
+    for device in devices:
+        problems += _problem(resolve_device, device)
+    return problems
 
 
 def _side_problems(prepared: Prepared) -> list[str]:
     problems = []
     method, base = prepared.method, prepared.base.specs
-    try:
-        method.expert_weights(tuple(prepared.experts))
-    except InputError as error:
-        problems.append(str(error))
     for kind in method.side_inputs:
         if kind not in prepared.side:
             problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
             continue
         own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n}
-        sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
-        problems += disagreements(own, sides) if own else []
+        if own:
+            sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
+            problems += disagreements(own, sides)
+        else:
+            side = tuple(prepared.side[kind].values())
+            problems += _problem(check_same_names, prepared.base, method, kind, side)
     return problems
 
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
-        return list(
-            selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.exclude)
-        )
+        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.exclude)
     except InputError as error:
         result.problems.append(str(error))
         return []
+    result.problems += _problem(prepared.method.check_tensors, found)
+    return list(found)
 
 
 def _room(out: Path | None, written: int, result: Report) -> str:
@@ -109,6 +134,10 @@ def _room(out: Path | None, written: int, result: Report) -> str:
     return f"{size_text(free)} of disk are free at {out}"
 
 
+_COUNTERS = 8 << 20
+"""What a core may hold of one expert while a survey counts its entries."""
+
+
 def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
     experts = len(prepared.experts)
     largest = max((specs[name].numel for name in merged if name in specs), default=0)
@@ -116,7 +145,9 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     stored = max((spec.nbytes for spec in specs.values()), default=0)
     workers = torch.get_num_threads() if prepared.method.elementwise else 1
     blocks = min(largest, 1 << 17) * item * (3 * experts + 4) * workers
-    whole = 3 * (experts + 2) * largest * item
+    if type(prepared.method).survey is not Method.survey:
+        blocks += _COUNTERS * experts * workers
+    whole = 4 * (experts + 2) * largest * item  # measured in experiments/merge_engine/results/cpu_memory.json
     results = (2 * workers + 4) * stored
     held = results + (blocks if prepared.method.elementwise else whole)
     adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
@@ -132,15 +163,18 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     return lines
 
 
-def _seconds(prepared: Prepared, merged: Sequence[str], written: int) -> str:
+def _seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Report) -> str:
     read = sum(os.path.getsize(file) for c in (prepared.origin, *prepared.opened.values()) for file in c.files)
     moved = (read + written) / _BYTES_A_SECOND
     sizes = [prepared.base.specs[name].numel for name in merged]
-    if not sizes:
-        return f"time: about {moved:.0f} s"
+    if not sizes or result.problems:
+        return f"time: about {moved:.0f} s of reading and writing"
     try:
         arithmetic = _arithmetic(prepared, merged, sizes)
-    except Exception as error:  # a method may refuse made-up tensors; an estimate is no reason to fail
+    except InputError as error:
+        result.problems.append(str(error))
+        return f"time: about {moved:.0f} s of reading and writing"
+    except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
         return f"time: about {moved:.0f} s of reading and writing, arithmetic unknown ({type(error).__name__})"
     rate = f"{arithmetic:.0f} s of arithmetic, {moved:.0f} s of disk at 1 GB/s"
     return f"time: about {max(moved, arithmetic):.0f} s ({rate})"
@@ -155,11 +189,19 @@ def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) ->
 def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
     """Seconds for all tensors: per entry for elementwise methods, else by the power that two sizes show."""
     specs = prepared.base.specs
-    name = max(merged, key=lambda n: (bool(_LAYER.search(n)), len(specs[n].shape) == 2, specs[n].numel))
+    method = prepared.method
+
+    def telling(name: str) -> tuple[bool, bool, bool, int]:
+        """How well a tensor stands for the others."""
+        shape = specs[name].shape
+        factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
+        return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
+
+    name = max(merged, key=telling)
     device = prepared.device if isinstance(prepared.device, str) else prepared.device[0]
-    if prepared.method.elementwise:
-        return _clock(prepared.method, name, (_BLOCK,), len(prepared.experts), device) / _BLOCK * sum(sizes)
-    small, large = (_clock(prepared.method, name, (n, n), len(prepared.experts), device) for n in _SIDES)
+    if method.elementwise:
+        return _clock(method, name, (_BLOCK,), len(prepared.experts), device) / _BLOCK * sum(sizes)
+    small, large = (_clock(method, name, (n, n), len(prepared.experts), device) for n in _SIDES)
     growth = math.log(max(large / small, 1.0)) / math.log((_SIDES[1] / _SIDES[0]) ** 2)
     power = min(max(growth, 1.0), 1.5)
     return sum(large * (size / _SIDES[1] ** 2) ** power for size in sizes)
@@ -172,8 +214,9 @@ def _clock(method: Method, name: str, shape: tuple[int, ...], experts: int, devi
     statistics = {}
     for kind in method.side_inputs:
         key = method.side_name(kind, name)
-        if key is not None:
-            statistics[kind] = [{key: _side_input(shape, key == name, generator)} for _ in range(experts)]
+        statistics[kind] = [
+            {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in range(experts)
+        ]
     named = dict(zip([str(n) for n in range(experts)], others, strict=True))
     plain = method if method.weights is None else replace(method, weights=None)
     seconds = []

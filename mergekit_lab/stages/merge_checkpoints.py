@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import Method
+from mergekit_lab.merging.devices import device_names
 from mergekit_lab.stages.checking import TopLevel, build, without_null_coefficient
 from mergekit_lab.stages.checkpoint_inputs import Prepared, prepare
 from mergekit_lab.stages.checkpoint_merge import check_format, write
@@ -71,7 +72,7 @@ def run_merge_checkpoints(cfg: DictConfig) -> None:
     out = Path(given.out) if given.out else None
     check_format(prepared, given.format)
     if given.dry_run:
-        found = report(prepared, out)
+        found = report(prepared, out, given.overwrite)
         print(found.text())
         if not found.works:
             raise InputError("the merge would not work: see the problems above")
@@ -94,7 +95,7 @@ def _prepare(given: MergeCheckpoints, cfg: DictConfig) -> tuple[Prepared, str | 
         },
         "include": given.include,
         "exclude": given.exclude,
-        "device": given.device,
+        "device": device_names(given.device),
         "max_shard_bytes": given.max_shard_bytes,
         "read": not given.dry_run,
     }
@@ -114,7 +115,7 @@ def _prepare(given: MergeCheckpoints, cfg: DictConfig) -> tuple[Prepared, str | 
             tokenizer_from=given.tokenizer_from or recipe.tokenizer_from,
             **shared,
         )
-        return prepared, recipe.text
+        return replace(prepared, notes=[*recipe.notes, *prepared.notes]), recipe.text
     if not given.base:
         raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
     if not given.experts:

@@ -6,6 +6,8 @@ A machine without a network learns in seconds what is missing and how to bring i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,34 +26,59 @@ def refuse_missing(cfg: DictConfig) -> None:
     """Raise before any work if data, weights or experts are neither here nor to be had.
 
     Raises:
-        InputError: the hub cannot be reached; the message lists everything that is missing, and the ways out.
+        InputError: something that was named does not exist, or the hub cannot be reached; the message lists
+            everything that is missing, and the ways out.
     """
     try:
-        missing = list_missing(cfg)
+        missing, wrong = list_missing(cfg)
     except InputError:
         return  # what cannot be built is refused by the check of the configuration, which knows more
     cause = unreachable() if missing else None
     if cause is None:
+        if wrong:
+            raise InputError("\n".join(wrong))
         return
-    lines = "\n".join(f"  {what}" for what in missing)
+    lines = "\n".join(f"  {what}" for what in [*missing, *wrong])
     raise InputError(
-        f"{len(missing)} things this run needs are not here, and the hub cannot be reached ({cause}):\n"
-        f"{lines}\nOn a machine with a network run the same command with stage=fetch fetch_to=FOLDER, carry "
-        "FOLDER here and add what FOLDER/USE.txt says. Without any download: "
+        f"{len(missing) + len(wrong)} things this run needs are not here, and the hub cannot be reached "
+        f"({cause}):\n{lines}\nOn a machine with a network run the same command with stage=fetch "
+        "fetch_to=FOLDER, carry FOLDER here and add what FOLDER/USE.txt says. Without any download: "
         "python -m mergekit_lab +experiment=quickstart"
     )
 
 
-def list_missing(cfg: DictConfig) -> list[str]:
-    """What would have to be downloaded: data sets, weights and experts, one line each."""
+def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
+    """What would have to be downloaded, and what is wrong: data sets, weights and experts, one line each.
+
+    Raises:
+        InputError: the backbone or a task cannot be built.
+    """
     backbone, tasks = parts(cfg)
-    found = [task.whence() for task in tasks if task.folder() is None]
-    if isinstance(backbone, OpenClip) and backbone.source and (weights := backbone.source.missing()):
-        found.append(weights)
+    asked: list[Callable[[], str | None]] = [partial(_missing_data, task) for task in tasks]
+    if isinstance(backbone, OpenClip) and backbone.source:
+        asked.append(backbone.source.missing)
     if cfg.get("experts"):
-        sources = [expert_source(cfg.experts, backbone, task) for task in tasks]
-        found += [f"expert {source} of the hub" for source in sources if expert_missing(source)]
-    return found
+        asked += [
+            partial(_missing_expert, cfg.experts, backbone, task)
+            for task in tasks
+            if not cfg.only or task.name in cfg.only
+        ]
+    missing, wrong = [], []
+    for ask in asked:
+        try:
+            missing.append(ask())
+        except InputError as error:
+            wrong.append(str(error))
+    return list(filter(None, missing)), list(dict.fromkeys(wrong))
+
+
+def _missing_data(task: HubImages) -> str | None:
+    return task.whence() if task.folder() is None else None
+
+
+def _missing_expert(given: Any, backbone: Any, task: HubImages) -> str | None:
+    source = expert_source(given, backbone, task)
+    return f"expert {source} of the hub" if expert_missing(source) else None
 
 
 def parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:

@@ -1,7 +1,8 @@
 """Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
 
 `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names that FusionBench publishes under;
-`experts=FOLDER` takes `FOLDER/<task>`, a folder or a file; `experts={task: SOURCE}` names each.
+`experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else `FOLDER/<task>`, a folder or a file;
+`experts={task: SOURCE}` names each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.backbones import OpenClip, as_image_tower
-from mergekit_lab.checkpoints import Checkpoint, cached_snapshot, open_checkpoint, sha256_of, write_tensors
+from mergekit_lab.checkpoints import (
+    Checkpoint,
+    cached_snapshot,
+    hub_id,
+    open_checkpoint,
+    sha256_of,
+    write_tensors,
+)
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.tasks import HubImages, Task
 
@@ -41,18 +49,41 @@ def expert_source(given: str | Mapping[str, str], backbone: Any, task: Task) -> 
             )
         return f"{given.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
     folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"experts={given}: there is no such folder; the hub's are hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
-    for place in (folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES):
-        if place.exists():
-            return str(place)
+    for inside in dict.fromkeys((expert_folder(folder, backbone), folder)):
+        for place in (inside / f"{name}{suffix}" for name in names for suffix in _SUFFIXES):
+            if place.exists():
+                return str(place)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
     )
 
 
+def expert_folder(root: Path, backbone: Any) -> Path:
+    """Where experts of a backbone are in a folder with those of several."""
+    return root / backbone.architecture if isinstance(backbone, OpenClip) else root
+
+
+def expert_on_hub(source: str) -> tuple[str, str | None] | None:
+    """The repository and revision that an expert comes from; None of one that is a local path.
+
+    Raises:
+        InputError: there is no such path, and it could be no hub id.
+    """
+    if Path(source).expanduser().exists():
+        return None
+    named = hub_id(source)
+    if named is None:
+        raise InputError(f"the expert {source} is neither there nor a hub id (org/name, org/name@revision)")
+    return named
+
+
 def expert_missing(source: str) -> bool:
-    """Whether an expert would have to be downloaded."""
-    return not Path(source).expanduser().exists() and cached_snapshot(source, None) is None
+    """Whether an expert would have to be downloaded; raises as `expert_on_hub`."""
+    named = expert_on_hub(source)
+    return named is not None and cached_snapshot(*named) is None
 
 
 def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:

@@ -2,19 +2,20 @@
 
 What is read: `merge_method` (linear, task_arithmetic, ties, dare_linear, dare_ties, slerp, breadcrumbs,
 breadcrumbs_ties, della, della_linear, model_stock), `models` or `slices` over the same layers, `base_model`,
-`parameters` with filters and gradients on every level, `dtype`, `out_dtype`, `tokenizer_source`. All else is
-refused by name. mergekit computes in `dtype`, here arithmetic is float32 and `dtype` is what is stored; its
-random masks come from torch's generator, here from a counter, so that `dare_*` and `della*` agree in
-distribution only.
+`parameters` with filters and gradients on every level, `dtype`, `out_dtype`, `tokenizer_source`,
+`chat_template: auto`. All else is refused by name, but for a parameter of other methods: that has no effect, as
+in mergekit, and a note says so. mergekit computes in `dtype`, here arithmetic is float32 and `dtype` is what is
+stored; its random masks come from torch's generator, here from a counter, so that `dare_*` and `della*` agree
+in distribution only.
 
 A gradient is a list that is interpolated over the layers: `t = layer / (layers − 1)` within a slice (1 if there
-    is one
-layer); tensors before and after all layers have `t = 0` and the first and the last slice's parameters. Of
-conditions the first whose `filter` is in the tensor's name counts.
+is one layer); tensors before and after all layers have `t = 0` and the first and the last slice's parameters.
+Of conditions the first whose `filter` is in the tensor's name counts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ import yaml
 
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.merging.contract import require
 from mergekit_lab.stages.checkpoint_inputs import Adapter
 from mergekit_lab.stages.recipe_methods import DEFAULTS, PER_MODEL, REQUIRED, PerTensor, method_for
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
-    *("tokenizer_source", "tokenizer"),
+    *("tokenizer_source", "tokenizer", "chat_template"),
 }
+_PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
 _LAYER = re.compile(r"\.(\d+)\.")
 _BEFORE_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|shared)\.")
 
@@ -47,6 +50,7 @@ class Recipe:
         settings: where parameters come from.
         dtype: of what is written.
         embeddings, tokenizer_from: what `tokenizer_source` asks for.
+        notes: what of it has no effect here.
         text: the YAML as it was.
     """
 
@@ -56,6 +60,7 @@ class Recipe:
     dtype: str | None
     embeddings: str | None
     tokenizer_from: str | None
+    notes: Sequence[str]
     text: str
 
     def method(self, base: Checkpoint) -> PerTensor:
@@ -84,6 +89,11 @@ class Settings:
 
     def method(self, entries: Mapping[str, int]) -> PerTensor:
         layers = _layer_counts(entries)
+        deepest = max(layers.values(), default=0)
+        if self.slices[-1].stop > deepest:
+            raise InputError(
+                f"the recipe's slices go to layer {self.slices[-1].stop}, and the model has {deepest} layers"
+            )
         by_tensor = {}
         for name, count in entries.items():
             shared, by_model = self._resolve(name, layers)
@@ -155,30 +165,39 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
     """
     if isinstance(setting, Mapping):
         setting = [setting]
-    if isinstance(setting, bool | int | float):
-        return setting
+    if isinstance(setting, bool | int | float | str):
+        return _number(setting, key)
     if not isinstance(setting, list) or not setting:
         raise InputError(
             f"the recipe's {key} is {setting!r}; it must be a number, a list of numbers, or filters"
         )
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
-    if all(isinstance(value, int | float) for value in setting):
+    if all(isinstance(value, int | float | str) for value in setting):
+        setting = [_number(value, key) for value in setting]
         place = t * (len(setting) - 1)
         low = min(int(place), len(setting) - 1)
         high = min(low + 1, len(setting) - 1)
         return (1 - (place - low)) * setting[low] + (place - low) * setting[high]
     for condition in setting:
-        if (
-            not isinstance(condition, Mapping)
-            or "value" not in condition
-            or condition.keys() - {"value", "filter"}
-        ):
+        if not isinstance(condition, Mapping) or not {"value"} <= condition.keys() <= {"value", "filter"}:
             raise InputError(f"the recipe's {key} has the condition {condition!r}; it must be filter and value")
         wanted = condition.get("filter")
+        if not isinstance(wanted, str | None):
+            raise InputError(f"the recipe's {key} has the filter {wanted!r}; it must be a part of tensor names")
         if wanted is None or wanted == "*" or wanted in name:
             return evaluate(condition["value"], name, t, key)
     return None
+
+
+def _number(value: bool | int | float | str, key: str) -> bool | int | float:
+    """A number as it is, or from a text: YAML takes `1e-1` for one."""
+    try:
+        found = float(value) if isinstance(value, str) else value
+    except ValueError:
+        found = math.nan
+    require(math.isfinite(found), f"the recipe's {key}", value, "a finite number")
+    return found
 
 
 # --- reading --------------------------------------------------------------------------------------------
@@ -204,6 +223,7 @@ class _Reader:
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self.content = content
         self.where = where
+        self.unused: set[str] = set()
         self.merge_method = str(content["merge_method"])
         if self.merge_method not in DEFAULTS:
             self.refuse(f"merge_method {self.merge_method!r}", suggestion(self.merge_method, DEFAULTS))
@@ -223,23 +243,33 @@ class _Reader:
         return node
 
     def parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-        given = node.get("parameters") or {}
-        return self.known(given, {*DEFAULTS[self.merge_method], "int8_mask"}, f"the parameters of {what}")
+        given = self.known(node.get("parameters") or {}, _PARAMETERS, f"the parameters of {what}")
+        self.unused |= given.keys() - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
+        return given
+
+    def items(self, node: Mapping[str, Any], key: str) -> list[Any]:
+        """The list under a key; nothing there is an empty one."""
+        found = node.get(key) or []
+        if not isinstance(found, list):
+            raise InputError(f"{self.where}: {key} is {found!r}; it must be a list")
+        return found
 
     @cached_property
     def slices(self) -> list[tuple[list[tuple[str, Any, Mapping[str, Any]]], _Slice]]:
         """Of each slice its models (name, source, parameters), and itself."""
         if "models" in self.content:
-            sources = [self.source(node, {"model", "parameters"}) for node in self.content["models"] or ()]
+            sources = [
+                self.source(node, {"model", "parameters"}) for node in self.items(self.content, "models")
+            ]
             return [(sources, _Slice(0, -1, {}, {name: parameters for name, _, parameters in sources}))]
+        keys = {"model", "layer_range", "parameters"}
         found = []
         reached = 0
-        for node in self.content["slices"] or ():
-            self.known(node, {"sources", "parameters"}, "a slice")
-            keys = {"model", "layer_range", "parameters"}
-            sources = [self.source(source, keys) for source in node.get("sources") or ()]
-            ranges = {tuple(source.get("layer_range") or ()) for source in node.get("sources") or ()}
-            if len(ranges) != 1 or len(next(iter(ranges))) != 2:
+        for node in self.items(self.content, "slices"):
+            self.known(node, {"sources", "parameters", "base_model"}, "a slice")
+            sources = [self.source(source, keys) for source in self.items(node, "sources")]
+            ranges = {self.layer_range(source) for source in self.items(node, "sources")}
+            if len(ranges) != 1:
                 self.refuse("a slice whose sources have different layer_range")
             first, stop = next(iter(ranges))
             if first != reached or stop <= first:
@@ -248,6 +278,20 @@ class _Reader:
             by_model = {name: parameters for name, _, parameters in sources}
             found.append((sources, _Slice(first, stop, self.parameters(node, "a slice"), by_model)))
         return found
+
+    def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
+        given = node.get("layer_range")
+        if not isinstance(given, list) or len(given) != 2 or not all(str(n).isdecimal() for n in given):
+            raise InputError(f"{self.where}: layer_range is {given!r}; it must be two layers' numbers")
+        return int(given[0]), int(given[1])
+
+    def base(self) -> tuple[str | None, Any]:
+        """The base's name and source: of the recipe, or of every slice."""
+        parts = self.items(self.content, "slices") or [{}]
+        given = [part.get("base_model") or self.content.get("base_model") for part in parts]
+        if any(node != given[0] for node in given):
+            self.refuse("slices with different base_model")
+        return self.model(given[0]) if given[0] else (None, None)
 
     def source(self, node: Any, keys: set[str]) -> tuple[str, Any, Mapping[str, Any]]:
         self.known(node, keys, "a model")
@@ -270,7 +314,8 @@ class _Reader:
     def path(self, node: Any) -> str:
         if isinstance(node, Mapping):
             self.known(node, {"path", "revision"}, "a model path")
-            return f"{node['path']}@{node['revision']}" if node.get("revision") else str(node.get("path") or "")
+            path = str(node.get("path") or "")
+            return f"{path}@{node['revision']}" if path and node.get("revision") else path
         return str(node or "")
 
     def recipe(self, text: str, seed: int) -> Recipe:
@@ -282,9 +327,7 @@ class _Reader:
         for others, part in self.slices:
             if {name for name, _, _ in others} != named.keys():
                 self.refuse(f"other models in the slice from layer {part.first}")
-        base_name, base = (
-            self.model(self.content["base_model"]) if self.content.get("base_model") else (None, None)
-        )
+        base_name, base = self.base()
         experts = self.experts(named, base_name, base)
         embeddings, tokenizer = self.tokenizer()
         short = _short(experts)
@@ -300,9 +343,10 @@ class _Reader:
             base=first if base is None else base,
             experts={short[name]: source for name, source in experts.items()},
             settings=settings,
-            dtype=dtype,
+            dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
+            notes=self.notes(),
             text=text,
         )
 
@@ -322,6 +366,13 @@ class _Reader:
                 )
             return {base_name: base, **others}
         return others
+
+    def notes(self) -> list[str]:
+        unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
+        template = self.content.get("chat_template")
+        if template not in (None, "auto"):
+            self.refuse(f"the chat_template {template!r}")
+        return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if template else [])]
 
     def tokenizer(self) -> tuple[str | None, str | None]:
         wanted = self.content.get("tokenizer_source")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from mergekit_lab.backbones import OpenClip
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import (
     Beside,
@@ -26,6 +27,7 @@ from mergekit_lab.reporting import (
     write_report,
     write_slice,
 )
+from mergekit_lab.reporting.summary import counted
 from mergekit_lab.stages.adaptive import learning_content, learns
 from mergekit_lab.stages.analyse import DATA
 from mergekit_lab.stages.analyses import TaskVectors
@@ -44,7 +46,8 @@ def stage_report(run: Context) -> None:
     curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
     if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):
         curves["+joint"] = json.loads(joint.file(CURVE).read_text())
-    title = f"{run.plain['suite']['name']}: {len(run.mergers)} ways to merge {len(run.tasks)} experts"
+    title = f"{run.plain['suite']['name']}: {counted(len(run.mergers), 'way')} to merge "
+    title += counted(len(run.tasks), "expert")
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)
@@ -170,16 +173,31 @@ def _published(run: Context, records: list[Record]) -> list[Beside]:
     axes = {axis: run.choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     measured = _Measured(run, records)
     holds = partial(_holds, run)
-    return [row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds)]
+    return [
+        row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds, run.tasks)
+    ]
 
 
 def _holds(run: Context, when: str) -> bool:
     """Whether `key=value …` are the run's settings."""
     pairs = [pair.split("=") for pair in when.split()]
-    return all(_same(OmegaConf.select(run.cfg, key), value) for key, value in pairs)
+    return all(_same(_setting(run, key), value) for key, value in pairs)
+
+
+def _setting(run: Context, key: str) -> Any:
+    """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
+    if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
+        return run.backbone.source.published_as()
+    group, _, rest = key.partition(".")
+    if group == "mergers":
+        label, _, name = rest.partition(".")
+        return run.mergers[label].content.get(name) if label in run.mergers else None
+    return OmegaConf.select(run.cfg, key)
 
 
 def _same(value: Any, text: str) -> bool:
+    if isinstance(value, bool):
+        return str(value).lower() == text
     return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
 
 
@@ -244,11 +262,15 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
 
     Raises:
-        InputError: a folder that is not there, or none that holds a run.
+        InputError: a folder that is not there, none that holds a run, or none whose run has a result.
     """
     given = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs)
     folders = [place for pattern in given for place in _run_folders(str(pattern))]
-    paths = compare(folders, folder, title=f"Comparison of {len(folders)} runs")
+    paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
+    for failure in paths.failures:
+        log.warning("left out: %s: %s", failure.run, failure.error)
+    if not paths.table.rows:
+        raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
     print_table(paths.table)
     if cfg.table:
         print_slice(write_slice(folder, read_records(paths.records), cfg.table, cfg.metric))

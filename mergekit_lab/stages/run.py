@@ -184,6 +184,9 @@ def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
 
             run_fetch(cfg)
         else:
+            if cfg.dry_run:
+                log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
+                continue
             from mergekit_lab.stages.check_data import run_check_data
 
             run_check_data(cfg, folder)

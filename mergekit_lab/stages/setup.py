@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from mergekit_lab import merging
 from mergekit_lab.backbones import Backbone, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
@@ -29,6 +30,13 @@ from mergekit_lab.training.clock import machine
 log = logging.getLogger(__name__)
 
 
+_METHOD_FIELDS = {
+    name
+    for method in vars(merging).values()
+    if isinstance(method, type) and issubclass(method, Method)
+    for name in method.__dataclass_fields__
+}
+"""Of all merging methods: a shipped grid may search fields that the run's mergers happen not to have."""
 _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
 """Options of optimizers with which the number of processes decides what is computed."""
 
@@ -167,7 +175,12 @@ class Setup:
         nodes = dict(self.cfg.mergers)
         if self.cfg.merger is not None:
             nodes = {self.choices.get("merger") or "merger": self.cfg.merger}
-        return {label: self._merger(label, node) for label, node in nodes.items()}
+        found = {label: self._merger(label, node) for label, node in nodes.items()}
+        known = {name for merger in found.values() for name in merger.content} | _METHOD_FIELDS
+        for name in self.search.fields or {}:
+            if found and name not in known:
+                raise InputError(f"search.fields.{name}: no merging method has it{suggestion(name, known)}")
+        return found
 
     def _merger(self, label: str, node: DictConfig) -> Merger:
         plain: Any = OmegaConf.to_container(node, resolve=True)
@@ -176,7 +189,10 @@ class Setup:
         if not isinstance(method, Method):
             raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
         method.check(tuple(self.tasks))
-        return Merger(label, method, content, open_coefficient and bool(self.search.coefficients))
+        searched = open_coefficient and bool(self.search.coefficients)
+        for fields in self.search.variants(content) if searched else ():
+            build({**content, **fields}).check(tuple(self.tasks))
+        return Merger(label, method, content, searched)
 
     # --- what things are called in the store ------------------------------------------------------------
 

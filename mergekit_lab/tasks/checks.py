@@ -10,6 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.tasks.decoding import decoded, over_chunks
 from mergekit_lab.tasks.images import HubImages
 from mergekit_lab.tasks.sources import Rows
@@ -50,7 +51,9 @@ class DataCheck:
         parts: by name.
         shared: for each pair of parts, how many pictures of the second stand in the first too, pixel for pixel.
         shared_names: some of those pictures, where they have names.
-        other_labels: `number: the source's name ↔ ours`, where the source names its labels otherwise.
+        other_labels: `number: the source's name ↔ ours`, where a part names its labels otherwise.
+        misplaced: those of them whose name is one of ours, at another number.
+        unusable: why the data could not be looked at; then there are no parts.
     """
 
     task: str
@@ -59,24 +62,30 @@ class DataCheck:
     shared: Mapping[str, int]
     shared_names: list[str] = field(default_factory=list)
     other_labels: list[str] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
+    unusable: str | None = None
 
     @property
     def wrong(self) -> list[str]:
         """What no run should start with."""
-        found = []
+        found = [self.unusable] if self.unusable else []
         for part, check in self.parts.items():
             if check.corrupt_count:
                 found.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
+        if self.misplaced:
+            names = listing(self.misplaced)
+            found.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
         return found
 
 
 def check_task(task: ImageTask) -> DataCheck:
-    """Decode every image of a task and say what there is.
-
-    Raises:
-        InputError: the data cannot be had, or its labels are not those of the class names.
-    """
-    return _check_files(task) if isinstance(task, HubImages) else _check_tensors(task)
+    """Decode every image of a task and say what there is, or why the data is of no use."""
+    if not isinstance(task, HubImages):
+        return _check_tensors(task)
+    try:
+        return _check_files(task)
+    except InputError as error:
+        return DataCheck(task.name, len(task.classes), {}, {}, unusable=str(error))
 
 
 def _check_tensors(task: ImageTask) -> DataCheck:
@@ -90,9 +99,9 @@ def _check_files(task: HubImages) -> DataCheck:
     digests: dict[str, list[bytes]] = {}
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
+    labelled = {part: task.labels(part) for part in PARTS}
     pixels = {part: _pixel_digests(rows) for part, rows in task.rows.items()}
-    for part in PARTS:
-        labels, where, chosen = task.labels(part)
+    for part, (labels, where, chosen) in labelled.items():
         rows = task.rows[where]
         kept = [(int(row), pixels[where][row]) for row in chosen]
         corrupt = [rows.name(row) for row, digest in kept if digest is None]
@@ -102,9 +111,8 @@ def _check_files(task: HubImages) -> DataCheck:
         if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
             published -= task.validation_count(published)
         checks[part] = _counted(labels, published, corrupt)
-    return DataCheck(
-        task.name, len(task.classes), checks, _shared(digests), _shared_names(names), _other_labels(task)
-    )
+    shared, (other, misplaced) = _shared(digests), _other_labels(task)
+    return DataCheck(task.name, len(task.classes), checks, shared, _shared_names(names), other, misplaced)
 
 
 def _pixel_digests(rows: Rows) -> list[bytes | None]:
@@ -151,12 +159,16 @@ def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
     return pairs[:_SHOWN]
 
 
-def _other_labels(task: HubImages) -> list[str]:
-    theirs = task.rows["train"].label_names
-    if theirs is None or not (task.label_map("train") == np.arange(len(theirs))).all():
-        return []
-    return [
-        f"{number}: {their} ↔ {our}"
-        for number, (their, our) in enumerate(zip(theirs, task.classes, strict=False))
-        if not task.same_name(their, our)
-    ]
+def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
+    """The source's names beside ours where they differ, in any part, and those that are ours elsewhere.
+
+    A number as a name says nothing beyond itself.
+    """
+    other: dict[str, bool] = {}
+    for part, rows in task.rows.items():
+        for name, number in zip(rows.label_names or (), task.labelling.numbers(part).tolist(), strict=False):
+            place = task.labelling.place(name)
+            if place == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
+                continue
+            other[f"{number}: {name} ↔ {task.classes[number]}"] = place is not None
+    return list(other), [line for line, misplaced in other.items() if misplaced]

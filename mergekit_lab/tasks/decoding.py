@@ -73,7 +73,7 @@ def _header(encoded: bytes) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return image.height, image.width
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return 0, 0
 
 
@@ -81,14 +81,14 @@ def decoded(encoded: bytes) -> Any:
     """The picture in RGB, as Pillow has it.
 
     Raises:
-        OSError: it cannot be decoded.
+        OSError: it cannot be decoded, or has more pixels than Pillow opens.
     """
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return image.convert("RGB")
-    except (SyntaxError, ValueError, EOFError) as error:
+    except (SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         raise OSError(str(error)) from None
 
 

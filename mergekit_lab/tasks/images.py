@@ -30,6 +30,7 @@ from mergekit_lab.tasks.decoding import (
     write_images,
 )
 from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.labels import Labelling
 from mergekit_lab.tasks.sources import Rows, open_rows
 from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
 
@@ -138,8 +139,10 @@ class HubImages(ImageTask):
         if self.source is not None and self._repository != self.source:
             raise InputError(f"sources.{self.name} is {self.source!r}, which is neither a folder nor a hub id")
         if self.source is None and self.root is not None:
-            inside = Path(self.root).expanduser() / self.name
-            if inside.is_dir():
+            root = Path(self.root).expanduser()
+            if not root.is_dir():
+                raise InputError(f"data_root is {self.root!r}, which is no folder")
+            if (inside := root / self.name).is_dir():
                 return inside
         return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
 
@@ -178,7 +181,7 @@ class HubImages(ImageTask):
         """The source's parts; `validation` only where it has one of its own.
 
         Raises:
-            InputError: there is no training or test part, or labels that cannot be those of the class names.
+            InputError: there is no training or test part, or files that cannot be read.
         """
         place = self.folder() or self.download()
         found: dict[str, Rows] = {}
@@ -193,24 +196,21 @@ class HubImages(ImageTask):
                 )
         return found
 
-    def label_map(self, part: str) -> np.ndarray:
-        """Ours by the source's label numbers: another order of the same names is put into ours."""
-        names = self.rows[part].label_names
-        ours = [_plain(name) for name in self.classes]
-        if names and sorted(map(_plain, names)) == sorted(ours):
-            return np.array([ours.index(_plain(name)) for name in names], dtype=np.int64)
-        return np.arange(max(len(self.classes), int(self.rows[part].labels.max(initial=0)) + 1))
+    @cached_property
+    def labelling(self) -> Labelling:
+        """The labels of the source's parts as ours.
 
-    @staticmethod
-    def same_name(a: str, b: str) -> bool:
-        """Whether two label names differ in nothing but case, spaces and signs."""
-        return _plain(a) == _plain(b)
+        Raises:
+            InputError: a part is empty, or has labels that cannot be those of the class names.
+        """
+        return Labelling(self.name, self.classes, self.rows)
 
     @cached_property
     def _indices(self) -> dict[str, Index]:
         return {part: self._indexed(rows, part) for part, rows in self.rows.items()}
 
     def _indexed(self, rows: Rows, part: str) -> Index:
+        labels = self.labelling.labels[part]
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         content: dict[str, Any] = {
@@ -231,7 +231,7 @@ class HubImages(ImageTask):
         else:
             arrays = np.load(self.keep("indices", content, 32 * len(rows), make) / _FILES[1])
             index = Index(rows.labels, arrays["digests"], arrays["sizes"])
-        return index._replace(labels=self.label_map(part)[rows.labels])
+        return index._replace(labels=labels)
 
     def validation_count(self, total: int) -> int:
         """How many of `total` training images validate, where the source has no part for it."""
@@ -241,17 +241,12 @@ class HubImages(ImageTask):
         """A part's labels, the source's part that it is taken from, and its rows there.
 
         Raises:
-            InputError: the part is empty, or labels beyond the class names.
+            InputError: the part is empty, or one of the source's parts has labels that are not ours.
         """
         where, chosen = self._chosen(part)
-        labels = self.label_map(where)[self.rows[where].labels][chosen]
+        labels = self.labelling.labels[where][chosen]
         if len(labels) == 0:
             raise InputError(f"task {self.name!r} has an empty part {part!r}")
-        if labels.min() < 0 or labels.max() >= len(self.classes):
-            raise InputError(
-                f"task {self.name!r} names {len(self.classes)} classes, but labels of {part!r} span "
-                f"{labels.min()} … {labels.max()}: is it another data set?"
-            )
         return labels, where, chosen
 
     def _chosen(self, part: Part) -> tuple[str, np.ndarray]:
@@ -356,8 +351,3 @@ def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
     if not found:
         raise InputError(f"task {task!r}: {file} holds no {kind}")
     return found
-
-
-def _plain(name: str) -> str:
-    """A label's name without case, spaces and signs, for comparing."""
-    return re.sub(r"[\W_]+", "", name.lower())

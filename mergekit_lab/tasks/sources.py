@@ -13,7 +13,8 @@ import json
 import re
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ class Rows(ABC):
     Attributes:
         labels: int64 `[N]`, the source's own numbers.
         label_names: what the source calls its labels, in their order; None where it does not say.
+        by_name: whether the source has names alone. Then `labels` are places in `label_names`, which holds what
+            occurs in this part: the same number may be another class in another part.
         chunks: ranges of rows that are read together; they cover all rows in order.
         files: the files that decide the rows; their sizes and times say whether they are still the same.
     """
 
     labels: np.ndarray
     label_names: tuple[str, ...] | None = None
+    by_name: bool = False
     chunks: list[range]
     files: list[Path]
 
@@ -82,19 +86,23 @@ class ParquetRows(Rows):
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
+            with _readable(file):
+                labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
                 self.chunks.append(range(first, first + size))
                 self._groups.append((file, group))
                 first += size
-        self.labels, names = _numbered(labels)
+        self.labels, names = _numbered(labels, self.name)
         self.label_names = names or self.label_names
+        self.by_name = names is not None
 
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
-        rows = _open_parquet(file).read_row_group(group, columns=[self._image]).column(0).to_pylist()
-        return [row["bytes"] if isinstance(row, dict) else row for row in rows]
+        opened = _open_parquet(file)
+        with _readable(file):
+            rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
+        return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
         at = next(i for i, rows in enumerate(self.chunks) if row in rows)
@@ -109,18 +117,24 @@ class ParquetRows(Rows):
 
 
 def _open_parquet(file: Path) -> Any:
-    from pyarrow import ArrowInvalid, parquet
+    from pyarrow import parquet
+
+    with _readable(file):
+        return parquet.ParquetFile(file)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    from pyarrow import ArrowInvalid
 
     try:
-        return parquet.ParquetFile(file)
+        yield
     except (ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{file} is no readable parquet file ({reason}): was the copy cut short?") from None
 
 
 def _image_column(file: Path, schema: Any, wanted: str) -> str:
-    if wanted in schema.names:
-        return wanted
     from pyarrow import types
 
     def holds_images(kind: Any) -> bool:
@@ -129,6 +143,12 @@ def _image_column(file: Path, schema: Any, wanted: str) -> str:
         return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     found = [field.name for field in schema if holds_images(field.type)]
+    if wanted in found:
+        return wanted
+    if wanted in schema.names:
+        raise InputError(
+            f"{file} has {schema.field(wanted).type} in its column {wanted!r}: expected the bytes of images"
+        )
     if len(found) != 1:
         raise InputError(
             f"{file} has no column {wanted!r} of images, and {len(found)} columns that could be; columns: "
@@ -146,8 +166,15 @@ def _label_names(schema: Any, label: str) -> tuple[str, ...] | None:
         return None
 
 
-def _numbered(labels: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Labels as integers; names are numbered in the order of the alphabet."""
+def _numbered(labels: Sequence[Any], name: Callable[[int], str]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Labels as integers; where they are names, as places in the names that occur, and those.
+
+    Raises:
+        InputError: a label is neither a name nor a whole number; `name` says which.
+    """
+    for row, label in enumerate(labels):
+        if not isinstance(label, (str, int)) and not (isinstance(label, float) and label.is_integer()):
+            raise InputError(f"{name(row)} has the label {label}: expected whole numbers or names")
     if labels and isinstance(labels[0], str):
         names = tuple(sorted(set(labels)))
         place = {name: number for number, name in enumerate(names)}
@@ -156,10 +183,14 @@ def _numbered(labels: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...] | None
 
 
 class FolderRows(Rows):
-    """`<class>/<image>` below one folder; classes are numbered in the order of the alphabet."""
+    """`<class>/<image>` below one folder."""
+
+    by_name = True
 
     def __init__(self, folder: Path) -> None:
-        classes = sorted(place for place in folder.iterdir() if place.is_dir())
+        classes = sorted(
+            place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
+        )
         found = [
             (number, file)
             for number, place in enumerate(classes)
@@ -200,8 +231,9 @@ class TarRows(Rows):
                             numbers[key] = int(opened.extractfile(member).read())  # type: ignore[union-attr]
             except (tarfile.TarError, OSError, ValueError) as error:
                 raise InputError(f"{file} is no readable web data set ({error})") from None
-            for key in images.keys() & numbers.keys() if len(images) != len(numbers) else images:
-                member = images[key]
+            for key, member in images.items():
+                if key not in numbers:
+                    continue
                 self._places.append((file, member.offset_data, member.size, member.name))
                 labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
@@ -220,37 +252,54 @@ class TarRows(Rows):
 
 
 class Fer2013Rows(Rows):
-    """FER-2013's archive: `fer2013.csv` with the columns emotion, pixels (48×48 grey levels) and Usage."""
+    """FER-2013's archive: `fer2013.csv` with the columns emotion, pixels (48×48 grey levels) and Usage.
+
+    Raises:
+        InputError: a column is missing, or a line cannot be read.
+    """
 
     def __init__(self, file: Path, part: str) -> None:
         wanted = _FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
-        self._pixels, labels = [], []
         csv.field_size_limit(1 << 24)
         with file.open(newline="") as opened:
-            for row in csv.DictReader(opened):
-                if row["Usage"] in wanted:
-                    self._pixels.append(row["pixels"])
-                    labels.append(int(row["emotion"]))
-        self.labels = np.array(labels, dtype=np.int64)
+            table = csv.DictReader(opened)
+            try:
+                rows = [(table.line_num, row) for row in table if row.get("Usage") in wanted]
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise InputError(f"{file} cannot be read beyond line {table.line_num} ({error})") from None
+        columns = table.fieldnames or ()
+        if lacking := {"emotion", "pixels", "Usage"} - set(columns):
+            raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
+        for line, row in rows:
+            if not (row["emotion"] or "").strip().isdecimal():
+                raise InputError(f"{file}, line {line}: the emotion is {row['emotion']!r}, not a number")
+        self._lines = [line for line, _ in rows]
+        self._pixels = [row["pixels"] or "" for _, row in rows]
+        self.labels = np.array([int(row["emotion"]) for _, row in rows], dtype=np.int64)
         self.label_names = _FER2013_LABELS
-        self.chunks = _in_chunks(len(labels))
+        self.chunks = _in_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        from PIL import Image
-
-        found = []
-        for row in self.chunks[chunk]:
-            grey = np.array(self._pixels[row].split(), dtype=np.uint8)
-            side = int(len(grey) ** 0.5)
-            out = io.BytesIO()
-            Image.fromarray(grey.reshape(side, side)).save(out, "PNG")
-            found.append(out.getvalue())
-        return found
+        return [_grey_picture(self._pixels[row]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return f"{self._file.name}, image {row}"
+        return f"{self._file.name}, line {self._lines[row]}"
+
+
+def _grey_picture(pixels: str) -> bytes:
+    """A square of grey levels as PNG; no bytes, which are no picture, where the levels are none."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    try:
+        grey = np.array([int(level) for level in pixels.split()], dtype=np.uint8)
+        side = int(len(grey) ** 0.5)
+        Image.fromarray(grey.reshape(side, side)).save(out, "PNG")
+    except (ValueError, OverflowError):
+        return b""
+    return out.getvalue()
 
 
 def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
@@ -280,11 +329,13 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
         files = [folder / file for file in part_files(names, part, subset)]
         if files and files[0].suffix == ".parquet":
             return ParquetRows(files, image, label)
+        images = FolderRows(folder / part) if (folder / part).is_dir() else None
         if files:
-            return TarRows(files)
+            rows = TarRows(files)
+            return rows if len(rows) or not images else images  # an archive beside what came out of it
         if (folder / "fer2013.csv").is_file():
             if part in _FER2013_USAGE:
                 return Fer2013Rows(folder / "fer2013.csv", part)
-        elif not names and (folder / part).is_dir():
-            return FolderRows(folder / part)
+        elif images is not None and (len(images) or not names):
+            return images
     return None

@@ -1,5 +1,7 @@
 """What is measured of task vectors equals its definition, computed densely."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,6 +83,7 @@ def test_spectra_are_those_of_the_dense_decomposition(name: str) -> None:
         torch.linalg.svd((e[name] - base[name]).double(), full_matrices=False) for e in experts.values()
     ]
     for i, (u, s, vh) in enumerate(triplets):
+        torch.testing.assert_close(layer.spectra.values[i], s[:k], rtol=1e-4, atol=0)
         assert layer.spectra.stable_rank[i] == pytest.approx(float(s.square().sum() / s[0] ** 2), rel=1e-4)
         assert layer.spectra.energy[i] == pytest.approx(
             float(s[:k].square().sum() / s.square().sum()), rel=1e-4
@@ -116,10 +119,9 @@ def test_harm_is_the_second_order_rise_of_an_experts_loss_by_anothers_task_vecto
 
 def test_the_rank_is_shared_among_the_experts() -> None:
     found = measure(*models(), rank=100)
-    assert {layer.name: layer.spectra.rank for layer in found.layers if layer.spectra} == {
-        "a.weight": 4,
-        "b.weight": 93,
-    }
+    spectra = {layer.name: layer.spectra for layer in found.layers if layer.spectra}
+    assert {name: each.rank for name, each in spectra.items()} == {"a.weight": 4, "b.weight": 93}
+    assert [each.values.shape for each in spectra.values()] == [(3, 4), (3, 16)]
 
 
 def test_equal_experts_have_cosine_one_and_nothing_cancels() -> None:
@@ -162,4 +164,48 @@ def test_advice_follows_what_was_measured() -> None:
     assert "look at e2 first" in given[3].text
     assert all(a.evidence for a in given)
     vectors = {"v": torch.zeros(3)}
-    assert advise(measure(vectors, {"x": {"v": torch.ones(3)}}))[1].text == "no rank to choose"
+    assert advise(measure(vectors, {x: {"v": torch.randn(3)} for x in "xy"}))[1].text == "no rank to choose"
+
+
+def test_advice_for_experts_that_are_one_or_equal_or_the_base() -> None:
+    base, experts = models(2)
+    first, second = experts.values()
+
+    def given(**named) -> list[str]:
+        return [a.text for a in advise(measure(base, named))]
+
+    (only,) = given(one=first)
+    assert only.startswith("nothing to merge: use one")
+    assert given(x=first, y=first) == [given(x=first, y=first)[0]]
+    assert given(x=first, y=first)[0].startswith("merger=average loses next to nothing")
+    farther = {n: base[n] + 1.5 * (first[n] - base[n]) for n in base}
+    assert given(x=first, y=farther)[0].startswith("merger=tsvm")
+    unmoved, *others = given(x=first, y=second, z=dict(base))
+    assert unmoved.startswith("leave z out")
+    assert others == given(x=first, y=second)
+    assert [text.split()[1] for text in given(x=dict(base), y=dict(base))] == ["x", "y"]
+    assert "one" in given(one=first, y=dict(base))[1]
+
+
+def test_advice_cites_what_stands_in_its_studies() -> None:
+    base, experts = models(3)
+    method, rank = advise(measure(base, experts))[:2]
+    folder = Path(__file__).parents[2]
+    study = (folder / "experiments/mergopt_smollm2/README.md").read_text()
+    (row,) = (line for line in study.splitlines() if line.startswith("| AdamW | 3 |"))
+    for number in ("77.0", "36.9", "39.6", "45.6", "56.8"):
+        assert number in method.evidence
+        assert number in row
+    gallery = (folder / "docs/gallery.md").read_text()
+    for number in ("80.7", "78.1", "95.8", "94.9"):
+        assert number in rank.evidence
+        assert number in gallery
+
+
+@pytest.mark.parametrize(("entry", "kind"), [(float("nan"), "NaN or infinite"), (-1.0, "negative")])
+def test_a_fisher_that_is_none_is_named(entry: float, kind: str) -> None:
+    base, experts = models(2)
+    fishers = {n: {k: v.square() for k, v in random(10 + t).items()} for t, n in enumerate(experts)}
+    fishers["e1"]["conv"][0, 0] = entry
+    with pytest.raises(InputError, match=f"tensor 'conv' of e1 holds 4 {kind} entries"):
+        measure(base, experts, fishers)

@@ -135,3 +135,12 @@ def test_headers_are_read_from_afar_where_only_they_are_wanted(online) -> None:
 )
 def test_which_strings_could_be_hub_ids(text, found) -> None:
     assert hub.hub_id(text) == found
+
+
+def test_a_proxy_that_does_not_answer_is_a_network_that_is_not_there(monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    huggingface_hub.close_session()
+    assert "no connection to huggingface.co through the proxy" in (hub.unreachable() or "")
+    huggingface_hub.close_session()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch
 from checkpoints.models import llama, save
 
 from mergekit_lab import InputError
-from mergekit_lab.checkpoints import check_out, copy_model_files, copy_tokenizer_files, new_folder
+from mergekit_lab.checkpoints import check_out, copy_model_files, copy_tokenizer_files, new_folder, publish
 from mergekit_lab.checkpoints.publish import RECORD
 
 
@@ -28,7 +29,10 @@ def test_an_error_leaves_nothing(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overwriting_replaces_a_merge_and_nothing_else(tmp_path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_overwriting_replaces_a_merge_and_nothing_else(exchanges: bool, tmp_path, monkeypatch) -> None:
+    if not exchanges:
+        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / RECORD).write_text("1")
@@ -60,6 +64,54 @@ def test_places_that_must_not_be_written_are_refused(tmp_path) -> None:
         check_out(type(tmp_path)("/"), True)
     (tmp_path / "empty").mkdir()
     check_out(tmp_path / "empty", False, [weights])
+    with pytest.raises(InputError, match=r"model\.safetensors is a file"):
+        check_out(weights / "deep/out", False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_there_is_no_moment_without_the_old_folder_or_the_new_one(tmp_path, monkeypatch) -> None:
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / RECORD).write_text("old")
+
+    def refuse(self, target):
+        raise AssertionError(f"{self} was renamed")
+
+    with new_folder(out, overwrite=True) as folder:
+        (folder / RECORD).write_text("new")
+        monkeypatch.setattr(Path, "rename", refuse)
+    assert (out / RECORD).read_text() == "new"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_a_merge_killed_between_two_renames_moved_away_is_put_back(tmp_path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    head = f".out.{socket.gethostname()}.{ended.pid}"
+    for name in (f"{head}.old", f"{head}.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RECORD).write_text(name)
+    with pytest.raises(InputError, match="set overwrite=true"), new_folder(tmp_path / "out"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / RECORD).read_text() == f"{head}.old"
+
+
+@pytest.mark.parametrize("target", ["merge", "empty", "nothing"])
+def test_where_out_is_a_link_what_it_leads_to_is_written_and_the_link_stays(target: str, tmp_path) -> None:
+    place, link = tmp_path / "disk/model", tmp_path / "out"
+    if target == "merge":
+        with new_folder(place) as folder:
+            (folder / RECORD).write_text("old")
+    elif target == "empty":
+        place.mkdir(parents=True)
+    link.symlink_to(place)
+    with new_folder(link, overwrite=target == "merge") as folder:
+        (folder / RECORD).write_text("new")
+    assert link.is_symlink()
+    assert (place / RECORD).read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
+    assert [p.name for p in place.parent.iterdir()] == ["model"]
 
 
 KILLED = """

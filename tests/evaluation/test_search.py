@@ -84,3 +84,10 @@ def test_a_dead_expert_is_named_before_anything_is_evaluated() -> None:
 def test_shares_that_do_not_ascend_to_one_are_refused(shares) -> None:
     with pytest.raises(InputError, match="ascend to 1"):
         halve(GRID, EXPERTS, Curve(), shares=shares)
+
+
+@pytest.mark.parametrize("peak", [-1.0, 9.0])
+def test_refining_stays_within_the_range_of_the_grid(peak: float) -> None:
+    curve = halve([0.0, 1.0, 2.0], {"a": 1.0}, lambda alpha: lambda *_: 1 / (1 + abs(alpha - peak)))
+    assert all(0 <= c.coefficient <= 2 for c in curve)
+    assert best_candidate(curve).coefficient == (0.0 if peak < 0 else 2.0)

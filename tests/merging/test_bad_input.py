@@ -114,8 +114,32 @@ def test_missing_and_mismatched_side_inputs_are_named() -> None:
     refuse("not both", method=Fisher(), fishers=[state()], statistics={"fisher": [state()]})
 
 
+def test_statistics_that_no_method_takes_are_named() -> None:
+    refuse("hold 'fihser'.*did you mean 'fisher'", statistics={"fihser": [state()]})
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: DARE(inner=m), lambda m: Breadcrumbs(inner=m)])
+def test_a_pattern_of_weights_that_matches_no_merged_tensor_is_named(wrap) -> None:
+    method = wrap(TaskArithmetic(weights=[{"w": 0.5, "v*": 1.0}]))
+    refuse(r"pattern of weights is 'v\*'; it must be one that matches", method=method)
+    refuse(r"pattern of weights is 'w'", method=wrap(TaskArithmetic(weights=[{"w": 0.5}])), exclude=["w"])
+
+
+def test_a_string_in_place_of_patterns_is_one_pattern() -> None:
+    experts = [state(w=torch.ones(3, 2), b=torch.ones(3))]
+    for options in ({"include": "*w*"}, {"exclude": "*b*"}):
+        merged = merge_state_dicts(state(), experts, WeightAverage(), **options)
+        assert bool(merged["w"].all())
+        assert not bool(merged["b"].any())
+    refuse("nothing to merge", include="w", exclude="*")
+
+
 def test_weights_must_fit_the_experts() -> None:
     refuse("2 weights were given for 1 experts", method=WeightAverage(weights=[1, 2]))
+    refuse("weights is 1; it must be a list", method=WeightAverage(weights=1))
+    refuse("weights is 'one'; it must be a list", method=WeightAverage(weights="one"))
+    refuse("weights hold 'a'; each must be a number", method=WeightAverage(weights=["a"]))
+    refuse("weights hold 'a'; each must be a number", method=WeightAverage(weights=[{"w": "a"}]))
     refuse("'svnh', which is no expert; did you mean 'svhn'", method=WeightAverage(weights={"svnh": 1}))
     refuse(
         "lack a number for dtd", experts={"svhn": state(), "dtd": state()}, method=TIES(weights={"svhn": 1.0})

@@ -82,6 +82,23 @@ def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -
     assert with_intervals(comparison_table(records), {}) == comparison_table(records)
 
 
+@pytest.mark.parametrize("lacks", ["a seed", "a task of a seed"])
+def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record, lacks) -> None:
+    records, samples = drawn(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
+    whole = with_intervals(comparison_table(records), samples)
+    kept = [
+        r for r in records
+        if not (r.merger == "odd" and r.seed == 1 and (lacks == "a seed" or r.task == "task1"))
+    ]  # fmt: skip
+    table = with_intervals(comparison_table(kept), samples)
+    rows = {row.label: row for row in table.rows}
+    assert [label for label, row in rows.items() if row.interval is None] == ["odd"]
+    assert any(row.close for row in table.rows)
+    assert rows["a"].interval == pytest.approx(whole.rows[0].interval, abs=0.01)
+    assert [note for note in table.notes if note.startswith("odd: no interval, and left out")]
+    assert not [note for note in whole.notes if "no interval" in note]
+
+
 def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(record, tmp_path) -> None:
     records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
     given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}

@@ -130,7 +130,7 @@ def test_five_thousand_records_open_at_once(tmp_path, study) -> None:
     table = comparison_table(records)
     written = tmp_path / "report.html"
     written.write_text(
-        html.page("Large", "", table, figures=[], records=records, timings={}, failures=[], config_yaml="")
+        html.page("Large", "", table, figures=[], records=records, timings={}, failures=[], configs={})
     )
     asked(written, "return 0;")
     opened = asked(written, "return performance.now();")

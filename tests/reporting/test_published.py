@@ -11,11 +11,12 @@ from reporting.test_report import Page, report
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Beside, compare, read_published, set_beside
-from mergekit_lab.reporting.published import united
+from mergekit_lab.reporting.published import conditions, united
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
 MEASURES = {"average", "normalised", "steps_per_second", "gigabytes", "merge_seconds"}
+CLIP8 = ["cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "svhn", "sun397"]
 OF_EXPERTS = {"training_seconds", "ks_distance", "mean_log_likelihood"}
 
 
@@ -34,6 +35,7 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
     tasks |= {name.partition("_")[2] for name in texts}
     for table in _tables(source):
         rows = read_published(f"{source} {table}")
+        assert conditions(f"{source} {table}")[0] <= tasks
         assert len({(r.when, r.backbone, r.finetuning, r.optimizer, r.row, r.column) for r in rows}) == len(
             rows
         )
@@ -61,7 +63,7 @@ def test_printed_averages_are_the_means_of_their_rows(name: str) -> None:
 def test_a_table_is_set_beside_what_one_cell_measured() -> None:
     axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "asam"}
     ours = {("task_arithmetic", "average"): 70.0}
-    rows = set_beside("saft C3", lambda row, column: ours.get((row, column)), axes, lambda when: True)
+    rows = set_beside("saft C3", lambda row, column: ours.get((row, column)), axes, lambda when: True, CLIP8)
     assert {row.row for row in rows} == {"average", "task_arithmetic", "ties"}
     known = next(row for row in rows if row.ours is not None)
     assert (known.published, known.difference) == (69.45, pytest.approx(0.55))
@@ -70,8 +72,26 @@ def test_a_table_is_set_beside_what_one_cell_measured() -> None:
 
 def test_rows_hold_only_under_their_settings() -> None:
     axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
-    rows = set_beside("saft C1", lambda *_: 90.0, axes, lambda when: when == "training.steps=4000")
+    weights = "backbone.weights=openai"
+    rows = set_beside(
+        "saft C1", lambda *_: 90.0, axes, lambda when: when in ("training.steps=4000", weights), CLIP8
+    )
     assert [row.published for row in rows] == [90.21]
+
+
+def test_a_table_stands_only_beside_runs_of_its_tasks_and_weights() -> None:
+    axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
+
+    def beside(name: str, tasks: list[str], weights: str = "openai") -> set[tuple[str, str]]:
+        def holds(when: str) -> bool:
+            return "backbone.weights=" not in when or f"backbone.weights={weights}" in when
+
+        return {(row.row, row.column) for row in set_beside(name, lambda *_: 90.0, axes, holds, tasks)}
+
+    assert ("ties", "average") in beside("fusion_bench 8 tasks", CLIP8)
+    assert not beside("fusion_bench 8 tasks", [*CLIP8, "stl10"])
+    assert not beside("fusion_bench 8 tasks", CLIP8, "asset:glyph_clip")
+    assert beside("epimer 6", CLIP8[:2]) == {(r, t) for r in ("experts", "zero_shot") for t in CLIP8}
 
 
 def test_an_unknown_table_is_refused_with_the_nearest() -> None:

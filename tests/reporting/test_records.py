@@ -78,6 +78,13 @@ def test_a_broken_line_is_named_with_file_and_line(tmp_path, record, change, mes
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["coefficient", "model_seconds", "wall_seconds", "value", "expert_value"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_no_number_of_a_record_is_infinite_or_none_at_all(record, name, number):
+    with pytest.raises(InputError, match=f"record of task 'dtd': {name} is {number}"):
+        record(**{name: number})
+
+
 def test_a_whole_number_is_read_where_a_float_is_meant(tmp_path, record):
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({**asdict(record()), "value": 1}))

@@ -1,4 +1,5 @@
 import base64
+import csv
 import json
 import re
 import subprocess
@@ -72,11 +73,13 @@ def written(tmp_path_factory, study):
 def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, study):
     folder = written.html.parent
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "config.yaml",
         "curves.json",
         "figures/coefficients.png",
         "figures/heatmap.png",
         "figures/mergers.png",
         "figures/training.png",
+        "leaderboard.csv",
         "leaderboard.tex",
         "published.json",
         "records.jsonl",
@@ -89,6 +92,26 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
     assert json.loads((folder / "timings.json").read_text()) == {
         "finetune": {"seconds": 61.0, "computed": 1, "reused": 2}
     }
+
+
+def test_the_leaderboard_of_a_run_and_of_a_comparison_is_written_as_fractions(tmp_path, record):
+    report(tmp_path / "run", [record(value=0.6, expert_value=0.8)])
+    compare([tmp_path / "run"], tmp_path / "all")
+    for folder in ("run", "all"):
+        with (tmp_path / folder / "leaderboard.csv").open(newline="") as file:
+            (row,) = csv.DictReader(file)
+        assert (row["model"], row["dtd"], row["coefficient"]) == ("ties", "0.6", "0.3")
+        assert float(row["normalised"]) == pytest.approx(0.75)
+
+
+def test_a_comparison_shows_the_configuration_of_every_run_folded(tmp_path, study):
+    for name in ("a", "b"):
+        report(tmp_path / name, study(1, 1), config_yaml=f"name: {name}\n", curves={}, searches={})
+    assert (tmp_path / "a" / "config.yaml").read_text() == "name: a\n"
+    (tmp_path / "b" / "config.yaml").write_text("name: <b>\n")
+    page = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "all").html.read_text()
+    assert "<details><summary>Configuration of a</summary><pre>name: a\n</pre></details>" in page
+    assert "<details><summary>Configuration of b</summary><pre>name: &lt;b&gt;\n</pre></details>" in page
 
 
 def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
@@ -237,7 +260,14 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     (tmp_path / "broken" / "records.jsonl").write_text("{\n")
     write_records(tmp_path / "odd" / "records.jsonl", study(1, 1))
     (tmp_path / "odd" / "timings.json").write_text('{"merge": {"hours": 1}}')
-    dirs = [tmp_path / name for name in ("seed0", "crashed", "empty", "seed1", "broken", "none", "odd")]
+    (tmp_path / "nan").mkdir()
+    lines = (
+        (tmp_path / "seed0" / "records.jsonl")
+        .read_text()
+        .replace('"model_seconds": null', '"model_seconds": NaN')
+    )
+    (tmp_path / "nan" / "records.jsonl").write_text(lines)
+    dirs = [tmp_path / name for name in ("seed0", "crashed", "empty", "seed1", "broken", "none", "odd", "nan")]
     together = compare(dirs, tmp_path / "all", title="All", failures=[Failure("job 9", "killed")])
 
     assert together.table == comparison_table(records)
@@ -249,7 +279,9 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     assert "broken/records.jsonl, line 1: Expecting property name" in text
     assert f"- {tmp_path / 'none'} : no such folder" in text
     assert f"- {tmp_path / 'odd'} : " in text
-    assert "6 failures: see the list." in text
+    assert "nan/records.jsonl, line 1: record of task 'task0': model_seconds is nan" in text
+    assert "7 failures: see the list." in text
+    assert len(together.failures) == 7
     assert "finetune: 2 min 02 s, 2 computed, 4 reused" in text
 
 

@@ -48,7 +48,7 @@ def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
     records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
     found = sliced(records, "optimizer×merger")
     assert [row[0].best for row in found.cells] == [False, True, False]
-    assert found.seconds == {(0, 0)}
+    assert [row[0].second for row in found.cells] == [True, False, False]
     latex = slice_latex(found)
     assert "adamw & \\textbf{90.0}" in latex
     assert "sgd & \\underline{80.0}" in latex
@@ -58,7 +58,7 @@ def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
 
 def test_of_two_rows_none_is_second_and_equal_ones_are_not_marked(record) -> None:
     two = [record(optimizer=name, value=v) for name, v in (("a", 0.5), ("b", 0.6))]
-    assert not sliced(two, "optimizer×merger").seconds
+    assert not any(cell.second for row in sliced(two, "optimizer×merger").cells for cell in row)
     same = [record(optimizer=name, value=0.5) for name in "ab"]
     assert not any(cell.best for row in sliced(same, "optimizer×merger").cells for cell in row)
 
@@ -97,6 +97,51 @@ def test_what_would_mix_or_is_misspelt_is_refused(records, table, measure, match
         sliced(records, table, measure)
 
 
+def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_averaged(record) -> None:
+    by_coefficient = [
+        record(coefficient=coefficient, value=value, expert_value=1.0, optimizer=optimizer)
+        for optimizer, coefficient, value in (("a", 0.3, 0.8), ("a", 1.0, 0.6), ("b", 0.3, 0.5))
+    ]
+    found = sliced(by_coefficient, "optimizer×merger")
+    assert found.columns == ("ties (α=0.3)", "ties (α=1)")
+    assert [[cell.text for cell in row] for row in found.cells] == [["80.0", "60.0"], ["50.0", "–"]]
+    by_key = [record(model_key=key * 8, evaluation_key=key) for key in "pq"]
+    assert sliced(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
+    experts = [record(kind="expert", evaluation_key=key) for key in "pq"]
+    with pytest.raises(InputError, match="experts, dtd: dtd, seed 0, has several evaluations"):
+        sliced(experts, "merger×task")
+
+
+def test_references_take_no_marks_from_mergers_in_rows(study) -> None:
+    found = sliced(study(tasks=2, mergers=3), "merger×task")
+    marks = {
+        row: ("best" if cells[0].best else "second" if cells[0].second else "")
+        for row, cells in zip(found.rows, found.cells, strict=True)
+    }
+    assert marks == {
+        "zero-shot": "", "experts": "", "merger0": "", "merger1": "second", "merger2": "best", "+joint": "",
+    }  # fmt: skip
+
+
+def test_spaces_around_the_sign_mean_nothing(records) -> None:
+    assert sliced(records, "optimizer × merger") == sliced(records, "optimizer*merger")
+
+
+@pytest.mark.parametrize("width", [80, 30])
+def test_a_narrow_terminal_shows_every_number_in_tables_below_each_other(study, width: int) -> None:
+    from rich.console import Console
+
+    found = sliced(study(tasks=1, mergers=9, optimizers=2), "optimizer×merger")
+    console = Console(record=True, width=width)
+    print_slice(found, console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= width for line in lines)
+    shown = " ".join(lines)
+    assert all(name in shown for name in found.columns)
+    assert all(cell.text in shown for row in found.cells for cell in row)
+    assert "…" not in shown
+
+
 def test_names_cannot_break_out_of_latex_or_markdown(record) -> None:
     hostile = r"a_b & 50% {\bf} $x^2$ #1 ~ | <i>"
     found = sliced([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
@@ -107,12 +152,15 @@ def test_names_cannot_break_out_of_latex_or_markdown(record) -> None:
 
 
 def test_the_leaderboard_in_latex_has_a_line_for_every_row(study) -> None:
-    table = comparison_table(study(tasks=2, mergers=2, optimizers=2))
+    table = comparison_table(study(tasks=2, mergers=3, optimizers=2))
     latex = table_latex(table)
     assert latex.count("\\\\") == len(table.rows) + 1
     assert latex.count("\\midrule") == 2
     assert all(row.average.text in latex for row in table.rows)
-    assert "\\textbf{" in latex
+    lines = latex.splitlines()
+    assert [line.count("\\textbf{") for line in lines if "merger2" in line] == [4, 4]
+    assert [line.count("\\underline{") for line in lines if "merger1" in line] == [4, 4]
+    assert latex.count("\\underline{") == latex.count("\\textbf{") == 8
 
 
 def test_files_and_terminal_show_the_same_numbers(records, tmp_path) -> None:

@@ -54,12 +54,45 @@ def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
     ]
 
 
-def test_the_leaderboard_is_written_as_fractions(tmp_path, record):
-    tracker = started(tmp_path)
-    tracker.log_summary(comparison_table([record(value=0.6, expert_value=0.8)]))
-    (row,) = rows(tmp_path / "leaderboard.csv")
-    assert (row["model"], row["dtd"], row["coefficient"]) == ("ties", "0.6", "0.3")
-    assert float(row["normalised"]) == pytest.approx(0.75)
+def spoil(folder, how):
+    if how == "a directory":
+        (folder / "metrics.csv").mkdir()
+        (folder / "tensorboard").write_text("not a folder")
+    elif how == "bad text":
+        (folder / "metrics.csv").write_bytes(b"step,loss\n0,\xff\xfe\n")
+    else:
+        (folder / "metrics.csv").symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (CsvTracker, "a directory"),
+        (CsvTracker, "bad text"),
+        (CsvTracker, "a full disk"),
+        (TensorBoardTracker, "a directory"),
+        (TensorBoardTracker, "nothing"),
+    ],
+)
+def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path, record, caplog):
+    tracker = make()
+    if how in ("a directory", "bad text"):
+        spoil(tmp_path, how)
+    for job in ("finetune", "evaluate"):
+        tracker.start({}, run_dir=tmp_path, name="n", job_type=job)
+        if how == "a full disk" and job == "finetune":
+            tracker.log({"loss": 1.0}, step=0)
+            (tmp_path / "metrics.csv").unlink()
+            spoil(tmp_path, how)
+        tracker.log({"loss": 1.0}, step=1)
+        tracker.log_summary(comparison_table([record()]))
+        tracker.log_figure("f", tmp_path / "none.png")
+        if how == "a full disk":
+            (tmp_path / "metrics.csv").unlink(missing_ok=True)
+        tracker.finish()
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("mergekit_lab")]
+    assert warning.startswith(f"{tracker.name}: ")
+    assert " failed: " in warning
 
 
 def test_logging_before_the_start_is_refused(tmp_path):

@@ -185,6 +185,36 @@ def test_with_a_key_the_run_is_online_unless_the_environment_says_otherwise(
     assert asked_modes[2:] == ["offline"]
 
 
+def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_once(
+    server, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    asked, timeouts = [], []
+    import wandb
+
+    init = wandb.init
+
+    def unreachable(mode, **arguments):
+        asked.append((mode, arguments["id"]))
+        timeouts.append(arguments["settings"].init_timeout)
+        if mode == "online":
+            raise ConnectionError("no route")
+        return init(mode=mode, **arguments)
+
+    monkeypatch.setattr("wandb.init", unreachable)
+    tracker = WandbTracker()
+    with caplog.at_level(logging.WARNING):
+        for job in ("finetune", "merge"):
+            tracker.start({}, run_dir=tmp_path / job, name="n", job_type=job, identity=job)
+            tracker.log({"loss": 1.0}, step=1)
+            tracker.finish()
+    # wandb's service still holds the id of what it could not start
+    assert asked == [("online", "finetune"), ("offline", "finetune-offline"), ("offline", "merge")]
+    assert set(timeouts) == {15.0}
+    (warning,) = warnings_of(caplog)
+    assert "online start failed (no route); the run is tracked offline" in warning
+
+
 def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_path, record, caplog):
     tracker = WandbTracker(mode="offline")
     with caplog.at_level(logging.WARNING):

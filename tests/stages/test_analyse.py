@@ -1,6 +1,7 @@
 """Stage analyse: every analysis of the group on two tiny experts, drawn, found again, resumed."""
 
 import json
+import math
 import shutil
 import struct
 from dataclasses import fields
@@ -13,9 +14,11 @@ from hydra.utils import get_class
 from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError
+from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
+from mergekit_lab.stages.analyses import contract
 
 OTHER = (
     "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "
@@ -184,7 +187,21 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
         ("landscape", "analysis.pairs=[[digits,latn]]", "analysis.pairs names 'latn'.*did you mean 'latin'"),
         ("landscape", "analysis.pairs=[[digits,digits]]", "two different tasks"),
         ("landscape", "analysis.tasks=both", "analysis.tasks is 'both'"),
+        ("landscape", "analysis.pairs=[]", r"analysis.pairs is \[\]; it must be a list of pairs"),
+        ("ctl", "analysis.pairs=[digits,latin]", "analysis.pairs is .* each a list of two tasks"),
         ("landscape", "analysis.box=[1]", "analysis.box is"),
+        ("landscape", "analysis.box=[a,b]", "analysis.box is .* numbers low < high"),
+        ("disentanglement", "analysis.box=[1,0]", "analysis.box is .* numbers low < high"),
+        ("landscape", "analysis.samples=0", "analysis.samples is 0; it must be a whole number of at least 1"),
+        ("rank_sweep", "analysis.samples=-1", "analysis.samples is -1; it must be"),
+        ("hessian", "analysis.samples=0", "analysis.samples is 0; it must be"),
+        ("hessian", "analysis.tasks=[]", r"analysis.tasks is \[\]; it must be a list of at least one task"),
+        ("rank_sweep", "analysis.coefficients=[]", "analysis.coefficients is .* at least one"),
+        ("rank_sweep", "analysis.ranks=[]", "analysis.ranks is .* at least one rank"),
+        ("rank_sweep", "analysis.ranks=[0]", "analysis.ranks is 0; it must be"),
+        ("expert_count", "analysis.groups=-1", "analysis.groups is -1; it must be .* at least 0"),
+        ("task_vectors", "analysis.values=0", "analysis.values is 0; it must be"),
+        ("curvature_gain", "merger=tsvm", "no merger of this run is an EpiMer: set merger=epimer"),
         ("landscape", "analysis.points=1", "with 1 points"),
         ("ctl", "analysis.part=tset", "has no part 'tset'"),
         ("barrier", "analysis.merger=ties", "analysis.merger is 'ties'; this run has task_arithmetic"),
@@ -199,6 +216,59 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
 def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained, tmp_path) -> None:
     with pytest.raises(InputError, match=match):
         analyse(tmp_path, trained[1], name, override)
+
+
+def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, tmp_path) -> None:
+    far = ["analysis.points=2", "analysis.low=-1e20", "analysis.high=1e20"]
+    data = analyse(tmp_path / "a", trained[1], "landscape", *far)
+    (entry,) = data["pairs"]
+    assert any(None in row for row in entry["measures"]["loss/digits"])
+    lines = analyse(tmp_path / "b", trained[1], "alpha_sweep", *far)
+    assert None in lines["mergers"]["task_arithmetic"]["digits"]["loss"]
+    for folder, name in (("a", "landscape"), ("b", "alpha_sweep")):
+        assert (tmp_path / folder / f"analysis/{name}.png").stat().st_size > 1000
+
+
+def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"loss": [NaN, 1.0]}\n')
+    (row,) = contract.resumed(file)
+    assert math.isnan(row["loss"][0])
+    contract.keep(file, {"loss": [math.inf]})
+    assert file.read_text() == '{"loss": [null, 1.0]}\n{"loss": [null]}\n'
+    panel = contract.plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
+    assert panel.values == [[1.0, 3.0], [3.0, 2.0]]
+    assert panel.title == "loss (1 of 4 not finite)"
+    assert math.isnan(barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
+
+
+def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
+    trained, tmp_path, monkeypatch
+) -> None:
+    """Without it latin's values over next to nothing would decide."""
+    from mergekit_lab.stages.analyses import paths, sweeps
+
+    values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
+    own = {"digits": 0.8, "latin": 0.0}
+
+    def made(model, weights, label, alphas, tasks, size):
+        def at(task, alpha):
+            return own[task] if label in tasks else values[task][alpha]
+
+        return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
+
+    monkeypatch.setattr(sweeps, "line", made)
+    (point,) = analyse(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
+    assert (point["coefficient"], point["normalised"], point["left_out"]) == (0.5, 1.0, ["latin"])
+    assert point["value"] == pytest.approx(0.4)
+    own["digits"] = 0.0
+    (point,) = analyse(tmp_path / "b", trained[1], "expert_count", "analysis.samples=18")["points"]
+    assert (point["coefficient"], point["normalised"]) == (0.5, None)
+    swept = {"task_arithmetic": {t: {"value": [0.4, 0.01]} for t in values}}
+    data = {"alphas": [0.5, 1.0], "experts": {"digits": 0.8, "latin": 0.0}, "mergers": swept}
+    drawing = paths.AlphaSweep().draw(data)
+    assert drawing.panels[0].curves["task_arithmetic"][1] == pytest.approx([50.0, 1.25])
+    assert "without latin" in drawing.panels[0].title
 
 
 def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:

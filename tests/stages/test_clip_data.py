@@ -169,20 +169,20 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     monkeypatch.setitem(room._HUB_NAMES, "glyph-clip", "clip-vit-base-patch32")
     more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stages=[finetune]"]
     cfg, choices = composed([*more, f"store.root={tmp_path}/store", "device=cpu", "progress=false"])
-    assert [line.split(",")[0] for line in list_missing(cfg)] == [
+    assert [line.split(",")[0] for line in list_missing(cfg)[0]] == [
         "eurosat: data set tanganke/eurosat of the hub",
         "expert tanganke/clip-vit-base-patch32_eurosat of the hub",
     ]
     snapshot = _cached(tmp_path / "hub", "datasets", "tanganke/eurosat")
     shutil.copytree(data / "eurosat", snapshot, dirs_exist_ok=True)
     (snapshot / "data" / "test-00001-of-00002.parquet").rename(tmp_path / "shard")
-    assert len(list_missing(cfg)) == 2  # a shard is missing
+    assert len(list_missing(cfg)[0]) == 2  # a shard is missing
     (tmp_path / "shard").rename(snapshot / "data" / "test-00001-of-00002.parquet")
     expert = _cached(tmp_path / "hub", "models", "tanganke/clip-vit-base-patch32_eurosat")
     state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
     vision = {n: t for n, t in to_transformers(state).items() if n.startswith("vision_model.")}
     save_file(vision, expert / "model.safetensors")
-    assert not list_missing(cfg)
+    assert list_missing(cfg) == ([], [])
     run(cfg, tmp_path / "run", choices, [])
     found = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
     assert torch.equal(found["visual.conv1.weight"], state["visual.conv1.weight"])
@@ -263,6 +263,11 @@ def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, 
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
     with pytest.raises(InputError, match=r"eurosat: 1 images of test cannot be decoded: .*data_check.json"):
         run(cfg, tmp_path / "run", choices, [])
+
+
+def test_a_data_root_that_is_no_folder_is_refused_before_anything_is_downloaded(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"data_root is '.*/nope', which is no folder"):
+        run(composed(overrides(tmp_path / "nope", tmp_path / "store"))[0], tmp_path / "run", {}, [])
 
 
 def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkeypatch) -> None:

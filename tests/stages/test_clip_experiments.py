@@ -11,12 +11,14 @@ from hydra.core.hydra_config import HydraConfig
 from safetensors.torch import save_file
 from stages.conftest import composed
 
+from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting.published import read_beside, read_published
-from mergekit_lab.stages import run
+from mergekit_lab.stages import report, run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.config import check
+from mergekit_lab.stages.context import Context
 from mergekit_lab.tasks import HubImages
 
 TASKS = [file.stem for file in sorted((conf_dir() / "task" / "clip").glob("*.yaml"))]
@@ -75,7 +77,12 @@ def tiny(hub: Path, store: Path) -> list[str]:
         *(f"backbone.architecture={ARCHITECTURE}", "backbone.weights=null", "backbone.precision=float32"),
         *("progress=false", "device=cpu", "trainer.accelerator=cpu", "training.precision=32-true"),
         *("training.steps=1", "training.warmup_steps=0", "training.batch_size=2", "training.accumulate=1"),
-        *("training.validations=1", "curvature.samples=2", "search.coefficients=[0.5,1.0]", "search.fields={}"),
+        *(
+            "training.validations=1",
+            "curvature.samples=2",
+            "search.coefficients=[0.5,1.0]",
+            "search.fields=null",
+        ),
     ]
 
 
@@ -129,11 +136,51 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
 
 @pytest.mark.parametrize(("name", "job"), FULLY.items())
 def test_clip_experiments_run_from_repositories_as_on_the_hub(
-    name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path
+    name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real = report._setting
+    as_published = {"backbone.weights": "openai", "training.steps": 8000 if name.startswith("saft") else 2000}
+    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
     cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
     shrink(cfg, hub)
     run(cfg, tmp_path, choices, [])
     beside = read_beside(tmp_path)
     assert any(row.ours is not None for row in beside)
     assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_tables_sweep_reaches_all_its_rows() -> None:
+    composed(["+experiment=mergopt_table9"])
+    sweep = swept(HydraConfig.instance().cfg)
+    reached = {(f, o) for f in sweep["finetuning"].split(",") for o in sweep["optimizer"].split(",")}
+    assert {(r.finetuning, r.optimizer) for r in read_published("mergopt 9")} <= reached
+
+
+@pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
+def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tmp_path: Path) -> None:
+    cfg, choices = composed([f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null"])
+    rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
+    setup = Context(cfg, tmp_path, choices)
+    assert all(report._holds(setup, row.when) for row in rows)
+    cfg, choices = composed(
+        [f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null", "merger=ties"]
+    )
+    setup = Context(cfg, tmp_path, choices)
+    assert not any(report._holds(setup, row.when) for row in rows if row.row == "ties")
+
+
+def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
+    def made(given: str) -> Context:
+        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
+        return Context(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
+
+    assert made("{density: [0.3, 0.2]}").search.variants({"density": 0.1}) == [
+        {"density": 0.3},
+        {"density": 0.2},
+    ]
+    with pytest.raises(
+        InputError, match=r"search.fields.densty: no merging method has it; did you mean 'density'"
+    ):
+        made("{densty: [0.3]}")
+    with pytest.raises(InputError, match="density"):
+        made("{density: [0.5, 7]}")

@@ -116,6 +116,12 @@ def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> N
         check(cfg)
 
 
+def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
+    lines = ["stages=[finetune,analyse]", "analysis=landscape", "analysis.samples=0"]
+    with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
+        check(composed(lines)[0])
+
+
 def test_an_objective_is_refused_where_nothing_is_merged() -> None:
     with pytest.raises(InputError, match="objective=value is that of merged models: set merger=NAME"):
         check(composed(["objective=value"])[0])

@@ -62,6 +62,37 @@ def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:
     assert "harm" in capsys.readouterr().out
 
 
+def test_a_fisher_with_nan_is_named_by_file_and_tensor(folders, tmp_path) -> None:
+    base, experts = folders
+    state = {n: torch.ones_like(p) for n, p in llama().state_dict().items()}
+    write_tensors(tmp_path / "sound.safetensors", state)
+    state["model.norm.weight"] = state["model.norm.weight"].clone().fill_(float("nan"))
+    write_tensors(tmp_path / "bad.safetensors", state)
+    with pytest.raises(InputError, match=r"tensor 'model.norm.weight' of fisher of svhn \(.*bad.safetensors"):
+        go(
+            tmp_path / "out",
+            f"base={base}",
+            f"experts=[{experts['cars']},{experts['svhn']}]",
+            f"fishers=[{tmp_path}/sound.safetensors,{tmp_path}/bad.safetensors]",
+        )
+
+
+def test_layers_are_told_apart_in_a_narrow_terminal_and_leading_singular_values_are_kept(
+    folders, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    base, experts = folders
+    found = go(tmp_path, f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]")
+    shown = capsys.readouterr().out
+    assert "…" not in shown.split("Where most cancels")[1].split("1. merger")[0]
+    (matrix,) = (x for x in found["layers"] if x["name"] == "model.embed_tokens.weight")
+    assert len(matrix["values"]) == 2
+    for values, norm, energy in zip(matrix["values"], matrix["norms"], matrix["energy"], strict=True):
+        assert sorted(values, reverse=True) == values
+        assert len(values) == min(16, matrix["rank"])
+        assert sum(v * v for v in values) <= energy * norm**2 * 1.001
+
+
 def test_one_expert_and_chosen_tensors(folders, tmp_path) -> None:
     base, experts = folders
     found = go(tmp_path, f"base={base}", f"experts={{only: {experts['cars']}}}", "include=['*mlp*']")

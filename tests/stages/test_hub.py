@@ -7,7 +7,7 @@ import open_clip
 import pytest
 import torch
 from hub_repos import pictures, write_parquet, write_repository
-from hub_server import serving
+from hub_server import COMMIT, serving
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from stages.conftest import composed
@@ -18,6 +18,7 @@ from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.preflight import list_missing
+from mergekit_lab.stages.published_experts import expert_missing, expert_source
 
 NAME = "tiny-clip"
 CONFIG = {
@@ -88,7 +89,7 @@ def evaluated(tmp_path: Path, *overrides: str) -> dict[str, float]:
 
 def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, monkeypatch) -> None:
     cfg, _ = composed([*RUN, f"store.root={tmp_path}/store"])
-    assert len(list_missing(cfg)) == 3
+    assert len(list_missing(cfg)[0]) == 3
     first = evaluated(tmp_path)
     expert = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
     own = OpenClip(NAME, None, seed=5).model().state_dict()
@@ -99,7 +100,7 @@ def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, m
         "validation",  # first, for a download that was cut must not pass for a source that has none
         *("train", "train", "test", "test"),
     ]
-    assert not list_missing(cfg)
+    assert list_missing(cfg) == ([], [])
     online.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert evaluated(tmp_path / "again") == first
@@ -139,3 +140,76 @@ def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
         evaluated(tmp_path, "backbone.weights=laion2b")
     with pytest.raises(InputError, match=r"nobody/clip-vit-base-patch32_eurosat is neither.*status 404"):
         evaluated(tmp_path, "experts=hub:nobody")
+
+
+@pytest.mark.parametrize("source", ["/nope", "./x", "a/b/c.pt"])
+def test_an_expert_that_is_neither_a_path_nor_a_hub_id_is_named(source, tmp_path) -> None:
+    for more in ([], ["stage=fetch", f"fetch_to={tmp_path}/f"]):
+        asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}", "data_root=/tmp", *more]
+        with pytest.raises(InputError, match=f"the expert {source} is neither there nor a hub id"):
+            run(composed(asked)[0], tmp_path / "run", {}, [])
+
+
+def test_an_expert_of_a_revision_is_asked_for_by_it(online, tmp_path) -> None:
+    source = f"{EXPERT}@{COMMIT}"
+    assert expert_missing(source)
+    asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}"]
+    run(composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
+    assert (tmp_path / "f" / "experts" / NAME / "eurosat" / "model.safetensors").is_file()
+    assert not expert_missing(source)
+
+
+def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypatch) -> None:
+    wrong = ["sources.eurosat=/no/data", "backbone.weights=/no/weights.pt", "experts=/no/experts"]
+    cfg = composed([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="4 things this run needs") as told:
+        run(cfg, tmp_path / "run", {}, [])
+    for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
+        assert str(told.value).count(name) == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(InputError, match=r"^sources\.eurosat is '/no/data'"):
+        run(cfg, tmp_path / "run", {}, [])
+
+
+def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None:
+    """Each finds its own weights and experts below the same options."""
+    other = "other-clip"
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, other, {**CONFIG, "embed_dim": 8})
+    own = [tmp_path / "own.pt", tmp_path / "expert.pt"]
+    for seed, file in enumerate(own):
+        torch.save(room._model((other, None, seed)).state_dict(), file)
+    jobs = {
+        NAME: ["backbone.weights=openai", f"experts={{eurosat: {EXPERT}}}"],
+        other: [f"backbone.weights={own[0]}", f"experts={{eurosat: {own[1]}}}"],
+    }
+    used = []
+    for name, job in jobs.items():
+        asked = [*RUN, f"backbone.architecture={name}", *job, "stage=fetch", f"fetch_to={tmp_path}/fetched"]
+        run(composed(asked)[0], tmp_path / "run", {}, [])
+        used.append((tmp_path / "fetched/USE.txt").read_text())
+    assert used[0] == used[1]
+    more = used[0].splitlines()[-1].replace("FOLDER", f"{tmp_path}/fetched").split()
+    for name, job in jobs.items():
+        carried, _ = composed([*RUN, f"backbone.architecture={name}", *more])
+        assert list_missing(carried) == ([], [])
+        backbone, task = build(carried.backbone), build(carried.suite.tasks.eurosat)
+        wanted = OpenClip(name, job[0].partition("=")[2])
+        assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
+        found = expert_source(carried.experts, backbone, task)
+        assert Path(found).parent.name == name
+        assert backbone.source.published_as() == wanted.weights
+
+
+def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:
+    cfg = composed([*RUN, "dry_run=true", "stage=fetch", f"fetch_to={tmp_path}/f"])[0]
+    with caplog.at_level("INFO"):
+        run(cfg, tmp_path / "run", {}, [])
+    for what in ("eurosat: ", "weights openai: ", f"expert of eurosat, {EXPERT}: "):
+        assert f"would fetch {what}{tmp_path}/f" in caplog.text
+    cfg = composed([*RUN, "dry_run=true", "stage=check_data"])[0]
+    with caplog.at_level("INFO"):
+        run(cfg, tmp_path / "run", {}, [])
+    assert "check_data would decode every image of eurosat" in caplog.text
+    assert not online
+    assert not list(tmp_path.iterdir())

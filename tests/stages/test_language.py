@@ -144,6 +144,30 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     assert mixed.expert_content("quantities") != alone.expert_content("quantities")
 
 
+def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
+    store = tmp_path / "store"
+    for name, *more in (
+        ("ctl", "stages=[finetune,analyse]"),
+        ("landscape", "stage=analyse", "analysis.points=2"),
+        ("alpha_sweep", "stage=analyse", "analysis.points=2", "merger=task_arithmetic"),
+    ):
+        small = [f"analysis={name}", "analysis.samples=2", "training.lr=1e-2", *more]
+        cfg, choices = configured(folders["llama"], "llama", store, *small)
+        run(cfg, tmp_path / name, choices, [])
+        assert (tmp_path / f"{name}/analysis/{name}.png").is_file()
+
+    def numbers(name):
+        return json.loads((tmp_path / f"{name}/analysis/{name}.json").read_text())
+
+    ctl, plane, sweep = (numbers(name) for name in ("ctl", "landscape", "alpha_sweep"))
+    assert len(ctl["blocks"]) == 2
+    assert all(1e-6 < value < 0.5 for value in ctl["pairs"][0]["values"])
+    assert set(plane["pairs"][0]["measures"]) >= {"xi", "loss/stories", "loss/quantities"}
+    losses = sweep["mergers"]["task_arithmetic"]["stories"]["loss"]
+    assert losses[0] != losses[1]
+    assert all(0 < loss < 10 for loss in losses)
+
+
 def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_as_they_were(
     folders, tmp_path, monkeypatch
 ) -> None:

@@ -10,7 +10,7 @@ from stages.conftest import composed, plain
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import read_beside
-from mergekit_lab.stages import run
+from mergekit_lab.stages import report, run
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context
 
@@ -71,7 +71,10 @@ def small(name, folders, tmp_path, store):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path) -> None:
+def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
+    real = report._setting
+    as_published = {"training.steps": 8000}
+    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head

@@ -21,7 +21,16 @@ from checkpoints.models import (
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.merging import DARE, SLERP, TIES, Fisher, TaskArithmetic, WeightAverage, merge_state_dicts
+from mergekit_lab.merging import (
+    DARE,
+    SLERP,
+    TIES,
+    EpiMer,
+    Fisher,
+    TaskArithmetic,
+    WeightAverage,
+    merge_state_dicts,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 IDS = torch.tensor([[3, 7, 11, 5, 2], [9, 1, 4, 8, 6]])
@@ -215,6 +224,26 @@ def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> No
     for text in (card, json.dumps(record)):
         assert str(tmp_path) not in text
         assert str(Path.home()) not in text
+
+
+@pytest.mark.parametrize("format", ["dense", "low_rank"])
+def test_the_card_tells_what_the_method_noted_of_the_tensors(format: str, tmp_path) -> None:
+    made = torch.Generator().manual_seed(0)
+    base, cars, svhn, fisher = (
+        {"a": torch.rand(8, 8, generator=made), "b": torch.rand(6, 6, generator=made), "c": torch.rand(1, 4)}
+        for _ in range(4)
+    )
+    notes: dict[str, dict[str, object]] = {}
+    merge_state_dicts(base, [cars, svhn], EpiMer(rank=2), fishers=[fisher, fisher], notes=notes)
+    out = mergekit_lab.merge(
+        base, [cars, svhn], tmp_path / "out", EpiMer(rank=2), fishers=[fisher, fisher], device="cpu",
+        format=format,
+    )  # fmt: skip
+    low, high = sorted(float(str(notes[name]["eta"])) for name in "ab")
+    said = f"eta: {(low + high) / 2:.4g} in the mean of 2 tensors, from {low:.4g} to {high:.4g}"
+    for text in (out / "README.md", out / "mergekit_lab.json"):
+        assert said in text.read_text()
+        assert "the base stays (1 tensors: c)" in text.read_text()
 
 
 def test_methods_that_take_whole_tensors_stream_too(tmp_path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,19 @@ from stages.conftest import composed
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import Checkpoint, write_tensors
-from mergekit_lab.merging import DARE, TIES, TaskArithmetic, merge_state_dicts
+from mergekit_lab.merging import (
+    DARE,
+    TIES,
+    WUDI,
+    AdaMerging,
+    Learning,
+    RegMean,
+    TaskArithmetic,
+    merge_state_dicts,
+)
 from mergekit_lab.stages import run
+from mergekit_lab.stages.checkpoint_inputs import prepare
+from mergekit_lab.stages.estimate import report
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
@@ -173,6 +185,9 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["base=base", "experts=[cars]", "merger=ties"], "out is not set"),
         (["base=base", "experts=[cars]", "out=o", "merger=fisher"], "needs a fisher checkpoint"),
         (["base=base", "experts=[cars]", "out=o", "merger=ties", "merger.density=3"], r"must be in \(0, 1\]"),
+        (["base=base", "experts=[cars]", "out=o", "merger=ties", "device=0.5"], "device is 0.5; it must be"),
+        (["base=base", "experts=[cars]", "out=o", "merger=ties", "device=7"], "cuda:7.* is not there"),
+        (["base=base", "experts=[cars]", "merger=ties", "dry_run=true"], "would not work"),
         (["recipe=r.yml", "base=base"], "says what base are"),
         (["recipe=r.yml"], "cannot be read"),
         (["+expert=[cars]"], "unknown key 'expert'.*did you mean 'experts'"),
@@ -217,15 +232,17 @@ def huge(folder: Path, rows: int = 1 << 22) -> Path:
     return folder
 
 
-def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys) -> None:
+def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     base, expert = huge(tmp_path / "base"), huge(tmp_path / "expert")
     begun = time.monotonic()
     arguments = (f"base={base}", f"experts=[{expert}]", "merger=task_arithmetic", "dry_run=true")
-    command(tmp_path, *arguments)
+    command(tmp_path, *arguments, f"out={tmp_path / 'out'}")
     assert time.monotonic() - begun < 20
     said = capsys.readouterr().out
     assert "6 tensors in 6 files, 103.1 GB of disk" in said
     assert "The merge would work." in said
+    monkeypatch.undo()
     with pytest.raises(InputError, match="would not work"):
         command(tmp_path, *arguments, "out=/proc/x")
     assert "PROBLEM" in capsys.readouterr().out
@@ -277,6 +294,61 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
             tmp_path, f"base={base}", f"experts=[{tmp_path / expert}]", "merger=ties", "dry_run=true", *extra
         )
     assert re.search("PROBLEM: .*" + problem, capsys.readouterr().out)
+
+
+class Refusing(TaskArithmetic):
+    """A method that finds out late."""
+
+    def merge(self, name, base, deltas, site):
+        raise InputError("refused late")
+
+
+LAYER = {"layers.0.big": torch.randn(6, 6), "q_proj.weight": torch.randn(4, 4)}
+COMPLEX = {**LAYER, "c": torch.zeros(2, dtype=torch.complex64)}
+
+
+@pytest.mark.parametrize(
+    ("method", "state", "options", "message"),
+    [
+        (TaskArithmetic(), LAYER, {"out": "full"}, "exists and is not empty"),
+        (TaskArithmetic(), LAYER, {"out": "full/file/out"}, "is a file"),
+        (TaskArithmetic(), LAYER, {"out": "~"}, "is no place for a model"),
+        (TaskArithmetic(), LAYER, {"device": "cuda:77"}, "is not there"),
+        (TaskArithmetic(weights=[{"no*": 1.0}]), LAYER, {}, "pattern of weights"),
+        (TaskArithmetic(), LAYER, {"include": "q*", "exclude": ["q*"]}, "there is nothing to merge"),
+        (AdaMerging(learn=Learning()), LAYER, {}, "learns its weights from a model and inputs"),
+        (WUDI(), {"layers.0.big": LAYER["layers.0.big"]}, {}, "knows attention and MLP weights by their names"),
+        (
+            RegMean(),
+            LAYER,
+            {"statistics": {"gram": [{"k_proj": torch.eye(4)}]}},
+            "holds nothing under the names",
+        ),
+        (TaskArithmetic(), COMPLEX, {}, "complex tensors"),
+        (Refusing(), LAYER, {}, "refused late"),
+    ],
+)
+def test_what_a_merge_refuses_its_dry_run_names(method, state, options, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    options = {"device": "cpu", "out": "out", **options}
+    out = options.pop("out")
+    with pytest.raises(InputError, match=message):
+        mergekit_lab.merge(state, [state], out, method, **options)
+    problems = report(prepare(state, [state], method, read=False, **options), Path(out)).problems
+    assert len(problems) == 1
+    assert re.search(message, problems[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "side"),
+    [(WUDI(iterations=1), {}), (RegMean(), {"statistics": {"gram": [{"q_proj": torch.eye(4)}]}})],
+)
+def test_an_estimate_on_made_up_tensors_stands_in_no_merges_way(method, side, tmp_path) -> None:
+    prepared = prepare(LAYER, [LAYER], method, read=False, device="cpu", **side)
+    assert report(prepared, tmp_path / "out").problems == []
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:

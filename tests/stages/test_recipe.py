@@ -133,9 +133,8 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("models: []", "has no merge_method"),
         ("merge_method: passthrough\n" + TWO, "merge_method 'passthrough' is not supported"),
         ("merge_method: tie\n" + TWO, "merge_method 'tie' is not supported; did you mean 'ties'"),
-        (START + TWO + "chat_template: auto\n", "key 'chat_template' of the recipe is not supported"),
+        (START + TWO + "chat_template: chatml\n", "chat_template 'chatml' is not supported"),
         (START + TWO + "modules: {}\n", "key 'modules' of the recipe"),
-        (START + TWO + "parameters: {epsilon: 1}\n", "key 'epsilon' of the parameters of the recipe"),
         (START + TWO + "parameters: {densty: 1}\n", "did you mean 'density'"),
         (START + "models: [{model: a, weight: 1}]", "key 'weight' of a model"),
         (START + "models: [{model: a}]", "gives no weight to a"),
@@ -145,7 +144,25 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "models: [{model: base, parameters: {weight: 1}}]", "no models besides the base_model"),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: a}, {model: b}]", "one other model, not 2"),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: a}]", "gives no t"),
-        (START + "models: [{model: a, parameters: {weight: heavy}}]", "must be a number"),
+        (START + "models: [{model: a, parameters: {weight: heavy}}]", "'heavy'; it must be a finite number"),
+        (START + "models: [{model: a, parameters: {weight: [1, .nan]}}]", "must be a finite number"),
+        (START + "models: 3", "models is 3; it must be a list"),
+        (START + "slices: 3", "slices is 3; it must be a list"),
+        (START + "slices: [{sources: 3}]", "sources is 3; it must be a list"),
+        (START + "slices: [{sources: [{model: a, layer_range: 4}]}]", "layer_range is 4; it must be two"),
+        (START + "slices: [{sources: [{model: a, layer_range: [0, x]}]}]", r"\[0, 'x'\]; it must be two"),
+        (
+            START + "parameters: {weight: 1}\nslices: [{sources: [{model: a, layer_range: [0, 9]}]}]",
+            "go to layer 9, and the model has 4",
+        ),
+        (
+            START
+            + "parameters: {weight: 1}\nslices: [{base_model: b, sources: [{model: a, layer_range: [0, 2]}]},"
+            + " {sources: [{model: a, layer_range: [2, 4]}]}]",
+            "slices with different base_model",
+        ),
+        (START + "models: [{model: a, parameters: {weight: [{filter: [a], value: 1}]}}]", "has the filter"),
+        (START + TWO + "dtype: 16\n", "dtype is '16'"),
         (
             START + "models: [{model: a, parameters: {weight: [{value: 1, filters: x}]}}]",
             "must be filter and value",
@@ -186,6 +203,44 @@ def test_what_is_not_supported_is_refused_by_name(text: str, message: str) -> No
         here(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (
+            START + "models: [{model: a, parameters: {weight: 1e-1}}, {model: b, parameters: {weight: '0.5'}}]",
+            START + "models: [{model: a, parameters: {weight: 0.1}}, {model: b, parameters: {weight: 0.5}}]",
+        ),
+        (
+            START + TWO + "parameters: {density: ['0.2', 8e-1]}",
+            START + TWO + "parameters: {density: [0.2, 0.8]}",
+        ),
+        (START + TWO + "chat_template: auto", START + TWO),
+        (START + TWO + "parameters: {epsilon: 1}", START + TWO),
+        (
+            "merge_method: slerp\nparameters: {t: 0.5}\n"
+            "slices: [{base_model: base, sources: [{model: a, layer_range: [0, '4']}]}]",
+            "merge_method: slerp\nbase_model: base\nparameters: {t: 0.5}\nmodels: [{model: a}]",
+        ),
+    ],
+)
+def test_what_mergekit_takes_for_the_same_is_the_same(text: str, same: str) -> None:
+    first, second = here(text), here(same)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_a_recipe_says_what_of_it_has_no_effect() -> None:
+    Path("recipe.yml").write_text(
+        "merge_method: model_stock\nbase_model: base\nchat_template: auto\n"
+        "parameters: {normalize: true, int8_mask: true}\n"
+        "models: [{model: a, parameters: {weight: 1}}, {model: b}]"
+    )
+    assert read_recipe(Path("recipe.yml")).notes == [
+        "the recipe's normalize has no effect on model_stock",
+        "the recipe's weight has no effect on model_stock",
+        "the recipe's chat_template is the tokenizer's own",
+    ]
+
+
 def test_an_adapter_in_a_recipe_belongs_to_the_model_it_is_added_to(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -204,7 +259,10 @@ def test_an_adapter_in_a_recipe_belongs_to_the_model_it_is_added_to(tmp_path) ->
 
 
 def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None:
-    (tmp_path / "r.yml").write_text(EXACT["ties"].replace("model: a", f"model: {folder / 'a'}"))
+    text = (
+        EXACT["ties"].replace("model: a", f"model: {folder / 'a'}").replace("int8_mask", "gamma: 0, int8_mask")
+    )
+    (tmp_path / "r.yml").write_text(text)
     cfg, choices = composed(
         [
             "+experiment=merge_checkpoints",
@@ -220,6 +278,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
     card = (tmp_path / "out/README.md").read_text()
     assert "merge_method: ties" in card
     assert "| merge_method | ties |" in card
+    assert "the recipe's gamma has no effect on ties" in card
     assert str(folder) not in card
 
 

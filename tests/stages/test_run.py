@@ -180,8 +180,28 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
     for record in records:
         if record.merger == "ties":
             assert f"{100 * record.value:.1f}" in ties
-    with pytest.raises(InputError, match="no dimension"):
-        go(tmp_path, store, "stage=report", "table=mergers*task")
+    for wrong, match in (
+        ("table=mergers*task", "no dimension.*'merger'"),
+        ("table=optimizer*task", "make merger one of the two"),
+        ("metric=values", "metric is 'values'.*'value'"),
+    ):
+        with pytest.raises(InputError, match=match):
+            go(tmp_path / "wrong", tmp_path / "none", wrong)
+    assert not (tmp_path / "none").exists()  # before any work
+
+
+def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path, caplog) -> None:
+    for job in ("0", "1"):
+        (tmp_path / "sweep" / job).mkdir(parents=True)
+        (tmp_path / "sweep" / job / "failure.json").write_text(json.dumps({"error": f"lost {job}"}))
+    with pytest.raises(InputError, match=r"no run of runs=.*sweep has a result; .*summary\.md"):
+        go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep")
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition("sweep/")[2] for line in told] == ["0: lost 0", "1: lost 1"]
+    assert "lost 1" in (tmp_path / "out" / "report.html").read_text()
+    with pytest.raises(InputError, match="has a result"):
+        go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep/0")
+    assert "<h1>Comparison of 1 run</h1>" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, tmp_path, monkeypatch) -> None:
@@ -242,6 +262,7 @@ def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp
     go(out, tmp_path / "none", *shared)
     assert len(read_records(out / "records.jsonl")) == len(read_records(folder / "records.jsonl"))
     assert "lost" in (out / "summary.md").read_text()
+    assert "Configuration of " in (out / "report.html").read_text()
     assert (out / "slice.tex").is_file()
     assert not (tmp_path / "none").exists()
     for wrong, match in (

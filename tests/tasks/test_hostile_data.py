@@ -5,13 +5,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-import yaml
-from hub_repos import pictures, write_folders, write_parquet
+from hub_repos import pictures, published, write_folders, write_parquet
 
 from mergekit_lab import InputError
-from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages.checking import build
-from mergekit_lab.tasks import HubImages
 
 
 class Bomb:
@@ -20,11 +16,6 @@ class Bomb:
 
 
 HOSTILE = pickle.dumps(Bomb())
-
-
-def eurosat(source: Path) -> HubImages:
-    node = yaml.safe_load((conf_dir() / "task/clip/eurosat.yaml").read_text())
-    return build({**node, "source": str(source), "root": None})
 
 
 def pickled_parquet(folder: Path, part: str) -> None:
@@ -52,5 +43,5 @@ def test_a_pickle_in_a_data_set_is_refused_and_not_run(plant, tmp_path, monkeypa
     for part in ("train", "test"):
         plant(tmp_path / "data", part)
     with pytest.raises(InputError, match=r"no readable|cannot be decoded|check_data"):
-        eurosat(tmp_path / "data").split("test")
+        published("eurosat", tmp_path / "data").split("test")
     assert not Path("exploded").exists()

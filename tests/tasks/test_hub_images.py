@@ -249,7 +249,7 @@ def test_wrong_sources_are_refused_with_the_way_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b" / "train-0.parquet", pictures(40, 11))
     write_parquet(tmp_path / "b" / "test-0.parquet", pictures(40, 11))
     with pytest.raises(
-        InputError, match=r"names 10 classes, but labels of 'test' span 0 … 10: is it another data"
+        InputError, match=r"names 10 classes, but labels of 'train' span 0 … 10: is it another data"
     ):
         eurosat(source=str(tmp_path / "b")).split("test")
     (tmp_path / "b" / "train-0.parquet").write_bytes(b"PAR1 cut")

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import require
-from mergekit_lab.stages.analyses.contract import Data, Drawing, keep, resumed
+from mergekit_lab.stages.analyses.contract import Data, Drawing, keep, resumed, without
 from mergekit_lab.stages.analyses.sweeps import Sweep, best_drawing
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.curvature import obtain_side, stage_curvature
@@ -32,6 +32,7 @@ class FisherFraction(Sweep):
     fractions: tuple[float, ...] = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
         require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")
 
@@ -90,6 +91,7 @@ class FinetuningSteps(Sweep):
     shares: tuple[float, ...] = (0.25, 0.5, 1.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         fit = len(self.shares) > 0 and all(share > 0 for share in self.shares)
         require(fit, "analysis.shares", self.shares, "positive shares of training.steps")
 
@@ -146,5 +148,9 @@ class FinetuningSteps(Sweep):
             Lines("experts by task", "steps", "value (%)", single),
         ]
         if points[0]["mergers"]:
-            panels.append(Lines("merged", "steps", "value (% of the experts')", curves("normalised")))
+            best = [found for point in points for found in point["mergers"].values()]
+            left_out = without(task for found in best for task in found.get("left_out", ()))
+            panels.append(
+                Lines(f"merged{left_out}", "steps", "value (% of the experts')", curves("normalised"))
+            )
         return Drawing(f"Steps of fine-tuning, {self.part}", panels, {})

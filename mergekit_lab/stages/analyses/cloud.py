@@ -21,6 +21,7 @@ from mergekit_lab.stages.analyses.contract import (
     experts_content,
     grid,
     keep,
+    plane_panel,
     resumed,
     sample,
     states,
@@ -91,13 +92,11 @@ class ExpertCloud(Analysis):
         }
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Plane
-
         (xs, ys), places = data["axes"], data["experts"]
         scaled = {task: tuple(place) for task, place in places.items()}
         total = [[sum(v) for v in zip(*rows, strict=True)] for rows in zip(*data["loss"].values(), strict=True)]
-        panels: list[Any] = [Plane("all tasks", total, scaled)]
-        panels += [Plane(task, values, {task: scaled[task]}) for task, values in data["loss"].items()]
+        panels: list[Any] = [plane_panel("all tasks", total, scaled)]
+        panels += [plane_panel(task, values, {task: scaled[task]}) for task, values in data["loss"].items()]
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
         options = {"alphas": xs, "others": ys, "axes_names": names}

@@ -7,7 +7,8 @@ An analysis is a frozen dataclass: its fields are its settings. `content` names 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.merging.contract import require
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import Part
 
 if TYPE_CHECKING:
-    from mergekit_lab.reporting.figures import Panel
+    from mergekit_lab.reporting.figures import Panel, Plane
 
 Data = dict[str, Any]
 
@@ -40,12 +42,18 @@ class Drawing:
 class Analysis:
     """Base of all analyses."""
 
+    def __post_init__(self) -> None:
+        """Check what many have; a subclass that checks more calls this first."""
+        samples = getattr(self, "samples", None)
+        if samples is not None:
+            require_whole("analysis.samples", samples, 1)
+
     def content(self, run: Context) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
         raise NotImplementedError
 
     def compute(self, run: Context, resume: Path) -> Data:
-        """The numbers, as JSON has them.
+        """The numbers, as JSON has them; NaN and infinities become null where they are stored.
 
         Args:
             resume: a folder that stays when the process is cut, and comes back at the next try.
@@ -53,7 +61,7 @@ class Analysis:
         raise NotImplementedError
 
     def draw(self, data: Data) -> Drawing:
-        """The figure of these numbers."""
+        """The figure of these numbers; NaN where null is stored."""
         raise NotImplementedError
 
 
@@ -90,7 +98,15 @@ def check_tasks(run: Context, names: Iterable[str], what: str) -> None:
 
 
 def chosen_pairs(run: Context, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
-    """The pairs that were asked for, by default the first two tasks."""
+    """The pairs that were asked for, by default the first two tasks.
+
+    Raises:
+        InputError: no pair, a task that the run does not have, or what is no list of lists of two tasks.
+    """
+    if pairs is not None:
+        shaped = len(pairs) > 0 and all(isinstance(pair, list | tuple) for pair in pairs)
+        rule = "a list of pairs, each a list of two tasks: [[a,b],…]; or null"
+        require(shaped, "analysis.pairs", pairs, rule)
     given = [tuple(run.tasks)[:2]] if pairs is None else [tuple(pair) for pair in pairs]
     found = []
     for pair in given:
@@ -109,13 +125,82 @@ def grid(low: float, high: float, points: int) -> list[float]:
     """`points` equidistant values from `low` to `high`.
 
     Raises:
-        InputError: fewer than two, or an empty range.
+        InputError: fewer than two, or a range that is empty or not finite.
     """
-    if points < 2 or not low < high:
+    if not isinstance(points, int) or points < 2 or not (low < high and math.isfinite(high - low)):
         raise InputError(
             f"a grid from {low} to {high} with {points} points: it needs low < high, and two or more"
         )
     return [low + (high - low) * i / (points - 1) for i in range(points)]
+
+
+def require_whole(what: str, value: object, least: int) -> None:
+    """Refuse what is no whole number of at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, what, value, f"a whole number of at least {least}")  # type: ignore[operator]
+
+
+def normalised(
+    values: Mapping[str, Sequence[float]], own: Mapping[str, float]
+) -> tuple[list[float], list[str]]:
+    """The mean over tasks of `value / expert's value` at each of A places, and the tasks it leaves out.
+
+    As in a record, a task whose expert does not score above 0 has no such value.
+
+    Args:
+        values: `[A]` by task.
+        own: every expert's value on its own task.
+
+    Returns:
+        `[A]`, NaN where no task is left.
+    """
+    out = [task for task in values if not own[task] > 0]
+    shares = [[value / own[task] for value in row] for task, row in values.items() if task not in out]
+    if not shares:
+        return [math.nan] * len(next(iter(values.values()))), out
+    return [sum(point) / len(point) for point in zip(*shares, strict=True)], out
+
+
+def without(left_out: Iterable[str]) -> str:
+    """What a title adds for tasks that `normalised` leaves out."""
+    names = sorted(set(left_out))
+    return f", without {listing(names)} (experts at 0)" if names else ""
+
+
+def plane_panel(
+    title: str, values: Sequence[Sequence[float]], points: Mapping[str, tuple[float, float]] | None = None
+) -> Plane:
+    """A panel over two coefficients; cells that are not finite stand at the highest value, and are counted."""
+    from mergekit_lab.reporting.figures import Plane
+
+    cells = [value for row in values for value in row]
+    found = [value for value in cells if math.isfinite(value)]
+    lost = len(cells) - len(found)
+    if lost:
+        top = max(found, default=0.0)
+        values = [[value if math.isfinite(value) else top for value in row] for row in values]
+        title = f"{title} ({lost} of {len(cells)} not finite)"
+    return Plane(title, values, points or {})
+
+
+def without_nan(data: Any) -> Any:
+    """As JSON can hold it: None in place of every NaN and infinity."""
+    return _replaced(
+        data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    )
+
+
+def with_nan(data: Any) -> Any:
+    """As it is computed with and drawn: NaN in place of every None."""
+    return _replaced(data, lambda value: math.nan if value is None else value)
+
+
+def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(data, Mapping):
+        return {name: _replaced(value, change) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_replaced(value, change) for value in data]
+    return change(data)
 
 
 def resumed(file: Path) -> list[Any]:
@@ -125,14 +210,18 @@ def resumed(file: Path) -> list[Any]:
     found = []
     for line in file.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            found.append(with_nan(json.loads(line)))
         except ValueError:
             break
-    file.write_text("".join(json.dumps(item) + "\n" for item in found))
+    file.write_text("".join(_line(item) for item in found))
     return found
 
 
 def keep(file: Path, item: Any) -> None:
     """Append a JSON value to what a next try finds."""
     with file.open("a") as stream:
-        stream.write(json.dumps(item) + "\n")
+        stream.write(_line(item))
+
+
+def _line(item: Any) -> str:
+    return json.dumps(without_nan(item), allow_nan=False) + "\n"

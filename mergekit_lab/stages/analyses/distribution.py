@@ -13,7 +13,14 @@ from torch import Tensor
 
 from mergekit_lab.merging.contract import require
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.stages.analyses.contract import Analysis, Data, Drawing, experts_content, states
+from mergekit_lab.stages.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    experts_content,
+    require_whole,
+    states,
+)
 from mergekit_lab.stages.context import Context
 
 SUM = "+sum"
@@ -35,7 +42,8 @@ class EntryDistribution(Analysis):
     share: float = 0.99
 
     def __post_init__(self) -> None:
-        require(self.bins > 1, "analysis.bins", self.bins, "at least 2")
+        super().__post_init__()
+        require_whole("analysis.bins", self.bins, 2)
         require(0 < self.share <= 1, "analysis.share", self.share, "in (0, 1]")
 
     def content(self, run: Context) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from mergekit_lab.analysis.plane import Weights, barrier, line
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import require
 from mergekit_lab.stages.analyses.contract import (
     Analysis,
     Data,
@@ -23,9 +24,11 @@ from mergekit_lab.stages.analyses.contract import (
     experts_content,
     grid,
     keep,
+    normalised,
     resumed,
     sample,
     states,
+    without,
 )
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.stages.merge import merge_experts, merged_content
@@ -90,14 +93,13 @@ class AlphaSweep(Analysis):
         from mergekit_lab.reporting.figures import Lines
 
         alphas = data["alphas"]
-        curves = {}
+        curves: dict[str, Any] = {}
+        left_out: list[str] = []
         for label, tasks in data["mergers"].items():
-            shares = [
-                [value / max(data["experts"][t], 1e-9) for value in scores["value"]]
-                for t, scores in tasks.items()
-            ]
-            curves[label] = (alphas, [100 * sum(point) / len(point) for point in zip(*shares, strict=True)])
-        panels: list[Any] = [Lines("all tasks", "α", "value (% of the experts')", curves)]
+            values = {t: scores["value"] for t, scores in tasks.items()}
+            shares, left_out = normalised(values, data["experts"])
+            curves[label] = (alphas, [100 * share for share in shares])
+        panels: list[Any] = [Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves)]
         for label, tasks in data["mergers"].items():
             each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
             panels.append(Lines(label, "α", "value (%)", each))
@@ -183,6 +185,11 @@ class HessianPath(Analysis):
     iterations: int = 30
     tolerance: float = 0.01
     products: int = 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = self.tasks is None or (isinstance(self.tasks, list | tuple) and len(self.tasks) > 0)
+        require(chosen, "analysis.tasks", self.tasks, "a list of at least one task, or null")
 
     def _tasks(self, run: Context) -> list[str]:
         names = list(run.tasks) if self.tasks is None else self.tasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mergekit_lab.stages.analyses.contract import (
     experts_content,
     grid,
     keep,
+    plane_panel,
     resumed,
     sample,
     states,
@@ -53,8 +55,12 @@ class _OnPlane(Analysis):
     box: list[float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_choice("analysis.tasks", self.tasks, ("pair", "all"))
-        require(self.box is None or len(self.box) == 2, "analysis.box", self.box, "[low, high], or null")
+        if self.box is not None:
+            fit = len(self.box) == 2 and all(isinstance(end, int | float) for end in self.box)
+            fit = fit and self.box[0] < self.box[1] and all(map(math.isfinite, self.box))
+            require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
 
     def content(self, run: Context) -> dict[str, Any]:
         pairs = chosen_pairs(run, self.pairs)
@@ -110,8 +116,6 @@ class Landscape(_OnPlane):
     """The joint loss `Σ_t L_t` over the plane, and each task's own."""
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Plane
-
         panels = []
         for entry in data["pairs"]:
             losses = {n.removeprefix("loss/"): v for n, v in entry["measures"].items() if n.startswith("loss/")}
@@ -120,9 +124,9 @@ class Landscape(_OnPlane):
             joint = [
                 [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*losses.values(), strict=True)
             ]
-            panels.append(Plane(f"joint loss, {first} + {second}", joint, points))
+            panels.append(plane_panel(f"joint loss, {first} + {second}", joint, points))
             if len(data["pairs"]) == 1:
-                panels += [Plane(f"loss of {task}", values, points) for task, values in losses.items()]
+                panels += [plane_panel(f"loss of {task}", values, points) for task, values in losses.items()]
         return self._drawing("Loss landscape of task vectors", data, panels)
 
 
@@ -131,11 +135,9 @@ class Disentanglement(_OnPlane):
     """The disentanglement error ξ over the plane, in % of the pair's predictions."""
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Plane
-
         panels: list[Any] = []
         for entry in data["pairs"]:
             percent = [[50 * value for value in row] for row in entry["measures"]["xi"]]
-            panels.append(Plane(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
+            panels.append(plane_panel(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
         kind = "ξ" if not self.others else f"ξ, other experts at {self.others:g}"
         return self._drawing(f"Disentanglement error {kind} (% of predictions)", data, panels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.progress import track
 from mergekit_lab.analysis.plane import Sample, Weights, line
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import EpiMer, Method
+from mergekit_lab.merging.contract import require
 from mergekit_lab.stages.analyses.contract import (
     Analysis,
     Data,
@@ -20,9 +22,12 @@ from mergekit_lab.stages.analyses.contract import (
     data_content,
     experts_content,
     keep,
+    normalised,
+    require_whole,
     resumed,
     sample,
     states,
+    without,
 )
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.merge import merge_experts
@@ -47,6 +52,11 @@ class Sweep(Analysis):
     coefficients: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
     part: Part = "validation"
     samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fit = len(self.coefficients) > 0 and all(map(math.isfinite, self.coefficients))
+        require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
 
     def shared_content(self, run: Context, name: str) -> dict[str, Any]:
         """What decides numbers besides what is merged."""
@@ -81,8 +91,11 @@ class Sweep(Analysis):
         method: Method,
         own: dict[str, float],
         tasks: Sequence[str] | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """A merge's best coefficient (1 where the method has none), and its values there, means over tasks.
+
+        The best is that of the normalised value, which leaves out tasks whose experts score 0; of the plain
+        value where no other is left.
 
         Args:
             own: every expert's value on its own task.
@@ -95,11 +108,17 @@ class Sweep(Analysis):
         chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
         weights = Weights(run.model, run.base_state, {"merged": unit})
         scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
-        shares = [[v / max(own[t], 1e-9) for v in scores[t]["value"]] for t in tasks]
-        means = [sum(point) / len(point) for point in zip(*shares, strict=True)]
-        top = max(range(len(means)), key=means.__getitem__)
-        value = sum(scores[t]["value"][top] for t in tasks) / len(tasks)
-        return {"coefficient": grid[top], "normalised": means[top], "value": value}
+        values = {t: scores[t]["value"] for t in tasks}
+        shares, left_out = normalised(values, own)
+        means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
+        criterion = means if len(left_out) == len(tasks) else shares
+        top = max(range(len(grid)), key=criterion.__getitem__)
+        return {
+            "coefficient": grid[top],
+            "normalised": shares[top],
+            "value": means[top],
+            "left_out": left_out,
+        }
 
 
 def scaled(run: Context) -> dict[str, Merger]:
@@ -115,6 +134,12 @@ class RankSweep(Sweep):
     """
 
     ranks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.ranks) > 0, "analysis.ranks", self.ranks, "at least one rank")
+        for rank in self.ranks:
+            require_whole("analysis.ranks", rank, 1)
 
     def _mergers(self, run: Context) -> dict[str, Merger]:
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
@@ -151,6 +176,10 @@ class ExpertCount(Sweep):
     """
 
     groups: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("analysis.groups", self.groups, 0)
 
     def content(self, run: Context) -> dict[str, Any]:
         content = self._content(run, scaled(run))
@@ -192,7 +221,7 @@ class ExpertCount(Sweep):
 def best_drawing(
     title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
 ) -> Drawing:
-    """Normalised value and coefficient of every merger over `point[key]`."""
+    """Normalised value and coefficient of every merger over `point[key]`, means over points that have one."""
     from mergekit_lab.reporting.figures import Lines
 
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
@@ -201,13 +230,14 @@ def best_drawing(
 
     def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
         return {
-            label: (list(places), [factor * sum(p[of] for p in at) / len(at) for at in places.values()])
+            label: (list(places), [factor * _mean([p[of] for p in at]) for at in places.values()])
             for label, places in values.items()
         }
 
+    left_out = without(task for point in points for task in point.get("left_out", ()))
     panels: list[Any] = [
         Lines(
-            f"best coefficient, {part}",
+            f"best coefficient, {part}{left_out}",
             x,
             "value (% of the experts')",
             curve("normalised", 100.0),
@@ -216,6 +246,11 @@ def best_drawing(
         Lines("the coefficient", x, "α", curve("coefficient", 1.0), logarithmic_x=logarithmic),
     ]
     return Drawing(title, panels, {})
+
+
+def _mean(values: Sequence[float]) -> float:
+    found = [value for value in values if math.isfinite(value)]
+    return sum(found) / len(found) if found else math.nan
 
 
 @dataclass(frozen=True)
@@ -239,7 +274,9 @@ class CurvatureGain(Analysis):
 
     def _merger(self, run: Context) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
-        label = self.merger or next(iter(known), "")
+        if not known:
+            raise InputError("no merger of this run is an EpiMer: set merger=epimer")
+        label = self.merger or next(iter(known))
         if label not in known:
             near = suggestion(label, known)
             raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")

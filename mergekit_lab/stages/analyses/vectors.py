@@ -26,6 +26,7 @@ from mergekit_lab.stages.analyses.contract import (
     every_pair,
     experts_content,
     keep,
+    require_whole,
     resumed,
     sample,
     states,
@@ -45,6 +46,11 @@ class TaskVectors(Analysis):
 
     rank: int = 16
     values: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("analysis.rank", self.rank, 1)
+        require_whole("analysis.values", self.values, 1)
 
     def content(self, run: Context) -> dict[str, Any]:
         return {

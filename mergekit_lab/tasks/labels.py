@@ -1,0 +1,95 @@
+"""From the labels of a source to those of a task: by name where the names are the task's, else by number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.tasks.sources import Rows
+
+
+class Labelling:
+    """The labels of a source's parts as a task numbers its classes.
+
+    Args:
+        task: its name, for messages.
+        classes: the task's class names, in the order of its labels.
+        rows: the source's parts.
+
+    Attributes:
+        labels: by part, int64 `[N]` in `[0, len(classes))`.
+
+    Raises:
+        InputError: a part is empty, or has labels or names of labels that cannot be the task's.
+    """
+
+    def __init__(self, task: str, classes: Sequence[str], rows: Mapping[str, Rows]) -> None:
+        self._task = task
+        self._classes = classes
+        self._rows = rows
+        self._spelled = _plain if len(set(map(_plain, classes))) == len(classes) else str
+        self._places = {self._spelled(name): number for number, name in enumerate(classes)}
+        self.labels = {part: self._checked(part) for part in rows}
+
+    def place(self, name: str) -> int | None:
+        """The number of the class of this name, None if there is none.
+
+        Case, spaces and signs count only where the task's own names differ in nothing else.
+        """
+        return self._places.get(self._spelled(name))
+
+    def numbers(self, part: str) -> np.ndarray:
+        """The task's label numbers by those of a part, int64 `[labels of the part]`.
+
+        Names decide where every name of the source is one of the task's. Else the source's numbers are taken;
+        where it has none, or its names are numbers, the place among the names of all parts is: by value where
+        they are numbers, by the alphabet where not.
+        """
+        names, named = self._rows[part].label_names, self._rows[part].by_name
+        if names is None:
+            return np.arange(len(self._classes))
+        pairs = {pair for rows in self._rows.values() for pair in enumerate(rows.label_names or ())}
+        known = {name for _, name in pairs}
+        if all(self.place(name) is not None for name in known):
+            return np.array([self.place(name) for name in names], dtype=np.int64)
+        counted = all(name.isdecimal() for name in known)
+        order = sorted(known, key=int) if counted else sorted(known)
+        fits = all(self.place(name) in (None, number) for number, name in enumerate(order))
+        if (counted or named) and fits and len(known) == len(self._classes):
+            return np.array([order.index(name) for name in names], dtype=np.int64)
+        if named:
+            other = listing(name for name in known if self.place(name) is None)
+            raise InputError(
+                f"task {self._task!r}: the source tells {len(known)} classes by names, and not all of them are "
+                f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to a "
+                "file of one's own"
+            )
+        if len(pairs) > len(known):
+            raise InputError(f"task {self._task!r}: parts of the source number the same class names otherwise")
+        return np.arange(max(len(self._classes), len(names)))
+
+    def _checked(self, part: str) -> np.ndarray:
+        theirs = self._rows[part].labels
+        if len(theirs) == 0:
+            raise InputError(f"task {self._task!r} has an empty part {part!r}")
+        least, most = int(theirs.min()), int(theirs.max())
+        if least < 0:
+            raise InputError(
+                f"task {self._task!r}: {(theirs < 0).sum()} of {len(theirs)} labels of {part!r} are below 0 "
+                f"(the least is {least}): is this part published without labels?"
+            )
+        numbers = self.numbers(part)
+        if most >= len(numbers) or (ours := numbers[theirs]).max() >= len(self._classes):
+            raise InputError(
+                f"task {self._task!r} names {len(self._classes)} classes, but labels of {part!r} span "
+                f"{least} … {most}: is it another data set?"
+            )
+        return ours
+
+
+def _plain(name: str) -> str:
+    """Without case, spaces and signs, for comparing; a name of signs alone stays as it is."""
+    return re.sub(r"[\W_]+", "", name.lower()) or name

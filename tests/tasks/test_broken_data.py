@@ -1,0 +1,94 @@
+"""Data that is there and broken: told by file and row, counted by the check, and never a traceback."""
+
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_repos import encoded, pictures, published, write_folders, write_parquet, write_tar
+from PIL import Image
+
+from mergekit_lab import InputError
+from mergekit_lab.tasks import check_task
+
+GREY = " ".join(["7"] * 48 * 48)
+
+
+def write_fer2013(folder: Path, *test: str, columns: str = "emotion,pixels,Usage") -> None:
+    train = [f"{i % 7},{GREY},Training" for i in range(14)]
+    (folder / "fer2013.csv").write_text("\n".join([columns, *train, *test]) + "\n")
+
+
+def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
+    for seed, part in enumerate(("train", "test")):
+        write_parquet(tmp_path / f"{part}-0.parquet", [*pictures(10, 10, seed), (None, 0)])
+    with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
+        published("eurosat", tmp_path).split("test")
+    assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
+
+
+def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_parquet(tmp_path / f"{part}-0.parquet", pictures(20, 10))
+    with (tmp_path / "test-0.parquet").open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff" * 2000)
+    with pytest.raises(InputError, match=r"test-0.parquet is no readable parquet file"):
+        published("eurosat", tmp_path).split("test")
+
+
+def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        pq.write_table(pa.table({"image": ["a.png"], "label": [0]}), tmp_path / f"{part}-0.parquet")
+    with pytest.raises(InputError, match="has string in its column 'image': expected the bytes of images"):
+        published("eurosat", tmp_path).split("test")
+
+
+def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, monkeypatch) -> None:
+    for seed, part in enumerate(("train", "test")):
+        write_parquet(tmp_path / f"{part}-0.parquet", pictures(10, 10, seed))
+    write_parquet(tmp_path / "test-1.parquet", [(encoded(5, 200, 100), 0)])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9000)
+    with pytest.raises(InputError, match=r"no images \(test-1.parquet, row 0\)"):
+        published("eurosat", tmp_path).split("test")
+    found = check_task(published("eurosat", tmp_path))
+    assert found.wrong == ["eurosat: 1 images of test cannot be decoded"]
+
+
+@pytest.mark.parametrize("pixels", ["7 7 seven 7", "7 7 7", "7 7 7 300", ""])
+def test_pixels_of_fer2013_that_are_none_are_named_and_counted(pixels: str, tmp_path: Path) -> None:
+    write_fer2013(tmp_path, f"0,{GREY},PublicTest", f"1,{pixels},PrivateTest")
+    with pytest.raises(InputError, match=r"no images \(fer2013.csv, line 17\)"):
+        published("fer2013", tmp_path).split("test")
+    assert check_task(published("fer2013", tmp_path)).parts["test"].corrupt == ["fer2013.csv, line 17"]
+
+
+def test_fer2013_without_a_column_or_a_number_is_refused(tmp_path: Path) -> None:
+    write_fer2013(tmp_path, columns="emotion,pixels")
+    with pytest.raises(InputError, match="has no column Usage; columns: emotion, pixels"):
+        published("fer2013", tmp_path).split("test")
+    write_fer2013(tmp_path, f"glad,{GREY},PublicTest")
+    with pytest.raises(InputError, match="line 16: the emotion is 'glad', not a number"):
+        published("fer2013", tmp_path).split("test")
+    assert "the emotion is 'glad'" in check_task(published("fer2013", tmp_path)).wrong[0]
+
+
+@pytest.mark.parametrize("name", ["backup.tar", "train.tar"])
+def test_an_archive_beside_folders_of_classes_does_not_hide_them(name: str, tmp_path: Path) -> None:
+    classes = list(published("eurosat", tmp_path).classes)
+    for seed, part in enumerate(("train", "test")):
+        write_folders(tmp_path / part, pictures(20, 10, seed), classes)
+    with tarfile.open(tmp_path / name, "w") as archive:
+        archive.add(tmp_path / "train" / "forest", "forest")
+    assert published("eurosat", tmp_path).count("train") == 18
+
+
+def test_an_image_without_a_label_in_a_web_data_set_is_left_out(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_tar(tmp_path / part / "0.tar", pictures(12, 10))
+        picture = tmp_path / "more.jpg"
+        picture.write_bytes(encoded(3))
+        with tarfile.open(tmp_path / part / "0.tar", "a") as archive:
+            archive.add(picture, "more.jpg")
+    assert published("eurosat", tmp_path).labels("test")[0].tolist() == [i % 10 for i in range(12)]
