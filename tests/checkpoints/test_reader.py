@@ -170,6 +170,7 @@ def test_weights_that_share_memory_are_tied(tmp_path) -> None:
     assert open_checkpoint(tmp_path / "model.pt").tied() == {"head": "embed"}
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
