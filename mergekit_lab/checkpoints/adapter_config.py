@@ -42,8 +42,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     if isinstance(start, str) and start not in _PLAIN_STARTS:
         raise InputError(
             f"{label}: init_lora_weights={start!r} changed the base's weights before training, so the adapter "
-            "does "
-            "not fit the base: save it with peft's path_initial_model_for_weight_conversion"
+            "does not fit the base: save it with peft's path_initial_model_for_weight_conversion"
         )
     unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
     if unknown:

@@ -146,7 +146,7 @@ def _swap(partial: Path, out: Path, overwrite: bool) -> None:
         os.close(handle)
 
 
-_HERE = -100
+_HERE = -100  # AT_FDCWD: paths are from the working folder
 _RENAME_EXCHANGE = 2
 
 
