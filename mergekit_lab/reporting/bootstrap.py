@@ -46,7 +46,11 @@ def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int
         places = list(keys)
         members = [table.rows[place] for place in places]
         drawn = _averages(list(keys.values()), samples, draws, seed)
-        odd = [rows[i].label for i in everything if i not in keys and rows[i].average.mean is not None]
+        odd = [
+            rows[i].label
+            for i in everything
+            if i not in keys and rows[i].kind == "merged" and rows[i].average.mean is not None
+        ]
         if odd:
             left_out.append(
                 f"{' / '.join((*group, ', '.join(odd)))}: no interval, and left out where rows are compared "
