@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ from mergekit_lab.training.module import FinetuneModule
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_WISH = 2.0
+"""Seconds in which signals are one wish to stop: a terminal, a scheduler and the parent process may all send
+theirs to a worker."""
 _AGREE = 10
 """Steps after which processes that train together ask each other whether one was told to stop."""
 
@@ -29,7 +33,8 @@ class Stopper(Callback):
     """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to go on from.
 
     After the last step there is nothing to go on with but its validation, which Lightning makes after a step
-    only: training then goes on from the checkpoint before. A second signal does not wait for the step.
+    only: training then goes on from the checkpoint before. A second signal, two seconds or more after the
+    first, does not wait for the step.
 
     Args:
         checkpoint: where it is written.
@@ -38,6 +43,7 @@ class Stopper(Callback):
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self._told = threading.Event()
+        self._first = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -54,8 +60,11 @@ class Stopper(Callback):
 
     def _take(self, number: int, frame: Any) -> None:
         if self._told.is_set():
+            if time.monotonic() - self._first < _ONE_WISH:
+                return
             raise KeyboardInterrupt
         log.info("%s: stopping after this step", signal.Signals(number).name)
+        self._first = time.monotonic()
         self._told.set()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -83,6 +92,6 @@ class Stopper(Callback):
                 log.info("stopped before the last validation; the same command goes on from the one before it")
             else:
                 pl_module.end_step()
-                trainer.save_checkpoint(self.checkpoint)
+                trainer.save_checkpoint(self.checkpoint, weights_only=False)
                 log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
             raise Stopped
