@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -70,6 +71,37 @@ def build(node: Any) -> Any:
         if isinstance(cause, InputError):
             raise cause from None
         raise InputError(f"{node.get('_target_')} cannot be built: {cause or error}") from None
+
+
+def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
+    """The configuration with `1.0` for every `1` that is read as a float: keys tell them apart."""
+    made: DictConfig = OmegaConf.create(_as_declared(OmegaConf.to_container(cfg, resolve=False), schema))
+    OmegaConf.set_struct(made, OmegaConf.is_struct(cfg))
+    return made
+
+
+def _as_declared(value: Any, hint: Any) -> Any:
+    options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    if type(value) is int:
+        return float(value) if float in options and int not in options else value
+    if isinstance(value, list):
+        inner = next((get_args(option)[0] for option in options if get_args(option)), Any)
+        return [_as_declared(item, inner) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    hints = _hints_of(value["_target_"]) if "_target_" in value else {}
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+    inner = next((get_args(option)[-1] for option in options if get_origin(option) in (dict, Mapping)), Any)
+    return {name: _as_declared(item, hints.get(name, inner)) for name, item in value.items()}
+
+
+def _hints_of(target: str) -> Mapping[str, Any]:
+    """The types of what a target takes, where they can be told."""
+    with suppress(Exception):  # one that is not there is refused by the check
+        found: Any = get_object(target)
+        return get_type_hints(found.__init__ if inspect.isclass(found) and not is_dataclass(found) else found)
+    return {}
 
 
 def check_against(cfg: DictConfig, schema: type) -> None:

@@ -19,8 +19,8 @@ from mergekit_lab.backbones import Backbone, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
-from mergekit_lab.stages.checking import build, without_null_coefficient
-from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
+from mergekit_lab.stages.checking import build, with_floats, without_null_coefficient
+from mergekit_lab.stages.config import Main, Place, Search, evaluations_a_step, wants_fit
 from mergekit_lab.stages.published_experts import expert_source, imported_content
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.tasks import Task
@@ -71,6 +71,7 @@ class Setup:
     def __init__(
         self, cfg: DictConfig, choices: Mapping[str, str], shared: dict[str, Any] | None = None
     ) -> None:
+        cfg = with_floats(cfg, Main)
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg
         self.plain: dict[str, Any] = plain

@@ -1,18 +1,20 @@
 """Every configuration composes, names what exists, and takes no key that nothing reads."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 from stages.conftest import composed, plain
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.stages import STAGES
-from mergekit_lab.stages.checking import build, stage_list
-from mergekit_lab.stages.config import check, optimizer_factory
+from mergekit_lab.stages.checking import build, stage_list, with_floats
+from mergekit_lab.stages.config import Main, check, optimizer_factory
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
@@ -114,6 +116,25 @@ def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> N
     cfg, _ = composed(["merger=ties", "optimizer=sam", override])
     with pytest.raises(InputError, match=match):
         check(cfg)
+
+
+def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
+    """Else `density=1` and `density=1.0` would be merged, and trained, twice."""
+
+    def settled(one: str) -> dict:
+        given = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
+        given += ["merger.density", "merger.coefficient"]
+        overrides = [f"++{name}={one}" for name in given] + [f"search.coefficients=[{one},2.5]"]
+        cfg, _ = composed(["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", *overrides])
+        made = with_floats(cfg, Main)
+        assert OmegaConf.is_struct(made) == OmegaConf.is_struct(cfg)
+        assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
+        return plain(made)
+
+    found = settled("1")
+    assert json.dumps(found) == json.dumps(settled("1.0"))
+    assert type(found["training"]["steps"]) is type(found["finetuning"]["rank"]) is int
+    assert found["optimizer"]["base"]["lr"] == found["training"]["lr"] == 1.0
 
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
