@@ -6,7 +6,6 @@ The comparison is written also when some of them failed.
 import json
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import open_dict
 
 log = logging.getLogger(__name__)
-_CLOCK_STEP = 2.0  # seconds: file systems keep coarser times than the clock
 
 
 @dataclass
@@ -44,9 +42,11 @@ class ComparisonSweeper(BasicSweeper):
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None) -> None:
         super().__init__(max_batch_size, params)
         self._composed: set[tuple[str, ...]] = set()
+        self._asked = 0
+        """How many jobs the sweep has."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        begun = time.time()
+        before = self._begun()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
         if "suite" in self.config and self.config.dry_run:
@@ -60,10 +60,12 @@ class ComparisonSweeper(BasicSweeper):
             if close is not None:
                 close()
             if not isinstance(sys.exception(), KeyboardInterrupt):
-                self._compare(begun)
+                self._compare(before)
 
     def _launch_all(self, arguments: list[str]) -> Any:
-        self._train_first(self._jobs(arguments))
+        jobs = self._jobs(arguments)
+        self._asked = len(jobs)
+        self._train_first(jobs)
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
@@ -158,22 +160,32 @@ class ComparisonSweeper(BasicSweeper):
 
     def _reason(self, job: str) -> str:
         file = Path(self.config.hydra.sweep.dir, job, "failure.json")
-        return json.loads(file.read_text())["error"] if file.is_file() else "its process died"
+        try:
+            return str(json.loads(file.read_text())["error"])
+        except (OSError, ValueError):
+            return "its process died"
 
     def _stages(self) -> list[str]:
         return [self.config.stage] if self.config.stage else list(self.config.stages)
 
-    def _compare(self, begun: float) -> None:
-        """One report over the jobs of this sweep; the folder may hold those of earlier ones."""
+    def _begun(self) -> dict[Path, int]:
+        """Jobs' folders, and when each was begun, by the clock of the file system."""
+        marks = Path(self.config.hydra.sweep.dir).glob("*/.hydra/overrides.yaml")
+        return {m.parents[1]: m.stat().st_mtime_ns for m in marks if m.parents[1].name.isdigit()}
+
+    def _compare(self, before: dict[Path, int]) -> None:
+        """One report over the jobs of this sweep, those too that could not begin.
+
+        The folder may hold jobs of earlier sweeps, which have not been begun anew. No other clock is asked:
+        that of a file server differs from this machine's.
+        """
         from mergekit_lab.stages.report import report_sweep
 
-        out = Path(self.config.hydra.sweep.dir)
-        if not out.is_dir():
-            return
         try:
-            marks = [p / ".hydra" / "overrides.yaml" for p in out.iterdir() if p.name.isdigit()]
-            jobs = [m.parents[1] for m in marks if m.is_file() and m.stat().st_mtime >= begun - _CLOCK_STEP]
+            out, now = Path(self.config.hydra.sweep.dir), self._begun()
+            jobs = {job for job, when in now.items() if before.get(job) != when}
             if jobs and "suite" in self.config:
+                jobs |= {out / str(n) for n in range(self._asked)} - now.keys()
                 report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
         except Exception:
             log.exception("the comparison of the jobs could not be written")

@@ -82,15 +82,30 @@ class OptunaSweeper(ComparisonSweeper):
         for first in range(0, self.n_trials, self.n_jobs):
             trials = [study.ask(space) for _ in range(first, min(first + self.n_jobs, self.n_trials))]
             jobs = [[*fixed, *(f"{name}={value}" for name, value in t.params.items())] for t in trials]
+            self._asked = first + len(jobs)
             self._train_first(jobs)
             self.validate_batch_is_legal(jobs)
-            returns.append(self.launcher.launch(jobs, initial_job_idx=first))
+            returns.append(self._launch(jobs, first))
             for trial, found in zip(trials, returns[-1], strict=True):
                 well = found.status is JobStatus.COMPLETED
                 study.tell(trial, found.return_value if well else None,
                            state=None if well else optuna.trial.TrialState.FAIL)  # fmt: skip
         self._tell(study, returns)
         return returns
+
+    def _launch(self, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        """What jobs return. Launchers that raise where one job's process died have nothing to say of the
+        others, so each is asked for again by itself; what it made before is in the store."""
+        try:
+            return list(self.launcher.launch(jobs, initial_job_idx=first))
+        except Exception as error:
+            if len(jobs) > 1:
+                log.warning(f"not all of {len(jobs)} trials have returned ({error}): one by one now")
+                return [found for n, job in enumerate(jobs) for found in self._launch([job], first + n)]
+            log.warning(f"#{first} has not returned: {error}")
+            failed = JobReturn(overrides=jobs[0], status=JobStatus.FAILED)
+            failed.return_value = error
+            return [failed]
 
     def _tell(self, study: Any, returns: list[Sequence[JobReturn]]) -> None:
         done = [trial for trial in study.trials if trial.value is not None]

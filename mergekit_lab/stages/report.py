@@ -291,8 +291,9 @@ def _run_folders(pattern: str) -> list[Path]:
 
 
 def _jobs_of(folder: Path) -> list[Path]:
-    """A sweep's jobs are numbered."""
-    jobs = [place for place in folder.iterdir() if place.name.isdigit() and _is_run(place)]
+    """A sweep's jobs are numbered; those too that died before they could leave word."""
+    found = [place for place in folder.iterdir() if place.name.isdigit()]
+    jobs = [place for place in found if _is_run(place) or (place / ".hydra").is_dir()]
     return sorted(jobs, key=lambda place: int(place.name))
 
 

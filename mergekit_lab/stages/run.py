@@ -71,7 +71,8 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         What the configuration asks for as `objective`; None where it asks for nothing, or plans.
 
     Raises:
-        InputError: a user's mistake; `failure.json` in the run's folder says so too.
+        InputError: a user's mistake; `failure.json` in the run's folder says so too. The file is there as long
+            as the run has not ended, so that one that is killed does not pass for an earlier one of its folder.
     """
     (folder / "failure.json").unlink(missing_ok=True)
     try:
@@ -102,6 +103,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             log.info("%s", Plan.of([context]).text())
             return None
         folder.mkdir(parents=True, exist_ok=True)
+        _leave_word(folder, overrides, "it has not ended: it is under way, or was killed")
         begun = time.monotonic()
         try:
             for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
@@ -112,13 +114,13 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             found = outcome(context) if cfg.objective else None
         finally:
             context.close()
+        (folder / "failure.json").unlink(missing_ok=True)
         log.info("done in %.0f s", time.monotonic() - begun)
         return found
     except Exception as error:
-        failure = {"overrides": overrides, "error": f"{type(error).__name__}: {error}"}
         with suppress(OSError):  # the disk may be what failed
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "failure.json").write_text(json.dumps(failure, indent=1) + "\n")
+            _leave_word(folder, overrides, f"{type(error).__name__}: {error}")
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
         if isinstance(error, InputError) or not says_full(error):
             raise
@@ -126,6 +128,12 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
         ) from error
+
+
+def _leave_word(folder: Path, overrides: list[str], error: str) -> None:
+    """What a comparison says of this run while it has no result."""
+    told = json.dumps({"overrides": overrides, "error": error}, indent=1)
+    (folder / "failure.json").write_text(told + "\n")
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
+from mergekit_lab.reporting.records import Failure
+from mergekit_lab.reporting.run_files import read_run
+from mergekit_lab.stages import STAGES, run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 
@@ -250,6 +252,27 @@ def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
     assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
 
 
+def test_a_run_that_is_killed_does_not_pass_for_the_earlier_one_of_its_folder(
+    finished, tmp_path, monkeypatch
+) -> None:
+    folder, store = finished
+    shutil.copytree(folder, tmp_path / "again")
+
+    def kill(context: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(STAGES, "report", kill)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "again", store, "stage=report", "seed=7")
+    left = read_run(tmp_path / "again")
+    assert isinstance(left, Failure)
+    assert left.overrides == ("stage=report", "seed=7")
+    assert "it has not ended" in left.error
+    go(tmp_path / "again", store, "stage=report")
+    assert not isinstance(read_run(tmp_path / "again"), Failure)
+
+
 def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp_path) -> None:
     folder, _ = finished
     sweep = tmp_path / "sweep"
@@ -257,11 +280,13 @@ def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp
         shutil.copytree(folder, sweep / job)
     (sweep / "2/records.jsonl").unlink()
     (sweep / "2/failure.json").write_text(json.dumps({"overrides": ["seed=2"], "error": "lost"}))
+    (sweep / "3/.hydra").mkdir(parents=True)
     out = tmp_path / "out"
     shared = ["stage=report", f"runs=[{folder},{sweep}]", "table=merger*task"]
     go(out, tmp_path / "none", *shared)
     assert len(read_records(out / "records.jsonl")) == len(read_records(folder / "records.jsonl"))
     assert "lost" in (out / "summary.md").read_text()
+    assert "did not reach its report" in (out / "summary.md").read_text()
     assert "Configuration of " in (out / "report.html").read_text()
     assert (out / "slice.tex").is_file()
     assert not (tmp_path / "none").exists()
