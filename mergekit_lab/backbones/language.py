@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.objective import Backbone, Objective
 from mergekit_lab.backbones.pretrained import Place, find
+from mergekit_lab.checkpoints import copy_model_files, copy_tokenizer_files
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.tasks import Task, TextTask
 
@@ -168,6 +170,25 @@ class LanguageModel(Reading, Backbone):
         if self.chooses(task):
             return read | {"answering": "choices"}
         return read | {"answering": "generate", "max_new_tokens": task.max_new_tokens}
+
+    def write_companions(self, folder: Path) -> list[str]:
+        return write_companions(self.source, self.kind, self.dtype, folder)
+
+
+def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[str]:
+    """What `from_pretrained` reads beside weights; a GGUF file has it inside, and transformers writes it."""
+    place = find(source)
+    if place.gguf is None:
+        return [
+            *copy_model_files(place.folder, folder, _DTYPES[dtype]),
+            *copy_tokenizer_files(place.folder, folder),
+        ]
+    before = set(folder.iterdir())
+    model = loaded(source, kind, dtype)
+    for part in (model.config, getattr(model, "generation_config", None), tokenizer(source)):
+        if part is not None:
+            part.save_pretrained(folder)
+    return sorted(path.name for path in set(folder.iterdir()) - before)
 
 
 def tokenizer(source: str) -> Any:

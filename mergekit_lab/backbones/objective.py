@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -139,6 +140,10 @@ class Backbone(ABC):
     def scoring(self, task: Task) -> dict[str, Any]:
         """What decides a score, beside the model, the task's data and the metric."""
         return {}
+
+    def write_companions(self, folder: Path) -> list[str]:
+        """Write what a library reads beside weights of this backbone: configuration, tokenizer; their names."""
+        return []
 
 
 def samples(batch: Batch) -> int:

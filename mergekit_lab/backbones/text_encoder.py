@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.heads import prototypes
-from mergekit_lab.backbones.language import loaded, tokenizer
+from mergekit_lab.backbones.language import loaded, tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, Batch, device_of
 from mergekit_lab.backbones.pretrained import find
 from mergekit_lab.backbones.rows import padded
@@ -91,6 +91,9 @@ class TextEncoder(Backbone):
     def identity(self) -> dict[str, str]:
         place = find(self.source)
         return {"architecture": "text encoder", "weights": place.called, "sha256": place.digest()}
+
+    def write_companions(self, folder: Path) -> list[str]:
+        return write_companions(self.source, "encoder", "float32", folder)
 
     def check(self, task: Task) -> None:
         if not isinstance(task, TextTask):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from mergekit_lab.checkpoints import size_text
+from mergekit_lab.backbones import Backbone
+from mergekit_lab.checkpoints import new_folder, size_text
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
-from mergekit_lab.stages.config import StorePlace, check
+from mergekit_lab.stages.config import StorePlace, build, check
 from mergekit_lab.stages.context import Context
 from mergekit_lab.store import Artefact, Store
 from mergekit_lab.store.upkeep import adopt, damages, nearest, older_than, remove, size
@@ -37,7 +38,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     elif place.action == "verify":
         _verify(store, place)
     elif place.action == "export":
-        _export(store, place)
+        _export(store, place, cfg)
     elif place.action == "import":
         made = adopt(store, _path(place))
         log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
@@ -144,24 +145,44 @@ def _path(place: StorePlace) -> Path:
     return Path(place.path).expanduser()
 
 
-def _export(store: Store, place: StorePlace) -> None:
-    """One artefact as a folder: its files, a model card, and the manifest with which it can be imported."""
+def _export(store: Store, place: StorePlace, cfg: DictConfig) -> None:
+    """One artefact as a folder: its files, a model card, the manifest with which it can be imported, and where
+    the configuration names its backbone, what a library needs to load it."""
     out = _path(place)
     chosen = _chosen(store, place) if place.key else []
     if len(chosen) != 1:
         raise InputError(
             f"store.key={place.key} names {len(chosen)} artefacts: one is exported, see store.action=list"
         )
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} is not empty: export into a new folder")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} is not an empty folder: export into a new one")
     artefact = chosen[0]
-    out.mkdir(parents=True, exist_ok=True)
-    for name in artefact.files:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artefact.file(name), out / name)
-    shutil.copyfile(artefact.folder / "manifest.json", out / "manifest.json")
-    (out / "README.md").write_text(_card(artefact))
-    log.info("%s %s is in %s", artefact.kind, artefact.key, out)
+    with new_folder(out) as folder:
+        companions = _companions(cfg, artefact, folder)
+        for name in artefact.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(artefact.file(name), folder / name)
+        shutil.copyfile(artefact.folder / "manifest.json", folder / "manifest.json")
+        (folder / "README.md").write_text(_card(artefact))
+    log.info("%s %s is in %s%s", artefact.kind, artefact.key, out,
+             f", with {', '.join(companions)}" if companions else "")  # fmt: skip
+
+
+def _companions(cfg: DictConfig, artefact: Artefact, folder: Path) -> list[str]:
+    made_of = artefact.content.get("backbone") or artefact.content.get("base")
+    if "model.safetensors" not in artefact.files or not made_of:
+        return []
+    backbone: Backbone = build(cfg.backbone)
+    try:
+        if backbone.identity() == made_of:
+            return backbone.write_companions(folder)
+    except InputError as error:
+        log.warning("%s", error)
+    log.warning(
+        "its backbone is not that of this configuration: with the run's own (+experiment=NAME, backbone=NAME) "
+        "a configuration and a tokenizer would stand beside the weights"
+    )
+    return []
 
 
 def _card(artefact: Artefact) -> str:

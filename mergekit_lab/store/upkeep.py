@@ -56,7 +56,8 @@ def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Di
     one, other = dict(_leaves(wanted)), dict(_leaves(stored))
     names = [*one, *(name for name in other if name not in one)]
     told = [Difference(n, one.get(n), other.get(n)) for n in names]
-    return [d for d in told if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
+    parted = [d for d in told if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
+    return sorted(parted, key=lambda d: isinstance(d.wanted, int | float) and isinstance(d.stored, int | float))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
