@@ -151,11 +151,16 @@ class Setup:
         return made.kept_by(self._keep) if hasattr(made, "kept_by") else made
 
     def _keep(self, kind: str, content: Mapping[str, Any], size: int, make: Any) -> Path:
-        """The folder of what tasks and backbones keep; `Keeper`."""
+        """The folder of what tasks and backbones keep; `Keeper`.
+
+        Its files are compared with their hashes, but for decoded images, of which there may be many gigabytes.
+        """
         found = self.store.find(kind, content)
         if found is None and kind == "images":
             self._make_room(size)
         found = found or self.store.obtain(kind, content, lambda place: make(place.out))
+        for name in found.files if kind != "images" else ():
+            found.file(name)
         return found.folder
 
     def _make_room(self, size: int) -> None:

@@ -252,6 +252,16 @@ def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
     assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
 
 
+def test_a_stored_head_with_a_flipped_bit_is_refused_by_name(finished, tmp_path) -> None:
+    _, store = finished
+    shutil.copytree(store, tmp_path / "store")
+    head = next((tmp_path / "store/heads").glob("*/head.safetensors"))
+    head.write_bytes(head.read_bytes()[:-1] + b"\x7f")
+    shutil.rmtree(tmp_path / "store/evaluations")
+    with pytest.raises(InputError, match=rf"stored heads {head.parent.name} is damaged"):
+        go(tmp_path / "run", tmp_path / "store", "stage=evaluate", "merger=average")
+
+
 def test_a_run_that_is_killed_does_not_pass_for_the_earlier_one_of_its_folder(
     finished, tmp_path, monkeypatch
 ) -> None:
