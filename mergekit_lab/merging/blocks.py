@@ -258,7 +258,8 @@ class Reader:
             self.notes.setdefault(name, {})[key] = value
 
         weights, unit = self._weights(name)
-        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit)
+        transposed = name in self.inputs.transposed
+        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit, transposed)
 
     def _weights(self, name: str) -> tuple[Tensor, bool]:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""

@@ -6,10 +6,10 @@ share; isotropic merging replaces every singular value by their mean. Iso-CTS fi
 directions by directions of single experts.
 
 Reference: danielm1405/iso-merging (`src/utils/iso.py`); its task directions are made orthogonal to the
-common ones on the left side only, and so are ours. Differences: directions with a singular value of zero (to
-the precision of the data) are left out, where the original gives the arbitrary vectors of its SVD the mean
-singular value; and a `common` so small that the original's rounding asks for more task directions than the
-matrix has is rounded down. Both agree elsewhere to 1e-10.
+common ones on the left side (the outputs) only, and so are ours. Differences: directions with a singular value
+of zero (to the precision of the data) are left out, where the original gives the arbitrary vectors of its SVD
+the mean singular value; and a `common` so small that the original's rounding asks for more task directions than
+the matrix has is rounded down. Both agree elsewhere to 1e-10.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class IsoCTS(SpectralMethod):
         require(0 <= self.common <= 1, "common", self.common, "in [0, 1]")
 
     def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        deltas = sites[0].upright(deltas)
         batch, experts, *shape = deltas.shape
         r = min(shape)
         own, common = direction_budget(r, experts, self.common)
@@ -95,7 +96,8 @@ class IsoCTS(SpectralMethod):
         for site, *ranks in zip(sites, u_rank.tolist(), v_rank.tolist(), strict=True):
             if min(ranks) < r:
                 site.note("rank_deficient", {"atoms": r, "u": ranks[0], "v": ranks[1]})
-        return (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
+        merged = (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
+        return sites[0].upright(merged)
 
 
 def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:

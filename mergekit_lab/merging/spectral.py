@@ -38,7 +38,7 @@ class SpectralMethod(ScaledMethod):
         Args:
             bases: `θ0`, `[B, m, n]`.
             deltas: `δ`, `[B, T, m, n]`.
-            sites: one a matrix; they differ in side inputs and in where notes go.
+            sites: one a matrix; they differ in side inputs and in where notes go, not in the layout.
 
         Returns:
             `[B, m, n]`.

@@ -51,7 +51,8 @@ def _jobs(reader: Reader) -> list[list[str]]:
         groups: dict[object, list[str]] = {}
         for name in names:
             shape = specs[name].shape
-            groups.setdefault(shape if method.is_matrix(name, shape) else name, []).append(name)
+            alike = (shape, name in reader.inputs.transposed) if method.is_matrix(name, shape) else name
+            groups.setdefault(alike, []).append(name)
         experts = len(reader.experts)
         return [
             list(part)
