@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.spectral import SpectralMethod, weighed
 
 _OPTIMISED = re.compile(
     r"attn\.(in_proj_weight|out_proj\.weight)$"
@@ -73,10 +73,9 @@ class WUDI(SpectralMethod):
                 "fc1.weight, …) and this model has none: set all_2d=True to merge every matrix"
             )
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        weights = torch.stack([site.weights for site in sites])[..., None, None]
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         upright = sites[0].upright
-        return upright(least_interference(upright(deltas * weights), self.iterations, self.lr))
+        return upright(least_interference(upright(weighed(deltas, sites)), self.iterations, self.lr))
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return super().merge_other(name, base, deltas, site) if self.all_2d else torch.zeros_like(base)

@@ -14,6 +14,7 @@ from mergekit_lab.merging import (
     DELLA,
     SLERP,
     TIES,
+    TSVM,
     WUDI,
     AdaMerging,
     Breadcrumbs,
@@ -533,14 +534,14 @@ def test_an_average_of_two_is_slerp_half_way_between_tensors_of_one_direction() 
     assert relative_error(merge_one(SLERP(), deltas, base), merge_one(WeightAverage(), deltas, base)) < 1e-9
 
 
-@pytest.mark.parametrize("method", [WUDI(lr=1e-3), IsoC(), IsoCTS(common=0.4)], ids=repr)
+@pytest.mark.parametrize("method", [WUDI(lr=1e-3), TSVM(), IsoC(), IsoCTS(common=0.4)], ids=repr)
 def test_a_stack_of_matrices_merges_as_each_does_alone(method: SpectralMethod) -> None:
     """Also where the experts weigh differently from tensor to tensor."""
     deltas, weights = draw(4, 3, 5, 8), draw(4, 3, seed=1)
     sites = [Site(("a", "b", "c"), w) for w in weights]
-    stacked = method.merge_matrices(deltas[:, 0], deltas, sites)
+    stacked = method.merge_matrices(deltas, sites)
     for i, site in enumerate(sites):
-        alone = method.merge_matrices(deltas[i : i + 1, 0], deltas[i : i + 1], [site])[0]
+        alone = method.merge_matrices(deltas[i : i + 1], [site])[0]
         assert relative_error(stacked[i], alone) < 1e-12
 
 
