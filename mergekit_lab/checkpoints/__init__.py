@@ -1,5 +1,6 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
+from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.align import align
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
@@ -43,6 +44,7 @@ __all__ = [
     "cached_folder",
     "cached_snapshot",
     "check_out",
+    "conv1d_weights",
     "copy_model_files",
     "copy_tokenizer_files",
     "describe_inputs",

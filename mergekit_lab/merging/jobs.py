@@ -23,15 +23,16 @@ def jobs_of(reader: Reader) -> list[list[str]]:
     if reader.device.type == "cpu":
         return [[name] for name in names]
     if isinstance(method, SpectralMethod):
-        groups: dict[tuple[int, ...], list[str]] = {}
+        groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
         others: list[str] = []
         for name in names:
             shape = specs[name].shape
-            (groups.setdefault(shape, []) if method.is_matrix(name, shape) else others).append(name)
+            alike = shape, name in reader.inputs.transposed
+            (groups.setdefault(alike, []) if method.is_matrix(name, shape) else others).append(name)
         experts = len(reader.experts)
         stacks = [
             list(part)
-            for shape, members in groups.items()
+            for (shape, _), members in groups.items()
             for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
         ]
         # the longest first, or several devices would wait for the one that has it

@@ -51,12 +51,15 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
         _run_blocks(reader, names, survey, out)
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
         with stacked(reader, names, survey) as (bases, deltas, sites):
-            merges = method.merge_matrices(bases, deltas, sites)
+            merges = method.merge_matrices(deltas, sites)
+        del deltas, sites
         for name, base, merged in zip(names, bases, merges, strict=True):
-            _store(name, out[name], _sum(base, merged, method.scale, out[name].dtype))
+            wide = base.to(inputs.compute, copy=True)
+            _store(name, out[name], _sum(wide, merged, method.scale, out[name].dtype))
     else:
         for name in names:
-            base, deltas = reader.whole(name)
+            base = reader.base(name).to(inputs.compute, copy=True)
+            deltas = reader.deltas(name, base)
             site = reader.whole_site(name, survey)
             reader.settle()
             merged = method.merge(name, base, deltas, site)
@@ -65,15 +68,16 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
 
 
 @contextmanager
-def stacked(reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[Tensor, Tensor, list[Site]]]:
-    """Same-shaped tensors of one job, found sound: `θ0 [B, *S]`, `δ [B, T, *S]` and their sites; and the
-    device's turn to work on them. They are read while it works on others, unless they are very large."""
+def stacked(reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
+    """Same-shaped tensors of one job, found sound: `θ0` in its own dtype, `δ [B, T, *S]` and their sites;
+    and the device's turn to work on them. They are read while it works on others, unless very large."""
     size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
     large = size > STACK_BYTES
     with reader.turn if large else nullcontext():
-        pairs = [reader.whole(name) for name in names]
-        bases, deltas = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*pairs, strict=True))
-        del pairs
+        bases = [reader.base(name) for name in names]
+        each = [reader.deltas(name, base) for name, base in zip(names, bases, strict=True)]
+        deltas = torch.stack(each) if len(each) > 1 else each[0][None]
+        del each
         sites = [reader.whole_site(name, survey) for name in names]
         reader.settle()
         with nullcontext() if large else reader.turn:
