@@ -1,6 +1,6 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
-from mergekit_lab.checkpoints.align import align
+from mergekit_lab.checkpoints.align import align, computed_buffers
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
@@ -43,6 +43,7 @@ __all__ = [
     "cached_folder",
     "cached_snapshot",
     "check_out",
+    "computed_buffers",
     "copy_model_files",
     "copy_tokenizer_files",
     "describe_inputs",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.ties import is_vocabulary_name
+from mergekit_lab.checkpoints.ties import could_be_vocabulary, is_vocabulary_name
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
@@ -80,12 +80,17 @@ class Reconciled:
 
 def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[str]:
     """Names of the base's tensors with one row a token, where some expert has another number of rows."""
+    every = (base, *experts)
+    sizes = [{s.shape[0] for n, s in c.specs.items() if is_vocabulary_name(n) and s.shape} for c in every]
     found = []
     for name, spec in base.specs.items():
-        others = [e.specs[name].shape for e in experts if name in e.specs]
-        differ = any(shape != spec.shape for shape in others)
-        alike = all(shape[1:] == spec.shape[1:] and len(shape) == len(spec.shape) for shape in others)
-        if differ and alike and spec.shape and is_vocabulary_name(name):
+        shapes = [c.specs[name].shape for c in every if name in c.specs]
+        if not spec.shape or not could_be_vocabulary(name) or len({(len(s), s[1:]) for s in shapes}) > 1:
+            continue
+        sized = [
+            c.specs[name].shape[0] in rows for c, rows in zip(every, sizes, strict=True) if name in c.specs
+        ]
+        if len(set(shapes)) > 1 and all(sized):
             found.append(name)
     return found
 

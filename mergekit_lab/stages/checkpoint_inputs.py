@@ -15,6 +15,7 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
     align,
+    computed_buffers,
     find_source,
     open_checkpoint,
     reconcile,
@@ -43,7 +44,8 @@ class Prepared:
     Attributes:
         base, experts: under one set of names, with one vocabulary.
         side: side inputs by kind and expert.
-        exclude: name patterns that stay the base's.
+        include, exclude: name patterns, as they were given.
+        kept: names that stay the base's for other reasons: buffers that are computed, `embeddings=base`.
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
         origin, opened: the same as they were opened, before their vocabularies were made one.
@@ -61,6 +63,7 @@ class Prepared:
     dtype: torch.dtype | None
     include: Sequence[str] | None
     exclude: Sequence[str]
+    kept: Sequence[str]
     embeddings: str | None
     max_shard_bytes: int
     vocabulary: int | None
@@ -77,6 +80,11 @@ class Prepared:
     @property
     def is_hf(self) -> bool:
         return self.base.folder is not None and (self.base.folder / "config.json").is_file()
+
+    @property
+    def left_out(self) -> list[str]:
+        """Patterns of everything that is not merged."""
+        return [*self.exclude, *(escape(name) for name in self.kept)]
 
     def plan(self, left_out: Sequence[str]) -> tuple[dict[str, TensorSpec], int, str]:
         """What is written, how much to a file, and what the files are called."""
@@ -138,7 +146,8 @@ def prepare(
         device=_device(device),
         dtype=read_dtype(dtype),
         include=include,
-        exclude=[*exclude, *(escape(name) for name in same.exclude)],
+        exclude=exclude,
+        kept=[*same.exclude, *_floating(origin, computed_buffers(origin))],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
@@ -147,6 +156,10 @@ def prepare(
         sources={name: _called(source) for name, source in named.items()},
         notes=[*notes, *same.notes],
     )
+
+
+def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
 def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _arguments(prepared: Prepared) -> dict[str, Any]:
         "statistics": prepared.side,
         "device": prepared.device,
         "include": prepared.include,
-        "exclude": prepared.exclude,
+        "exclude": prepared.left_out,
     }
 
 

@@ -116,7 +116,7 @@ def _side_problems(prepared: Prepared) -> list[str]:
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
-        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.exclude)
+        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out)
     except InputError as error:
         result.problems.append(str(error))
         return []

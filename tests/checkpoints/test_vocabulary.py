@@ -144,6 +144,22 @@ def test_positions_and_patches_are_no_vocabulary(name: str) -> None:
     assert reconcile(base, [other], "pad").experts == (other,)
 
 
+@pytest.mark.parametrize("name", ["head.weight", "output.weight"])
+def test_a_head_has_a_row_a_token_only_beside_an_embedding_of_as_many(name: str) -> None:
+    def checkpoint(rows: int, tokens: int | None):
+        state = {name: torch.zeros(rows, 4)}
+        return open_checkpoint(
+            state if tokens is None else state | {"tok_embeddings.weight": torch.zeros(tokens, 4)}
+        )
+
+    for tokens in (None, 7):
+        base, other = checkpoint(10, tokens), checkpoint(12, tokens)
+        assert reconcile(base, [other], "pad").experts == (other,)
+    with pytest.raises(InputError, match="the vocabularies differ in"):
+        reconcile(checkpoint(10, 10), [checkpoint(12, 12)])
+    assert reconcile(checkpoint(10, 10), [checkpoint(12, 12)], "pad").experts[0].specs[name].shape == (12, 4)
+
+
 def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
     assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
