@@ -13,14 +13,10 @@ from mergekit_lab.checkpoints.inspection import (
     size_text,
     written_specs,
 )
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP, TRANSFORMERS, Library, library_of, other_weights
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
-from mergekit_lab.checkpoints.publish import (
-    RECORD,
-    check_out,
-    copy_model_files,
-    copy_tokenizer_files,
-    new_folder,
-)
+from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
+from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantised import refuse_quantised
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
@@ -29,9 +25,12 @@ from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
     "MAX_SHARD_BYTES",
+    "OPEN_CLIP",
     "RECORD",
+    "TRANSFORMERS",
     "Card",
     "Checkpoint",
+    "Library",
     "LowRank",
     "LowRankRecord",
     "Report",
@@ -53,8 +52,11 @@ __all__ = [
     "find_source",
     "fingerprint",
     "hub_id",
+    "library_of",
     "new_folder",
     "open_checkpoint",
+    "other_weights",
+    "parts_with_weights",
     "plan_shards",
     "reconcile",
     "refuse_quantised",

@@ -6,18 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mergekit_lab.checkpoints import (
     MAX_SHARD_BYTES,
+    TRANSFORMERS,
     Checkpoint,
+    Library,
     TensorSpec,
     align,
     computed_buffers,
     find_source,
+    library_of,
     open_checkpoint,
+    other_weights,
+    parts_with_weights,
     reconcile,
     written_specs,
 )
@@ -73,28 +78,38 @@ class Prepared:
     notes: Sequence[str]
 
     @property
-    def single(self) -> bool:
-        """open_clip reads one file, whatever its size."""
-        return self.base.folder is not None and (self.base.folder / "open_clip_config.json").is_file()
-
-    @property
-    def is_hf(self) -> bool:
-        return self.base.folder is not None and (self.base.folder / "config.json").is_file()
+    def library(self) -> Library | None:
+        """What loads the result."""
+        return library_of(self.base)
 
     @property
     def left_out(self) -> list[str]:
         """Patterns of everything that is not merged."""
         return [*self.exclude, *(escape(name) for name in self.kept)]
 
-    def plan(self, left_out: Sequence[str]) -> tuple[dict[str, TensorSpec], int, str]:
-        """What is written, how much to a file, and what the files are called."""
-        specs = written_specs(self.base, self.dtype, left_out if self.is_hf else ())
-        total = max(1, sum(spec.nbytes for spec in specs.values()))
-        return (
-            specs,
-            total if self.single else self.max_shard_bytes,
-            "open_clip_model" if self.single else "model",
-        )
+    def plan(self, left_out: Sequence[str]) -> Plan:
+        """What is written; `left_out` are second names of tied weights."""
+        return plan_output(self.base, self.dtype, left_out, self.max_shard_bytes)
+
+
+class Plan(NamedTuple):
+    """What is written, how much to a file, and what the files are called."""
+
+    specs: dict[str, TensorSpec]
+    max_bytes: int
+    stem: str
+
+
+def plan_output(
+    base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
+) -> Plan:
+    """How a model with the base's tensors is written, so that the base's library loads it: transformers without
+    second names of tied weights, open_clip in one file."""
+    library = library_of(base)
+    specs = written_specs(base, dtype, left_out if library is TRANSFORMERS else ())
+    if library is not None and not library.sharded:
+        max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
+    return Plan(specs, max_shard_bytes, (library or TRANSFORMERS).stem)
 
 
 def prepare(
@@ -121,9 +136,10 @@ def prepare(
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
-    notes: list[str] = []
+    notes = _about_folder(origin)
     opened = {
-        n: align(origin, _open(n, s, origin, read), read=read, say=notes.append) for n, s in named.items()
+        n: align(origin, _kin(origin, _open(n, s, origin, read)), read=read, say=notes.append)
+        for n, s in named.items()
     }
     tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
     same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
@@ -193,6 +209,28 @@ def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bo
     if base is None:
         folded.folder = model.folder
     return folded
+
+
+def _about_folder(base: Checkpoint) -> list[str]:
+    """What of the base's folder is not merged."""
+    library, other, notes = library_of(base), other_weights(base), []
+    if library is not None and other is not None:
+        notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
+    parts = parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
+    if parts:
+        notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
+    return notes
+
+
+def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
+    """The expert, unless it is for the library whose file of the base was not read."""
+    other = other_weights(base)
+    if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
+        raise InputError(
+            f"expert {expert.label!r} shares few names with the base, and beside what was read of that is "
+            f"{other.name}: if the expert is one of those, give base={other}"
+        )
+    return expert
 
 
 def _tokenizer_folder(

@@ -210,7 +210,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 def _copy_files(prepared: Prepared, folder: Path) -> None:
     if prepared.base.folder is not None:
-        copy_model_files(prepared.base.folder, folder, prepared.dtype, prepared.vocabulary)
+        copy_model_files(prepared.base.folder, folder, prepared.library, prepared.dtype, prepared.vocabulary)
     if prepared.tokenizer is not None:
         copy_tokenizer_files(prepared.tokenizer, folder)
 

@@ -158,7 +158,7 @@ def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
     (source / "LICENSE").write_text("mine")
     (source / "chat_template.jinja").write_text("{{ x }}")
     (tmp_path / "out").mkdir()
-    copy_model_files(source, tmp_path / "out", torch.float16, 40)
+    copy_model_files(source, tmp_path / "out", None, torch.float16, 40)
     copy_tokenizer_files(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [
