@@ -2,6 +2,7 @@
 
 from mergekit_lab.checkpoints.align import align, computed_buffers
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
+from mergekit_lab.checkpoints.casting import cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
@@ -41,7 +42,9 @@ __all__ = [
     "assumed_ties",
     "cached_folder",
     "cached_snapshot",
+    "cast",
     "check_out",
+    "check_range",
     "computed_buffers",
     "copy_model_files",
     "copy_tokenizer_files",

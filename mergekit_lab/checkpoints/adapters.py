@@ -186,6 +186,7 @@ def _changes(
     changes: dict[str, _Change] = {}
     layouts: dict[str, Layout] = {}
     lost = []
+    _check_kinds(label, tensors)
     place = _Placement(base, [*(f"{m}.weight" for m in modules), *plain])
     for inner, name in plain.items():
         target = place.of(inner)
@@ -210,6 +211,9 @@ def _changes(
             if bias not in base:
                 raise InputError(f"{label}: lora_bias of {module!r}, but the base has no {bias}")
             changes.setdefault(bias, _Change()).bias = factors
+    whole = [target for target in changes if not base.specs[target].dtype.is_floating_point]
+    if whole:
+        raise InputError(f"{label}: the adapter changes integers of the base ({listing(whole)})")
     transposed = stored_transposed(label, base, layouts, bool(config.get("fan_in_fan_out")))
     for target, change in changes.items():
         if change.factors and target in transposed:
@@ -222,6 +226,15 @@ def _changes(
             "ties"
         )
     return changes
+
+
+def _check_kinds(label: str, tensors: Checkpoint) -> None:
+    odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
+    if odd:
+        raise InputError(
+            f"{label}: the adapter holds tensors that are no floating-point numbers ({listing(odd)}): if it is "
+            "quantised, merge it with peft and give the saved model"
+        )
 
 
 def _repeats(tensors: Checkpoint, plain: Mapping[str, str], inner: str) -> bool:
