@@ -37,6 +37,7 @@ _PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 _LAST_SEEN_TWICE = (0, 21)
+_LARGEST_ALPHA = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def _factors(
     if configured != rank:
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
     alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise InputError(f"{label}: lora_alpha is {alpha!r}")
     times = _times_applied(label, parts[pair[0]], config)
     return Factors(parts, rank, times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

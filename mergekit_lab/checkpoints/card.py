@@ -25,7 +25,8 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 14
 SAMPLED = (
     f"*Sampled*: of a file over {_HASHED_WHOLE >> 20} MiB, the SHA-256 of its size and of {_SAMPLES} evenly "
-    f"spaced pieces of {_SAMPLE_BYTES >> 10} KiB. It tells trained models apart, not files that differ in a few bytes."
+    f"spaced pieces of {_SAMPLE_BYTES >> 10} KiB. It tells trained models apart, not files that differ in a "
+    "few bytes."
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.ties import configured_groups, read_config, ties_embeddings, vocabulary_size
 from mergekit_lab.checkpoints.vocabulary import read_tokens
 from mergekit_lab.errors import listing
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass
@@ -126,6 +129,16 @@ def describe_model(base: Checkpoint) -> list[str]:
     if buffers:
         lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
     return lines
+
+
+def describe_tensors(base: Checkpoint) -> list[str]:
+    """Names, shapes and dtypes; numbers within names are one line, `layers.*.w`."""
+    alike = Counter((_NUMBER.sub("*", name), spec) for name, spec in base.specs.items())
+    return [
+        f"{name}: {' × '.join(map(str, spec.shape)) or 'a number'}, {str(spec.dtype).removeprefix('torch.')}"
+        + (f" ({count} of them)" if count > 1 else "")
+        for (name, spec), count in alike.items()
+    ]
 
 
 def disagreements(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:

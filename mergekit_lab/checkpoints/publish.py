@@ -31,9 +31,13 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
         InputError: a file, a folder with something in it (with `overwrite`: that no merge wrote), one that
             holds an input, or one in a place where none can be made.
     """
+    try:
+        where = out.resolve()
+        out.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"out={str(out)[:200]} is no place for a folder ({error})") from None
     if out.suffix in {".safetensors", ".bin", ".pt"} or out.is_file():
         raise InputError(f"out={out} is a file; give a folder")
-    where = out.resolve()
     if where == Path(where.anchor) or where == Path.home():
         raise InputError(f"out={out} is no place for a model")
     for path in inputs:

@@ -51,6 +51,10 @@ def open_checkpoint(
         return source
     if isinstance(source, Mapping):
         return InMemory(label or "the state dict", source)
+    if not isinstance(source, str | Path):
+        raise InputError(
+            f"{label or 'the source'} is a {type(source).__name__}: give a state dict, a path or a hub id"
+        )
     label = label or str(source)
     wanted = _hub_id(source)
     if wanted and headers_only and cached_snapshot(*wanted) is None:
@@ -80,11 +84,20 @@ def find_source(source: str | Path, weights: bool = True) -> Path:
         weights: False is content with a snapshot's configuration and tokenizer.
     """
     wanted = _hub_id(source)
-    return snapshot(*wanted, weights) if wanted else Path(source).expanduser()
+    return snapshot(*wanted, weights) if wanted else _path(source)
 
 
 def _hub_id(source: str | Path) -> tuple[str, str | None] | None:
-    return hub_id(source) if isinstance(source, str) and not Path(source).expanduser().exists() else None
+    return hub_id(source) if isinstance(source, str) and not _path(source).exists() else None
+
+
+def _path(source: str | Path) -> Path:
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, nobody's home
+        raise InputError(f"{str(source)[:200]!r} is no path ({error})") from None
+    return path
 
 
 def _open_folder(label: str, path: Path, base: Checkpoint | None) -> Checkpoint:

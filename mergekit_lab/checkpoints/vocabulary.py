@@ -27,24 +27,43 @@ CHOICES = ("intersect", "pad", "base")
 
 
 def read_tokens(folder: Path | None) -> dict[str, int] | None:
-    """Row of each token, by the tokenizer's own files; None where none is readable as text."""
+    """Row of each token, by the tokenizer's own files; None where none is readable as text.
+
+    Raises:
+        InputError: such a file is damaged, or gives a token a row that cannot be.
+    """
     if folder is None:
         return None
     try:
-        if (folder / "tokenizer.json").is_file():
-            return _fast_tokens(json.loads((folder / "tokenizer.json").read_text()))
-        tokens = None
-        if (folder / "vocab.json").is_file():
-            tokens = {str(t): int(i) for t, i in json.loads((folder / "vocab.json").read_text()).items()}
-        elif (folder / "vocab.txt").is_file():
-            with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
-                tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
-        if tokens is not None and (folder / "added_tokens.json").is_file():
-            added = json.loads((folder / "added_tokens.json").read_text())
-            tokens |= {str(t): int(i) for t, i in added.items()}
-        return tokens
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        tokens = _tokens(folder)
+        wrong = [token for token, row in (tokens or {}).items() if not 0 <= row < _MOST_ROWS]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
+    if wrong:
+        raise InputError(
+            f"the tokenizer files of {folder} give impossible rows to ({listing(map(repr, wrong))})"
+        )
+    return tokens
+
+
+_MOST_ROWS = 1 << 31
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    def content(name: str) -> Any:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+
+    if (folder / "tokenizer.json").is_file():
+        return _fast_tokens(content("tokenizer.json"))
+    tokens = None
+    if (folder / "vocab.json").is_file():
+        tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
+    elif (folder / "vocab.txt").is_file():
+        with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
+            tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
+    if tokens is not None and (folder / "added_tokens.json").is_file():
+        tokens |= {str(token): int(row) for token, row in content("added_tokens.json").items()}
+    return tokens
 
 
 def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
@@ -351,6 +370,10 @@ class _Rows:
         notes = [f"{listing(self.names)}: {self.rows} rows, matched by {by}"]
         for position, expert in enumerate(self.experts, 1):
             size, used = expert.specs[self.names[0]].shape[0], int((self.map(position) >= 0).sum())
+            if not used:
+                raise InputError(
+                    f"no token of {expert.label!r} is in the vocabulary of the result: is its tokenizer right?"
+                )
             notes.append(f"{expert.label}: {used} of its {size} rows are in the result")
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
         return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))

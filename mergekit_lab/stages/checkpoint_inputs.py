@@ -132,6 +132,8 @@ def prepare(
     Args:
         read: compare the values of names that look tied; False reads headers only.
     """
+    if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
+        raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
     origin = _open("the base", base, None, read)
     named = name_sources(experts, "experts")
     if not named:
@@ -191,6 +193,8 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
                 f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
             )
         return named
+    if isinstance(sources, str | Path):
+        raise InputError(f"{what} is one path ({sources}): give a list or a mapping")
     listed = list(sources)
     if names is not None:
         if len(listed) != len(names):
@@ -257,7 +261,11 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         InputError: no floating-point dtype that a checkpoint is stored in.
     """
-    if dtype is None or isinstance(dtype, torch.dtype):
+    if dtype is None:
+        return None
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
         return dtype
     if dtype not in _DTYPES:
         raise InputError(f"dtype is {dtype!r}{suggestion(dtype, _DTYPES)}")

@@ -89,6 +89,9 @@ def merge(
     Raises:
         InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
     """
+    for name, number in (metrics or {}).items():
+        if not isinstance(number, int | float):
+            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:
             statistics = {**(statistics or {}), kind: given}

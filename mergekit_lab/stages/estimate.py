@@ -27,6 +27,7 @@ from mergekit_lab.checkpoints import (
     check_out,
     describe_inputs,
     describe_model,
+    describe_tensors,
     disagreements,
     plan_shards,
     refuse_quantised,
@@ -49,7 +50,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False) -> Rep
     """What the merge would read, do and need, and what stands in its way."""
     result = Report()
     result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
-    result.section("Base", describe_model(prepared.base))
+    result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
     result.problems += _place_problems(prepared, out, overwrite)

@@ -163,3 +163,28 @@ def test_a_head_has_a_row_a_token_only_beside_an_embedding_of_as_many(name: str)
 def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
     assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        ('{"a": -1, "b": 0}', r"impossible rows to \('a'\)"),
+        ('{"a": 99999999999999999999}', "impossible rows"),
+        ('{"a": 1e400}', "cannot be read"),
+        ('{"a": null}', "cannot be read"),
+        ("[3]", "cannot be read"),
+        ("{" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_tokenizer_with_rows_that_cannot_be_is_refused(vocabulary: str, message: str, tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocabulary}}}}}')
+    with pytest.raises(InputError, match=message):
+        read_tokens(tmp_path)
+
+
+def test_a_tokenizer_that_knows_no_token_of_the_others_is_no_match(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    tokens = [f"other{n}" for n in range(38)]
+    alien = open_checkpoint(write_tensors_of(llama(vocabulary=38), tmp_path / "alien", tokens), "alien")
+    with pytest.raises(InputError, match="no token of 'alien' is in the vocabulary of the result"):
+        reconcile(base, [alien], "intersect")

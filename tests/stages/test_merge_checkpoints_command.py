@@ -92,6 +92,12 @@ def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_
         (["cars"], {"include": ["*.nope"]}, r"'\*.nope' matches no"),
         (["cars"], {"tokenizer_from": "nowhere"}, "is no folder and no expert"),
         (["cars"], {"max_shard_bytes": 0}, "max_shard_bytes is 0"),
+        (["cars"], {"max_shard_bytes": "5GB"}, "max_shard_bytes is '5GB'; it must be a whole number"),
+        (["cars"], {"dtype": torch.int8}, "must be a floating-point dtype"),
+        (["cars"], {"metrics": {"accuracy": "high"}}, "metrics: accuracy is 'high'; it must be a number"),
+        ("cars", {}, r"experts is one path \(cars\)"),
+        ([None], {}, "0 is a NoneType: give a state dict"),
+        (["x" * 5000], {}, "is no path"),
         (["cars"], {"fishers": ["cars", "cars"]}, "2 fisher inputs were given for 1 experts"),
         (["cars"], {"fishers": {"svhn": "cars"}}, r"for \(svhn\), the experts are \(cars\)"),
     ],
@@ -180,6 +186,9 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["base=base", "out=o", "merger=ties"], "experts is not set"),
         (["base=base", "experts=[]", "out=o", "merger=ties"], "experts is not set"),
         (["base=base", "experts=cars", "out=o", "merger=ties"], r"give a list, experts=\[cars\]"),
+        (["base=base", "experts=[null]", "out=o", "merger=ties"], "experts holds None, which is no path"),
+        (["base=base", "experts=@binary.txt", "out=o", "merger=ties"], r"binary\.txt cannot be read"),
+        (["base=base", "experts=[cars]", f"out={'o' * 300}", "merger=ties"], "is no place for a folder"),
         (["base=base", "experts=@nowhere.txt", "out=o", "merger=ties"], r"there is no file nowhere\.txt"),
         (["base=base", "experts=[cars]", "out=o"], "no merger is set"),
         (["base=base", "experts=[cars]", "merger=ties"], "out is not set"),
@@ -203,6 +212,7 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     save(llama(), tmp_path / "base")
     save(tuned(llama(), 1), tmp_path / "cars")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=message):
         command(tmp_path, *arguments)
     assert not (tmp_path / "o").exists()
@@ -267,6 +277,10 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     command(tmp_path, f"base={base}", two, f"out={tmp_path / 'out'}", "merger=tsvm", "dry_run=true")
     said = capsys.readouterr().out
     facts = ["rsLoRA of rank 3 on 4 tensors: 2 × q_proj, 2 × v_proj", "tied by the configuration"]
+    facts += [
+        "model.embed_tokens.weight: 36 × 16, float32\n",
+        "layers.*.mlp.up_proj.weight: 24 × 16, float32 (2 of",
+    ]
     needs = ["host memory: at most", "time: about", "The merge would work."]
     for text in [*facts, "vocabulary: 36, 36 tokens", *needs]:
         assert text in said
