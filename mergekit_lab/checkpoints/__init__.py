@@ -15,17 +15,26 @@ from mergekit_lab.checkpoints.inspection import (
     size_text,
     written_specs,
 )
-from mergekit_lab.checkpoints.libraries import OPEN_CLIP, TRANSFORMERS, Library, library_of, other_weights
+from mergekit_lab.checkpoints.libraries import (
+    LIBRARIES,
+    OPEN_CLIP,
+    TRANSFORMERS,
+    Library,
+    library_of,
+    other_weights,
+)
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
 from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantised import refuse_quantised
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
-from mergekit_lab.checkpoints.vocabulary import reconcile
+from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.vocabulary import reconcile, vocabulary_rows
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
+    "LIBRARIES",
     "MAX_SHARD_BYTES",
     "OPEN_CLIP",
     "RECORD",
@@ -63,12 +72,14 @@ __all__ = [
     "other_weights",
     "parts_with_weights",
     "plan_shards",
+    "read_tokens",
     "reconcile",
     "refuse_quantised",
     "sha256_of",
     "size_text",
     "unreachable",
     "versions",
+    "vocabulary_rows",
     "write_tensors",
     "written_specs",
 ]

@@ -28,7 +28,10 @@ _SPELLINGS = (
     (re.compile(r"\.weight_g$"), ".parametrizations.weight.original0"),
     (re.compile(r"\.weight_v$"), ".parametrizations.weight.original1"),
 )
-_COUNTING = re.compile(r"(^|\.)((position|token_type)_ids|relative_position_index)$")
+_COUNTING = re.compile(
+    r"(^|\.)((position|token_type)_ids|relative_position_index)$|^(input_resolution|context_length|vocab_size)$"
+)
+"""The last three are of OpenAI's CLIP."""
 _FREQUENCIES = re.compile(r"(^|\.)(original_)?inv_freq$")
 _CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")
 

@@ -57,6 +57,9 @@ def copy_model_files(
         library: whose files are wanted; None: all.
         dtype: written into `config.json`, if given.
         vocabulary: `vocab_size` in the configuration, if given.
+
+    Raises:
+        InputError: a link that leads out of `source`; a damaged configuration.
     """
     config = read_config(source)
     patterns = [*_LICENCES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
@@ -64,7 +67,8 @@ def copy_model_files(
         patterns += _CODE if "auto_map" in json.dumps(config) else ()
         patterns += (*_SENTENCES, *(f"{escape(part)}/{p}" for part in _parts(source) for p in _PART))
     names = _copy(source, folder, patterns)
-    if "config.json" in names and (dtype is not None or vocabulary is not None):
+    quantised = config.pop("quantization_config", None)  # the weights that are written are not
+    if "config.json" in names and (dtype is not None or vocabulary is not None or quantised is not None):
         _adapt(config, dtype, vocabulary)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if "open_clip_config.json" in names and vocabulary is not None:

@@ -9,70 +9,20 @@ whatever the method.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.ties import could_be_vocabulary, is_vocabulary_name
+from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
-
-
-def read_tokens(folder: Path | None) -> dict[str, int] | None:
-    """Row of each token, by the tokenizer's own files; None where none is readable as text.
-
-    Raises:
-        InputError: such a file is damaged, or gives a token a row that cannot be.
-    """
-    if folder is None:
-        return None
-    try:
-        tokens = _tokens(folder)
-        wrong = [token for token, row in (tokens or {}).items() if not 0 <= row < _MOST_ROWS]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
-    if wrong:
-        raise InputError(
-            f"the tokenizer files of {folder} give impossible rows to ({listing(map(repr, wrong))})"
-        )
-    return tokens
-
-
-_MOST_ROWS = 1 << 31
-
-
-def _tokens(folder: Path) -> dict[str, int] | None:
-    def content(name: str) -> Any:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
-
-    if (folder / "tokenizer.json").is_file():
-        return _fast_tokens(content("tokenizer.json"))
-    tokens = None
-    if (folder / "vocab.json").is_file():
-        tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
-    elif (folder / "vocab.txt").is_file():
-        with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
-            tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
-    if tokens is not None and (folder / "added_tokens.json").is_file():
-        tokens |= {str(token): int(row) for token, row in content("added_tokens.json").items()}
-    return tokens
-
-
-def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, list):
-        tokens = {str(entry[0]): row for row, entry in enumerate(vocabulary)}
-    else:
-        tokens = {str(token): int(row) for token, row in vocabulary.items()}
-    return tokens | {str(t["content"]): int(t["id"]) for t in content.get("added_tokens") or ()}
 
 
 @dataclass(frozen=True)
@@ -95,6 +45,12 @@ class Reconciled:
     tokenizer: Path | None = None
     side: Callable[[int, Checkpoint], Checkpoint] = lambda position, checkpoint: checkpoint
     notes: tuple[str, ...] = ()
+
+
+def vocabulary_rows(checkpoint: Checkpoint) -> int | None:
+    """Rows of a model's embedding; None where no tensor is called one."""
+    specs = [s for n, s in checkpoint.specs.items() if is_vocabulary_name(n) and s.dtype.is_floating_point]
+    return max((spec.shape[0] for spec in specs if len(spec.shape) == 2), default=None)
 
 
 def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[str]:
@@ -375,5 +331,14 @@ class _Rows:
                     f"no token of {expert.label!r} is in the vocabulary of the result: is its tokenizer right?"
                 )
             notes.append(f"{expert.label}: {used} of its {size} rows are in the result")
+        before, after = self.tokens[0], self.wanted
+        if before and after and after is not before:
+            moved = [token for token, row in before.items() if after.get(token, row) != row]
+            if moved:
+                notes.append(
+                    f"warning: {len(moved)} tokens of the base have other rows in the result "
+                    f"({listing(moved, 4)}); token ids in config.json and generation_config.json are "
+                    "still the base's"
+                )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
         return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mergekit_lab.checkpoints import (
+    LIBRARIES,
     MAX_SHARD_BYTES,
     TRANSFORMERS,
     Checkpoint,
@@ -23,7 +24,9 @@ from mergekit_lab.checkpoints import (
     open_checkpoint,
     other_weights,
     parts_with_weights,
+    read_tokens,
     reconcile,
+    vocabulary_rows,
     written_specs,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -145,6 +148,7 @@ def prepare(
     }
     tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
     same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
+    _check_tokenizer(tokenizer, same.base)
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
@@ -200,9 +204,16 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
         if len(listed) != len(names):
             raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
         return dict(zip(names, listed, strict=True))
-    called = [Path(s).name if isinstance(s, str | Path) else "" for s in listed]
+    called = [_folder_or_file(s) if isinstance(s, str | Path) else "" for s in listed]
     unique = len(set(called)) == len(called) and all(called)
     return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
+
+
+def _folder_or_file(source: str | Path) -> str:
+    """A path's last part, but for a file whose name is every model's."""
+    path = Path(source)
+    known = any(path.name in library.weights for library in LIBRARIES)
+    return path.absolute().parent.name if known else path.name
 
 
 def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bool) -> Checkpoint:
@@ -249,6 +260,17 @@ def _tokenizer_folder(
     return folder
 
 
+def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
+    """Refuse a tokenizer with tokens that have no row in the model that comes out."""
+    rows = vocabulary_rows(base)
+    tokens = read_tokens(folder) if rows else None
+    if rows and tokens and max(tokens.values()) >= rows:
+        raise InputError(
+            f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
+            "rows: embeddings=pad makes room for the tokens of models that have them"
+        )
+
+
 def _device(device: Devices) -> Devices:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,5 +302,7 @@ def _called(source: Any) -> str:
     if isinstance(source, str) and not Path(source).expanduser().exists():
         return source
     if isinstance(source, str | Path):
-        return Path(source).absolute().name
+        path = Path(source).absolute()
+        folder = _folder_or_file(path)
+        return folder if folder == path.name else f"{folder}/{path.name}"
     return "in memory"

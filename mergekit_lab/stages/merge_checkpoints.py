@@ -72,7 +72,7 @@ def run_merge_checkpoints(cfg: DictConfig) -> None:
     out = Path(given.out) if given.out else None
     check_format(prepared, given.format)
     if given.dry_run:
-        found = report(prepared, out, given.overwrite)
+        found = report(prepared, out, given.overwrite, given.format)
         print(found.text())
         if not found.works:
             raise InputError("the merge would not work: see the problems above")

@@ -6,7 +6,7 @@ from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import reconcile
-from mergekit_lab.checkpoints.vocabulary import read_tokens
+from mergekit_lab.checkpoints.tokens import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -74,6 +74,7 @@ def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
         reconcile(base, [longer, mixed], "pad")
     same = reconcile(base, [longer, mixed], "pad", mixed.folder)
     assert same.rows == 37
+    assert "36 tokens of the base have other rows in the result (t0, t1, t10, t11" in same.notes[-1]
     for position, token in ((0, 35), (35, 0)):
         assert torch.equal(same.base[EMBED][position], base[EMBED][token])
         assert torch.equal(same.experts[0][EMBED][position], longer[EMBED][token])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints.models import llama, save, t5, three, tuned
+from checkpoints.models import llama, save, t5, three, tuned, write_tensors_of
 from stages.conftest import composed
 
 import mergekit_lab
@@ -22,6 +22,7 @@ from mergekit_lab.checkpoints import Checkpoint, write_tensors
 from mergekit_lab.merging import (
     DARE,
     TIES,
+    TSVM,
     WUDI,
     AdaMerging,
     Learning,
@@ -110,6 +111,28 @@ def test_mistakes_are_named_and_leave_nothing(experts, keywords, message, tmp_pa
     with pytest.raises(InputError, match=message):
         mergekit_lab.merge("base", experts, "out", TaskArithmetic(), **{"device": "cpu", **keywords})
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_tokenizer_must_fit_the_rows_that_come_out(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    longer = write_tensors_of(tuned(llama(vocabulary=38), 3), tmp_path / "longer", [f"t{n}" for n in range(38)])
+    for models, options in ((experts, {}), ([longer], {"embeddings": "intersect"})):
+        with pytest.raises(InputError, match="tokens reach row 37, and the result has 36 rows"):
+            mergekit_lab.merge(base, models, tmp_path / "out", METHOD, tokenizer_from=longer, **options)
+    out = mergekit_lab.merge(base, experts, tmp_path / "out", METHOD, tokenizer_from="cars", device="cpu")
+    assert (out / "tokenizer.json").read_bytes() == (experts["cars"] / "tokenizer.json").read_bytes()
+
+
+def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    method = TSVM(rank=2)
+    factors = mergekit_lab.merge(base, experts, tmp_path / "out", method, device="cpu", format="low_rank")
+    specs = open_checkpoint(factors / "factors.safetensors").specs
+    size = sum(spec.nbytes for spec in specs.values())
+    said = report(
+        prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o", format="low_rank"
+    ).text()
+    assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in said
 
 
 def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:

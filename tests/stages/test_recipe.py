@@ -53,7 +53,8 @@ def mergekits(text: str, out: Path):
     Path("recipe.yml").write_text(text)
     code = "import sys; from mergekit.scripts.run_yaml import main; sys.argv[0] = 'mergekit-yaml'; main()"
     subprocess.run(
-        [str(MERGEKIT), "-c", code, "recipe.yml", str(out), "--quiet", "--no-write-model-card"],
+        [str(MERGEKIT), "-c", code, "recipe.yml", str(out), "--quiet", "--no-write-model-card",
+         "--random-seed", "1"],
         check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     return opened(out)
