@@ -25,7 +25,20 @@ from mergekit_lab.errors import InputError, listing
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
-_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+_PATTERNS = [
+    *(
+        "*.json",
+        "*.txt",
+        "*.model",
+        "*.tiktoken",
+        "*.spm",
+        "bpe.codes",
+        "*.jinja",
+        "*.py",
+        "LICENSE*",
+        "NOTICE*",
+    ),
+]
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
 _PATIENCE = 3.0

@@ -56,6 +56,7 @@ class Prepared:
         kept: names that stay the base's for other reasons: buffers that are computed, `embeddings=base`.
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
+        tokenizer_source: what the card calls that.
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
@@ -76,6 +77,7 @@ class Prepared:
     max_shard_bytes: int
     vocabulary: int | None
     tokenizer: Path | None
+    tokenizer_source: str
     base_source: str
     sources: Mapping[str, str]
     notes: Sequence[str]
@@ -174,6 +176,7 @@ def prepare(
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
         tokenizer=tokenizer or same.tokenizer or origin.folder,
+        tokenizer_source=_tokenizer_source(tokenizer_from, same.tokenizer, opened),
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
         notes=[*notes, *same.notes],
@@ -258,6 +261,12 @@ def _tokenizer_folder(
     if folder is None or not folder.is_dir():
         raise InputError(f"tokenizer_from={wanted} is no folder and no expert{suggestion(str(wanted), known)}")
     return folder
+
+
+def _tokenizer_source(wanted: str | Path | None, found: Path | None, opened: Mapping[str, Checkpoint]) -> str:
+    if wanted is not None:
+        return str(wanted) if str(wanted) in {*opened, "base"} else _called(wanted)
+    return next((name for name, expert in opened.items() if found and expert.folder == found), "base")
 
 
 def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:

@@ -142,6 +142,8 @@ def write(
             _copy_files(prepared, folder)
         else:
             _low_rank_record(prepared).write(folder)
+            if prepared.tokenizer is not None and prepared.tokenizer != prepared.base.folder:
+                copy_tokenizer_files(prepared.tokenizer, folder)
         _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
@@ -259,6 +261,7 @@ def _card(
             "include": prepared.include,
             "exclude": list(prepared.exclude) or None,
             "embeddings": prepared.embeddings,
+            "tokenizer": prepared.tokenizer_source,
         },
         versions=versions(),
         hub_ids=ids,

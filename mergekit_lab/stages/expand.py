@@ -77,7 +77,8 @@ def expand(
                 writer.write(name, model[name])
         if origin.folder is not None:
             copy_model_files(origin.folder, made, library_of(origin), model.dtype)
-            copy_tokenizer_files(origin.folder, made)
+            if not copy_tokenizer_files(folder, made):
+                copy_tokenizer_files(origin.folder, made)
         _card(folder, out.name, model, tasks).write(made)
     return out
 

@@ -15,6 +15,7 @@ from checkpoints.models import (
     open_clip_model,
     save,
     t5,
+    t5_1_1,
     three,
     tuned,
     write_tensors_of,
@@ -57,6 +58,8 @@ HF = {
     "llama": (llama, "AutoModelForCausalLM", text_logits),
     "tied llama": (lambda: llama(tied=True), "AutoModelForCausalLM", text_logits),
     "t5": (t5, "AutoModelForSeq2SeqLM", t5_logits),
+    "t5 1.1": (t5_1_1, "AutoModelForSeq2SeqLM", t5_logits),
+    "gpt2": (gpt2, "AutoModelForCausalLM", text_logits),
     "bert": (bert, "AutoModelForMaskedLM", text_logits),
     "clip": (clip, "AutoModel", clip_logits),
 }
