@@ -8,7 +8,6 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader, shaped
 from mergekit_lab.merging.contract import Method, Segment, Site
@@ -111,7 +110,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
         sums = shaped(_sum(base, merged, method.scale, finest), targets)
         for name, target, values in zip(members, targets, sums, strict=True):
-            _check_range(name, values, target.dtype)
+            check_range(name, values, target.dtype)
         torch._foreach_copy_(targets, sums)
 
 
@@ -137,24 +136,9 @@ def _part(tensor: Tensor, segment: Segment) -> Tensor:
     return tensor.view(-1)[segment.start : segment.stop]
 
 
-_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
 def _store(name: str, out: Tensor, values: Tensor) -> None:
-    _check_range(name, values, out.dtype)
+    check_range(name, values, out.dtype)
     out.copy_(values)
-
-
-def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what a narrow dtype cannot hold, before the cast: some casts give infinity, others the largest
-    number there is."""
-    if dtype not in _NARROW or values.dtype == dtype:
-        return
-    info = torch.finfo(dtype)
-    low, high = values.float().aminmax()
-    rounding = info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
-    if not bool(torch.maximum(high, -low) < info.max + rounding):
-        raise InputError(f"the merged tensor {name!r} overflows {dtype}: set dtype to bfloat16 or float32")
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -227,7 +211,9 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
     for name, spec in inputs.base.specs.items():
         if name not in merged and name not in inputs.tied:
             kept = inputs.base[name].clone()
-            yield from with_tied(name, kept.to(dtype) if dtype and spec.dtype.is_floating_point else kept)
+            yield from with_tied(
+                name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
+            )
     for results in results_of(readers, lambda reader, names: _run(reader, names, survey, dtype)):
         for name, tensor in results:
             yield from with_tied(name, tensor)
