@@ -86,6 +86,12 @@ def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> No
     assert len(keys) == len(cases)
 
 
+def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> None:
+    assert context(tmp_path, tmp_path, "optimizer=sam").optimizer_name == "sam"
+    more = ["optimizer=sam", "optimizer@optimizer.base=sgd", "+optimizer@optimizer_of.digits=mergopt"]
+    assert context(tmp_path, tmp_path, *more).optimizer_name == "sam over sgd, mergopt digits"
+
+
 def planned(*overrides: str) -> Settings:
     cfg, _ = composed([*TINY, *overrides])
     return Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
