@@ -252,9 +252,11 @@ class Setup:
 
     @property
     def optimizer_name(self) -> str:
-        """What records call the optimizer: its option, and those of single tasks."""
+        """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
+        base = self.choices.get("optimizer@optimizer.base", "adamw")
+        name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
         own = [f"{self.choices.get(f'optimizer@optimizer_of.{t}', 'other')} {t}" for t in self.cfg.optimizer_of]
-        return ", ".join([self.choices["optimizer"], *own])
+        return ", ".join([name, *own])
 
     def expert_source(self, task: str) -> str | None:
         """Where the expert of a task comes from, if it is not trained."""

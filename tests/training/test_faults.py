@@ -30,9 +30,11 @@ def train(resume: Path, head, on_metrics=None):
     )
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGINT, 11)])
+@pytest.mark.parametrize(
+    ("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGTERM, 7), (signal.SIGINT, 11)]
+)
 def test_a_signal_stops_after_the_step_and_training_goes_on_bit_for_bit(tmp_path, head, number, at) -> None:
-    """Also where that step was the last, which is made again to be validated."""
+    """Also where a validation is due after that step, and where it was the last, which is then made again."""
 
     def look(metrics, step: int) -> None:
         if step == at and "train_loss" in metrics:
