@@ -80,7 +80,7 @@ class ComparisonSweeper(BasicSweeper):
     def _contexts(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs' contexts by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
 
         shared: dict[str, Any] = {}
@@ -88,11 +88,12 @@ class ComparisonSweeper(BasicSweeper):
         for number, overrides in enumerate(jobs):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
-            choices = dict(config.hydra.runtime.choices)
+            choices, said = dict(config.hydra.runtime.choices), list(config.hydra.overrides.task)
             with open_dict(config):
                 del config["hydra"]
             try:
                 check(config)
+                config = with_chosen_merger(config, said)
                 found[number] = Context(config, Path(), choices, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")

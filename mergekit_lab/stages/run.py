@@ -90,11 +90,12 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         from mergekit_lab.stages.preflight import refuse_missing
 
         refuse_missing(cfg)
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
         from mergekit_lab.stages.outcome import outcome
 
         check(cfg)
+        cfg = with_chosen_merger(cfg, overrides)
         context = Context(cfg, folder, choices)
         if cfg.dry_run:
             from mergekit_lab.stages.plan import Plan
