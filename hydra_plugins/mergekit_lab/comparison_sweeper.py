@@ -5,6 +5,7 @@ The comparison is written also when some of them failed.
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,9 +18,21 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweepe
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import CompactHydraException
 from omegaconf import open_dict
 
 log = logging.getLogger(__name__)
+_NEED_NOTHING = {
+    "finetuning",
+    "optimizer",
+    "optimizer_of",
+    "training",
+    "curvature",
+    "search",
+    "merger",
+    "mergers",
+}
+"""Keys that decide nothing of what a job needs from elsewhere."""
 _CLOCK_STEP = 2.0  # seconds: file systems keep coarser times than the clock
 
 
@@ -49,6 +62,7 @@ class ComparisonSweeper(BasicSweeper):
         begun = time.time()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
+        self._refuse_missing(arguments)
         if "suite" in self.config and self.config.dry_run:
             return self._print_plan(arguments)
         self._give_up({})  # of a sweep that was killed
@@ -61,6 +75,26 @@ class ComparisonSweeper(BasicSweeper):
                 close()
             if not isinstance(sys.exception(), KeyboardInterrupt):
                 self._compare(begun)
+
+    def _refuse_missing(self, arguments: list[str]) -> None:
+        """Ask once for all jobs whether data and weights can be had: asked by each, it takes a second a job."""
+        from mergekit_lab.errors import InputError
+        from mergekit_lab.stages.run import refuse_missing
+
+        if "suite" not in self.config:
+            return
+        asked = [
+            override
+            for override in self._parsed(arguments)
+            if re.split(r"[.@/]", override.get_key_element())[0] not in _NEED_NOTHING
+            and (override.is_discrete_sweep() or not override.is_sweep_override())
+        ]
+        jobs = [job for batch in self.split_arguments(asked, None) for job in batch]
+        load = self.hydra_context.config_loader.load_sweep_config
+        try:
+            refuse_missing(*(load(self.config, list(overrides)) for overrides in jobs))
+        except InputError as error:
+            raise CompactHydraException(str(error)) from error
 
     def _launch_all(self, arguments: list[str]) -> Any:
         self._train_first(self._jobs(arguments))
