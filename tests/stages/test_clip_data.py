@@ -24,6 +24,7 @@ from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.preflight import list_missing, refuse_missing
+from mergekit_lab.store import content_key
 from mergekit_lab.tasks import decoding
 
 ONE_TASK = [
@@ -152,6 +153,20 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     cfg.joint = True
     with pytest.raises(InputError, match="set joint=false"):
         run(cfg, tmp_path / "run", choices, [])
+
+
+def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
+    torch.save(OpenClip("glyph-clip", None, seed=5).model().state_dict(), tmp_path / "eurosat.pt")
+    given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
+
+    def fisher(*more: str) -> str:
+        return content_key(context(data, tmp_path / "store", *given, *more).side_content("fisher", "eurosat"))
+
+    found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearised")]
+    write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
+    found.append(fisher())
+    assert len(set(found)) == 4
+    assert fisher() == found[-1]
 
 
 def _cached(cache: Path, kind: str, repo: str) -> Path:
