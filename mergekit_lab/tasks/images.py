@@ -265,6 +265,9 @@ class HubImages(ImageTask):
         """Over name, classes, templates, and the encoded images' hashes and labels of all parts.
 
         Nothing is decoded for it, and the same files give the same digest on every machine.
+
+        Raises:
+            InputError: what has no header of an image, by name.
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
@@ -296,6 +299,10 @@ class HubImages(ImageTask):
     def _part_digest(self, part: Part) -> str:
         where, chosen = self._chosen(part)
         index = self._indices[where]
+        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
+        if len(unreadable):
+            names = listing([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
+            raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
         digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
         digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
@@ -311,10 +318,6 @@ class HubImages(ImageTask):
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = kept_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
-        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
-        if len(unreadable):
-            names = listing([rows.name(int(chosen[at])) for at in unreadable], 3)
-            raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:

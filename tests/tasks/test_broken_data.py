@@ -28,6 +28,13 @@ def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
     assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
 
 
+def test_a_test_image_that_is_none_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-0.parquet", pictures(20, 10))
+    write_parquet(tmp_path / "test-0.parquet", [*pictures(10, 10, 1), (b"no image", 0)])
+    with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
+        published("eurosat", tmp_path).fingerprint()
+
+
 def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_parquet(tmp_path / f"{part}-0.parquet", pictures(20, 10))
