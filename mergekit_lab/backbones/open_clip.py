@@ -6,8 +6,10 @@ Legend: N images, C classes, D embedding width. Where weights come from, and whi
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -247,15 +249,16 @@ def _model(key: tuple[str, str | None, int]) -> Any:
             if source is not None and file is not None and not source.tag():
                 own = open_checkpoint(file)
                 renamed = from_transformers(dict(own)) if is_transformers(own) and not alone else None
-            said = backbone._said()
-            model = open_clip.create_model(
-                registered(backbone.architecture),
-                pretrained=None if file is None or alone or renamed is not None else str(file),
-                precision="fp32",
-                force_quick_gelu=backbone.quick_gelu(),
-                force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
-                weights_only=True,
-            )
+            said, later = backbone._said(), alone or renamed is not None
+            with _warning_of_random_weights(not later):
+                model = open_clip.create_model(
+                    registered(backbone.architecture),
+                    pretrained=None if file is None or later else str(file),
+                    precision="fp32",
+                    force_quick_gelu=backbone.quick_gelu(),
+                    force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
+                    weights_only=True,
+                )
             if alone and own is not None:
                 _load_image_tower(model, own)
             elif renamed is not None:
@@ -270,6 +273,21 @@ def _model(key: tuple[str, str | None, int]) -> Any:
             ".safetensors or as a .pt of plain tensors"
         ) from error
     return model.eval()
+
+
+@contextmanager
+def _warning_of_random_weights(wanted: bool) -> Iterator[None]:
+    """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
+    root = logging.getLogger()
+
+    def other(record: logging.LogRecord) -> bool:
+        return wanted or "No pretrained weights loaded" not in record.getMessage()
+
+    root.addFilter(other)
+    try:
+        yield
+    finally:
+        root.removeFilter(other)
 
 
 @torch.no_grad()

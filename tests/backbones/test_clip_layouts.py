@@ -72,8 +72,10 @@ def _normalised(backbone: OpenClip, pixels):
     return (pixels / 255 - encoder.mean) / encoder.std
 
 
-def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels):
+def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels, caplog):
     ours = OpenClip("tiny-layout", str(folder))
+    ours.model()
+    assert "initialized randomly" not in caplog.text
     with torch.no_grad():
         images = theirs.get_image_features(pixel_values=_normalised(ours, pixels)).pooler_output
         torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
