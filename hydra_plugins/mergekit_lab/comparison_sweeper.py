@@ -85,21 +85,26 @@ class ComparisonSweeper(BasicSweeper):
 
     def _refuse_missing(self, arguments: list[str]) -> None:
         """Ask once for all jobs whether data and weights can be had: asked by each, it takes a second a job."""
-        from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.run import refuse_missing
-
         if "suite" not in self.config:
             return
-        asked = [
+        deciding = [
             override
             for override in self._parsed(arguments)
             if re.split(r"[.@/]", override.get_key_element())[0] not in _NEED_NOTHING
             and (override.is_discrete_sweep() or not override.is_sweep_override())
         ]
-        jobs = [job for batch in self.split_arguments(asked, None) for job in batch]
-        load = self.hydra_context.config_loader.load_sweep_config
+        configs = [self.config]
+        if any(o.is_sweep_override() or o.get_key_element() in self.params for o in deciding):
+            load = self.hydra_context.config_loader.load_sweep_config
+            jobs = [job for batch in self.split_arguments(deciding, None) for job in batch]
+            configs = [load(self.config, list(overrides)) for overrides in jobs]
+        if not any(map(_needs_others, configs)):
+            return
+        from mergekit_lab.errors import InputError
+        from mergekit_lab.stages.run import refuse_missing
+
         try:
-            refuse_missing(*(load(self.config, list(overrides)) for overrides in jobs))
+            refuse_missing(*configs)
         except InputError as error:
             raise CompactHydraException(str(error)) from error
 
@@ -123,6 +128,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.errors import InputError
         from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
+        from mergekit_lab.stages.run import refuse_missing
 
         shared: dict[str, Any] = {}
         found = {}
@@ -133,6 +139,7 @@ class ComparisonSweeper(BasicSweeper):
             with open_dict(config):
                 del config["hydra"]
             try:
+                refuse_missing(config)
                 check(config)
                 config = with_chosen_merger(config, said)
                 found[number] = Context(config, Path(), choices, shared)
@@ -217,3 +224,11 @@ class ComparisonSweeper(BasicSweeper):
                 report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
         except Exception:
             log.exception("the comparison of the jobs could not be written")
+
+
+def _needs_others(config: Any) -> bool:
+    """Whether a configuration names what is published elsewhere; found out without importing torch."""
+    weights = config.backbone.get("weights")
+    if config.experts or (weights is not None and not str(weights).startswith("asset:")):
+        return True
+    return any(str(task.get("_target_")).endswith("HubImages") for task in config.suite.tasks.values())

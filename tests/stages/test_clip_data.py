@@ -337,6 +337,7 @@ def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tm
 
 def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("mergekit_lab.stages.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     lacking = [composed([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]
     here = composed([*ONE_TASK, f"data_root={data}", "backbone=glyph_clip"])[0]
