@@ -87,14 +87,13 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if cfg.runs:
             _compare(wanted, cfg, folder)
             return None
-        from mergekit_lab.stages.preflight import refuse_missing
-
         refuse_missing(cfg)
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
         from mergekit_lab.stages.outcome import outcome
 
         check(cfg)
+        cfg = with_chosen_merger(cfg, overrides)
         context = Context(cfg, folder, choices)
         if cfg.dry_run:
             from mergekit_lab.stages.plan import Plan
@@ -126,6 +125,19 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
         ) from error
+
+
+def refuse_missing(*configs: DictConfig) -> None:
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
+    from mergekit_lab.stages import preflight
+
+    preflight.refuse_missing(*(cfg for cfg in configs if _works_on_tasks(cfg)))
+
+
+def _works_on_tasks(cfg: DictConfig) -> bool:
+    """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
+    asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
+    return not (asked & {*_ALONE, *_ON_DATA} or cfg.runs)
 
 
 @contextmanager

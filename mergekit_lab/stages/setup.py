@@ -275,7 +275,8 @@ class Setup:
 
     def _expert_content(self, task: str) -> dict[str, Any]:
         if source := self.expert_source(task):
-            return imported_content(source, self.backbone_content, task)
+            imported = imported_content(source, self.backbone_content, task)
+            return imported | {"finetuning": self.plain["finetuning"]} | self._for_task(task)
         optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
         return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
 
