@@ -149,6 +149,7 @@ class CrossTaskLinearity(Analysis):
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
             "analysis": "ctl",
+            "features": "unpadded",
             "pairs": pairs,
             "coefficient": self.coefficient,
             **data_content(run, names),
