@@ -113,3 +113,10 @@ def test_a_table_of_two_dimensions_may_be_asked_for_with_a_multiplication_sign(t
     asked = "table=optimizer×task@merger:tsvm"
     done = cli(tmp_path, "+experiment=quickstart", asked, "--cfg", "job")
     assert "table: optimizer*task@merger:tsvm" in done.stdout
+
+
+def test_a_stage_on_checkpoints_takes_its_own_configuration(tmp_path) -> None:
+    done = cli(tmp_path, "stage=diagnose", "base=nowhere", "experts=[a,b]", "run_dir=run")
+    assert done.returncode == 1
+    assert "nowhere" in done.stdout + done.stderr
+    assert "not in struct" not in done.stdout + done.stderr
