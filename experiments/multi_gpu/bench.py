@@ -1,6 +1,6 @@
 """Several GPUs of one host: sweeps, data-parallel and sharded training, merges. See README.md.
 
-    python experiments/multi_gpu/bench.py PART --out FOLDER             one of: sweep ddp fsdp merge
+    python experiments/multi_gpu/bench.py PART --out FOLDER             one of: sweep run ddp fsdp merge
     python experiments/multi_gpu/bench.py PART --out FOLDER --dry       tiny shapes, two CPU processes (gloo)
 
 Every part appends rows to FOLDER/PART_LABEL.json as they are measured, and skips the rows that are there.
@@ -101,6 +101,36 @@ def _sweep(given: argparse.Namespace) -> dict[str, Any]:
     made = list(Path(place, "store/experts").glob("*/manifest.json"))
     trained = [json.loads(m.read_text())["info"]["wall_seconds"] for m in made]
     return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": trained}
+
+
+# --- one run whose stages are spread over the devices -----------------------------------------------------
+
+
+def run(given: argparse.Namespace, rows: Rows) -> None:
+    rows.add(f"8 tasks, {len(given.devices)} devices", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> dict[str, Any]:
+    """Experts, Fishers, coefficient searches and evaluations; what each kind took, summed over devices."""
+    devices = [f"cuda:{n}" for n in given.devices] if not given.dry else ["cpu"] * 2
+    place = given.out / "run_store" if given.dry else Path(f"/tmp/run_{len(devices)}")
+    command = [
+        *(sys.executable, "-m", "mergekit_lab", "+experiment=quickstart", "joint=false", "progress=false"),
+        *(f"device=[{','.join(devices)}]", f"store.root={place}/store", f"run_dir={place}/run"),
+        *(["training.steps=2", "training.warmup_steps=1", "search.coefficients=[0.3]"] if given.dry else []),
+        *([] if given.dry else ["suite=glyphs8", f"training.steps={given.steps}"]),
+    ]
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    wall = time.perf_counter() - begun
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-400:])
+    busy: dict[str, list[float]] = {}
+    for made in Path(place, "store").glob("*/*/manifest.json"):
+        seconds = json.loads(made.read_text())["info"].get("wall_seconds", 0.0)
+        busy.setdefault(made.parent.parent.name, []).append(seconds)
+    kinds = {kind: {"pieces": len(each), "seconds": round(sum(each), 1)} for kind, each in sorted(busy.items())}
+    return {"wall_seconds": round(wall, 2), "kinds": kinds}
 
 
 # --- data-parallel training ------------------------------------------------------------------------------
@@ -429,13 +459,13 @@ def _merge_row(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["sweep", "ddp", "fsdp", "merge"])
+    parser.add_argument("part", choices=["sweep", "run", "ddp", "fsdp", "merge"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[0])
     parser.add_argument("--counts", type=int, nargs="+", default=[1], help="merge: how many of the devices")
     parser.add_argument("--shapes", nargs="+", default=["vit_l14", "llama_1b"])
     parser.add_argument("--repeats", type=int, default=2, help="merge: after the first call")
-    parser.add_argument("--steps", type=int, default=500, help="sweep: of an expert")
+    parser.add_argument("--steps", type=int, default=500, help="sweep, run: of an expert")
     parser.add_argument("--label", default=None)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()

@@ -56,11 +56,18 @@ class ComparisonSweeper(BasicSweeper):
             return self._launch_all(arguments)
         finally:
             self._give_up({})
-            close = getattr(self.launcher, "close", None)
-            if close is not None:
-                close()
-            if not isinstance(sys.exception(), KeyboardInterrupt):
-                self._compare(begun)
+            self._tell_launcher("dismiss")
+            try:
+                if not isinstance(sys.exception(), KeyboardInterrupt):
+                    self._compare(begun)
+            finally:
+                self._tell_launcher("close")
+
+    def _tell_launcher(self, what: str, *arguments: Any) -> None:
+        """What a launcher with workers of its own knows; `isinstance` fails, for Hydra loads plugins twice."""
+        method = getattr(self.launcher, what, None)
+        if method is not None:
+            method(*arguments)
 
     def _launch_all(self, arguments: list[str]) -> Any:
         self._train_first(self._jobs(arguments))
@@ -110,9 +117,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.stages.given_up import SHARED
         from mergekit_lab.stages.plan import shared_training, unmade
 
-        ready = getattr(self.launcher, "ready", None)
-        if ready is not None:
-            ready(len(jobs))
+        self._tell_launcher("ready", len(jobs))
         here = isinstance(self.launcher, BasicLauncher)
         if (
             here

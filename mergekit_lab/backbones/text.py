@@ -89,7 +89,7 @@ class TextObjective(ScoredText):
         self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._template = self._look_at_template()
-        self._choices = None if task.choices is None else [self._answer(text) for text in task.choices]
+        self._choices = None if task.choices is None else self._answers(task.choices)
 
     # --- tokens -----------------------------------------------------------------------------------------
 
@@ -109,42 +109,42 @@ class TextObjective(ScoredText):
             )
         return before, after
 
-    def _tokens(self, text: str, special: bool = False) -> Tensor:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
-        if special and ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids = ids[:-1]
-        return torch.tensor(ids, dtype=torch.int64)
+    def _tokens(self, texts: Sequence[str], special: bool = False) -> list[Tensor]:
+        """Of each text, all in one call, which tokenizers are made for; without an end-of-text token."""
+        rows: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=special).input_ids
+        end = self.tokenizer.eos_token_id
+        if special:
+            rows = [ids[:-1] if ids and ids[-1] == end else ids for ids in rows]
+        return [torch.tensor(ids, dtype=torch.int64) for ids in rows]
 
-    def _prompt(self, text: str) -> tuple[Tensor, int]:
-        """The tokens, and how many the template has after the text, which are never cut."""
+    def _shown(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
+        """The tokens of prompts, and how many the template has before and after each, which are never cut."""
         before, after = self._template
         special = self.reading.prompt == "plain"
-        return self._tokens(before + text + after, special), len(self._tokens(after)) if after else 0
+        head = len(self._tokens([before], special)[0])
+        tail = len(self._tokens([after])[0]) if after else 0
+        return self._tokens([before + text + after for text in prompts], special), head, tail
 
-    def _answer(self, text: str) -> Tensor:
+    def _answers(self, texts: Sequence[str]) -> list[Tensor]:
         end = self.tokenizer.eos_token_id
-        tokens = self._tokens(text)
-        return tokens if end is None else torch.cat([tokens, torch.tensor([end])])
+        last = torch.tensor([] if end is None else [end], dtype=torch.int64)
+        return [torch.cat([tokens, last]) for tokens in self._tokens(texts)]
 
     def encoded(self, part: Part) -> Encoded:
         """The tokens of a part, once a process; says how much was cut."""
         if part not in self._encoded:
-            split = self.task.split(part)
-            prompts, answers, cut = [], [], [0, 0]
-            for prompt, answer in zip(split.prompts, split.answers, strict=True):
-                a = self._answer(answer)
-                if len(a) > self.reading.max_length // 2:
-                    a = a[: self.reading.max_length // 2]
-                    cut[1] += 1
-                p, was_cut = self._fitted(prompt, self._room(len(a)))
-                cut[0] += was_cut
-                prompts.append(p)
-                answers.append(a)
-            self.truncated[part] = (cut[0], cut[1])
-            if any(cut):
+            split, most = self.task.split(part), self.reading.max_length // 2
+            whole = self._answers(split.answers)
+            answers = [a[:most] for a in whole]
+            shown, head, tail = self._shown(split.prompts)
+            rooms = [self._room(len(a)) for a in answers]
+            prompts = [self._fitted(p, head, tail, room) for p, room in zip(shown, rooms, strict=True)]
+            cut = sum(len(p) > room for p, room in zip(shown, rooms, strict=True))
+            self.truncated[part] = (cut, sum(len(a) > most for a in whole))
+            if any(self.truncated[part]):
                 log.info(
                     "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
-                    self.task.name, part, cut[0], len(split), cut[1], self.reading.max_length,
+                    self.task.name, part, cut, len(split), self.truncated[part][1], self.reading.max_length,
                 )  # fmt: skip
             self._encoded[part] = Encoded(prompts, answers)
         return self._encoded[part]
@@ -153,17 +153,13 @@ class TextObjective(ScoredText):
         """Tokens that a prompt may have."""
         return self.reading.max_length - answer
 
-    def _fitted(self, text: str, room: int) -> tuple[Tensor, bool]:
+    def _fitted(self, tokens: Tensor, head: int, tail: int, room: int) -> Tensor:
         """A prompt's tokens, cut inside its template if there are more than `room`."""
-        tokens, tail = self._prompt(text)
         if len(tokens) <= room:
-            return tokens, False
-        before, _ = self._template
-        head = len(self._tokens(before, self.reading.prompt == "plain"))
-        inside = max(0, room - head - tail)
-        end = len(tokens) - tail
+            return tokens
+        inside, end = max(0, room - head - tail), len(tokens) - tail
         kept = tokens[head : head + inside] if self.reading.cut == "end" else tokens[end - inside : end]
-        return torch.cat([tokens[:head], kept, tokens[end:]]), True
+        return torch.cat([tokens[:head], kept, tokens[end:]])
 
     def lengths(self, part: Part) -> Tensor | None:
         return self.encoded(part).lengths if self.reading.group_by_length else None
@@ -338,9 +334,11 @@ class Seq2SeqObjective(TextObjective):
     def _room(self, answer: int) -> int:
         return self.reading.max_length
 
-    def _prompt(self, text: str) -> tuple[Tensor, int]:
-        ids = torch.tensor(self.tokenizer(text).input_ids, dtype=torch.int64)
-        return ids, int(len(ids) > 0 and int(ids[-1]) == self.tokenizer.eos_token_id)
+    def _shown(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
+        """With the end-of-text token that encoders have learnt to see, where the tokenizer puts one."""
+        rows = [torch.tensor(ids, dtype=torch.int64) for ids in self.tokenizer(list(prompts)).input_ids]
+        ends = len(rows) > 0 and len(rows[0]) > 0 and int(rows[0][-1]) == self.tokenizer.eos_token_id
+        return rows, 0, int(ends)
 
     def batch(self, part: Part, index: Tensor) -> Batch:
         encoded, places = self.encoded(part), index.tolist()

@@ -289,18 +289,19 @@ def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tens
     if len(readers) == 1:
         yield from _alone(readers[0], jobs, run)
         return
-    free: SimpleQueue[Reader] = SimpleQueue()
+    free: SimpleQueue[tuple[Reader, torch.cuda.Stream | None]] = SimpleQueue()
     for reader in readers:
-        free.put(reader)
+        free.put((reader, _own_stream(reader)))
 
     def work(job: list[str]) -> list[tuple[str, Tensor]]:
-        reader = free.get()
+        reader, stream = free.get()
         try:
-            result = run(reader, job)
-            reader.settle()
-            return result
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                result = run(reader, job)
+                reader.settle()
+                return result
         finally:
-            free.put(reader)
+            free.put((reader, stream))
 
     with ThreadPoolExecutor(len(readers), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         flying: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -314,6 +315,15 @@ def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tens
         finally:
             for future in flying:
                 future.cancel()
+
+
+def _own_stream(reader: Reader) -> torch.cuda.Stream | None:
+    """A stream for a worker whose inputs and results lie in the host's memory, or its transfers would wait for
+    what the device's other workers compute. It begins when the survey, made in another stream, is there."""
+    if not reader.fed or reader.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(reader.device)
+    return torch.cuda.Stream(reader.device)
 
 
 def _alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
