@@ -317,6 +317,8 @@ class Setup:
         curvature = {name: given[name] for name in read if given[name] is not None}
         if kind == "fisher" and given["estimate"] != "per_sample":
             curvature |= {"estimate": given["estimate"], "batch_size": self.training.batch_size}
+        if kind == "gram":
+            curvature["rows"] = "unpadded"
         return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
 
     def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:
