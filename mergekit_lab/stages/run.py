@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
@@ -27,6 +28,8 @@ _ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
 _ON_DATA = ("fetch", "check_data")
 _JOBS = {"report": "evaluate"}
 """The kind of work that a stage is, where it has not a kind of its own."""
+_RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
+"""What runs leave in their folders for others to read."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
 _DECIDES_NOTHING = {
     *("run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages"),
@@ -71,9 +74,11 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         What the configuration asks for as `objective`; None where it asks for nothing, or plans.
 
     Raises:
-        InputError: a user's mistake; `failure.json` in the run's folder says so too. The file is there as long
-            as the run has not ended, so that one that is killed does not pass for an earlier one of its folder.
+        InputError: a user's mistake; `failure.json` in the run's folder says so too, unless results of an
+            earlier run lie there, which a mistake leaves as they are. The file is there as long as
+            the run works, so that one that is killed does not pass for the earlier one of its folder.
     """
+    finished = _holds_results(folder) and not _in_sweep()
     (folder / "failure.json").unlink(missing_ok=True)
     try:
         asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
@@ -88,14 +93,13 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if cfg.runs:
             _compare(wanted, cfg, folder)
             return None
-        from mergekit_lab.stages.preflight import refuse_missing
-
         refuse_missing(cfg)
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
         from mergekit_lab.stages.outcome import outcome
 
         check(cfg)
+        cfg = with_chosen_merger(cfg, overrides)
         context = Context(cfg, folder, choices)
         if cfg.dry_run:
             from mergekit_lab.stages.plan import Plan
@@ -118,6 +122,10 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         log.info("done in %.0f s", time.monotonic() - begun)
         return found
     except Exception as error:
+        if finished and isinstance(error, InputError):
+            (folder / "failure.json").unlink(missing_ok=True)
+            log.warning("%s keeps the results of an earlier run", folder)
+            raise
         with suppress(OSError):  # the disk may be what failed
             folder.mkdir(parents=True, exist_ok=True)
             _leave_word(folder, overrides, f"{type(error).__name__}: {error}")
@@ -134,6 +142,30 @@ def _leave_word(folder: Path, overrides: list[str], error: str) -> None:
     """What a comparison says of this run while it has no result."""
     told = json.dumps({"overrides": overrides, "error": error}, indent=1)
     (folder / "failure.json").write_text(told + "\n")
+
+
+def refuse_missing(*configs: DictConfig) -> None:
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
+    from mergekit_lab.stages import preflight
+
+    preflight.refuse_missing(*(cfg for cfg in configs if _works_on_tasks(cfg)))
+
+
+def _works_on_tasks(cfg: DictConfig) -> bool:
+    """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
+    asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
+    return not (asked & {*_ALONE, *_ON_DATA} or cfg.runs)
+
+
+def _holds_results(folder: Path) -> bool:
+    """Whether an earlier run came to its end here."""
+    made = any((folder / name).exists() for name in _RESULTS)
+    return made and not (folder / "failure.json").exists()
+
+
+def _in_sweep() -> bool:
+    """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager

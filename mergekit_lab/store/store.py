@@ -178,6 +178,8 @@ class Store:
         key = content_key(content)
         while not (found := self.find(kind, content)):
             with self._lock(kind, key) as lock:
+                with suppress(OSError):  # NFS asks its server anew what is in a folder that is opened
+                    os.close(os.open(self.root / kind, os.O_RDONLY))
                 if self.find(kind, content):
                     continue
                 try:

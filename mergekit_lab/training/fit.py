@@ -17,7 +17,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -27,6 +26,7 @@ from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
 from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,8 @@ def finetune(
     called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
         called.append(_Progress(clocked=clock is not None))
-    options["strategy"] = _strategy(options)
+    if options.get("strategy") == "fsdp":
+        options["strategy"] = Sharded(options["devices"])
     try:
         lit = lightning.Trainer(
             **options,
@@ -203,16 +204,6 @@ def _load_whole(file: Path) -> dict[str, Any]:
             raise ValueError(f"{damaged} in it is damaged")
     loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
     return loaded
-
-
-def _strategy(options: Mapping[str, Any]) -> Any:
-    """Lightning's strategy; checkpoints are whole, and readable by one process, however weights are spread."""
-    name = options.get("strategy", "auto")
-    if name == "fsdp":
-        return ModelParallelStrategy(
-            data_parallel_size=options["devices"], tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
-    return name
 
 
 class _Kept(ModelCheckpoint):

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,14 @@ class Elsewhere:
 
 
 def sweep(folder: Path, *arguments: str, launch=None) -> None:
+    sweeper, fixed = sweeper_of(folder, [each for each in arguments if "," not in each], launch)
+    sweeper.sweep([*fixed, *arguments])
+
+
+def sweeper_of(folder: Path, single: Sequence[str] = (), launch=None):
+    """The sweeper of a small run, with a launcher that is not Hydra's; and what its jobs have in common."""
     GlobalHydra.instance().clear()
     hydra = Hydra.create_main_hydra2("main", create_config_search_path(str(conf_dir())))
-    single = [each for each in arguments if "," not in each]
     fixed = [*TINY, "~suite.tasks.latin", "joint=false", f"store.root={folder}/store", f"run_dir={folder}/run"]
     sweeper = Plugins.instance().instantiate_sweeper(
         hydra_context=HydraContext(hydra.config_loader, Callbacks()),
@@ -41,7 +47,18 @@ def sweep(folder: Path, *arguments: str, launch=None) -> None:
         config=hydra.compose_config("main", [*fixed, *single], RunMode.MULTIRUN),
     )
     sweeper.launcher = Elsewhere(launch or sweeper.launcher.launch)
-    sweeper.sweep([*fixed, *arguments])
+    return sweeper, fixed
+
+
+def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("mergekit_lab.stages.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    sweeper, fixed = sweeper_of(tmp_path)
+    jobs = sweeper._jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
+    assert list(sweeper._contexts(jobs)) == [1]
+    assert "#0 will be refused: 1 things this run needs are not here" in caplog.text
 
 
 def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_need_it(
@@ -82,7 +99,7 @@ DAY_AGO = time.time_ns() - DAY
 def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp_path, monkeypatch) -> None:
     """Those too that could not begin, and none of an earlier sweep in the same folder."""
     compared = []
-    monkeypatch.setattr("mergekit_lab.stages.report.report_sweep", lambda jobs, out: compared.append(jobs))
+    monkeypatch.setattr("mergekit_lab.stages.report.report_sweep", lambda jobs, *_: compared.append(jobs))
     begins([[f"run_dir={tmp_path}/run"]], 4)
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:

@@ -33,10 +33,12 @@ def train(resume: Path, head, on_metrics=None, keep: str = "last"):
     )
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGINT, 11)])
+@pytest.mark.parametrize(
+    ("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGTERM, 7), (signal.SIGINT, 11)]
+)
 def test_a_signal_stops_after_the_step_and_training_goes_on_bit_for_bit(tmp_path, head, number, at) -> None:
-    """Also where that step was the last, which is made again to be validated, and where the signal comes twice
-    at once: from a terminal and from the process that employs this one."""
+    """Also where a validation is due after that step, where it was the last, which is then made again, and
+    where the signal comes twice at once: from a terminal and from the process that employs this one."""
 
     def look(metrics, step: int) -> None:
         if step == at and "train_loss" in metrics:
