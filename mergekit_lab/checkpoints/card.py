@@ -114,6 +114,8 @@ class Card:
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
+        if "merge_method" in self.hyper_parameters:
+            by = f"mergekit's **{self.hyper_parameters['merge_method']}**"
         body = [f"# {self.title}", "", f"{len(self.experts)} experts of one base, merged by {by}.", ""]
         body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
         if self.recipe:
