@@ -1,5 +1,6 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
+from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.align import align, computed_buffers
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
@@ -57,6 +58,7 @@ __all__ = [
     "check_out",
     "check_range",
     "computed_buffers",
+    "conv1d_weights",
     "copy_model_files",
     "copy_tokenizer_files",
     "describe_inputs",

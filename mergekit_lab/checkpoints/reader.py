@@ -132,6 +132,11 @@ def _open_file(label: str, path: Path) -> Checkpoint:
         return Pickled(label, path, folder)
     if not path.exists():
         raise InputError(f"{label}: {path} does not exist")
+    if path.suffix == ".gguf":
+        raise InputError(
+            f"{label}: {path} is a GGUF file: `python -m mergekit_lab.backbones.folder {path} OUT` makes a "
+            "folder of it that can be read"
+        )
     raise InputError(
         f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
         f"{', '.join(sorted(PICKLED))}"

@@ -88,13 +88,13 @@ def factor_specs(
 def _factors(method: AtomMethod, reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[str, Tensor]]:
     shape = reader.inputs.base.specs[names[0]].shape
     if method.is_matrix(names[0], shape):
-        with stacked(reader, names, survey) as stack:
-            atoms, coordinates = method.merged_atoms(*stack)
+        with stacked(reader, names, survey) as (_, deltas, sites):
+            atoms, coordinates = method.merged_atoms(deltas, sites)
         for name, u, v, d in zip(names, atoms.u, atoms.v, coordinates, strict=True):
             yield from ((name + LEFT, u), (name + RIGHT, v), (name + COORDINATES, d))
         return
     for name in names:
-        _, deltas = reader.whole(name)
+        deltas = reader.deltas(name, reader.base(name))
         site = reader.site([Segment(name, 0, deltas[0].numel())])
         reader.settle()
         yield from ((name + PARTS, site.weigh(deltas)), (name + DIVISOR, method.divisor(site)))
