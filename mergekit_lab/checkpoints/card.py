@@ -137,7 +137,7 @@ class Card:
         if self.notes:
             body += ["## Notes", "", *(f"- {note}" for note in self.notes), ""]
         body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
-        body += [f"All of this, with whole hashes, is in `{RECORD}`."]
+        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
 
 
