@@ -130,7 +130,8 @@ class TextObjective(ScoredText):
                 "have choices"
             )
         tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
-        own: Any = model.generation_config
+        inner = _inner(model)
+        own: Any = inner.generation_config
         ends = {*_listed(own.eos_token_id), *_listed(self.tokenizer.eos_token_id)}
         plain = GenerationConfig(
             max_new_tokens=self.task.max_new_tokens,
@@ -140,11 +141,11 @@ class TextObjective(ScoredText):
             decoder_start_token_id=own.decoder_start_token_id,
             bos_token_id=own.bos_token_id,
         )
-        kept, model.generation_config = own, plain  # type: ignore[assignment]
+        inner.generation_config = plain  # transformers fills what a call leaves open from here
         try:
             made = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)  # type: ignore[operator]
         finally:
-            model.generation_config = kept
+            inner.generation_config = own
         new = made[:, tokens.shape[1] :] if self.causal else made
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
@@ -305,10 +306,14 @@ class Seq2SeqObjective(TextObjective):
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]
+
+
+def _inner(model: Any) -> Any:
+    """transformers' own model, below peft's adapters if there are any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:

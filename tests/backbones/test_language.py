@@ -293,6 +293,18 @@ def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders)
     assert lora.folded(model).keys() == backbone.model().state_dict().keys()
 
 
+def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
+    backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
+    objective = backbone.objective(Colours())
+    wanted = score(backbone.model(), objective, "test").predictions
+    for model in (backbone.model(), LoRA(rank=2).trainable(backbone.model(), seed=0)):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner.generation_config.repetition_penalty = 9.0
+        inner.generation_config.suppress_tokens = list(range(100))
+        assert score(model, objective, "test").predictions == wanted
+        assert inner.generation_config.repetition_penalty == 9.0
+
+
 def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
     from mergekit_lab.tasks import Digits, WordProblems
 
