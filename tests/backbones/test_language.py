@@ -10,7 +10,7 @@ from language import Colours, save_tiny, tiny_backbone
 from torch.nn import functional
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import LanguageModel, LoRA
+from mergekit_lab.backbones import LanguageModel, Linearised, LoRA
 from mergekit_lab.backbones.encoding import Encoding
 from mergekit_lab.backbones.language import Reading, tokenizer
 from mergekit_lab.evaluation import score
@@ -72,6 +72,32 @@ def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(f
     for row, prompt in zip(found, split.prompts, strict=False):
         for value, choice in zip(row, Colours().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
+
+
+def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
+    """Hidden states of an expanded encoder in an expanded decoder would be no expansion of the model."""
+    backbone = tiny_backbone(folders["t5"], "t5")
+    objective, model = backbone.objective(Colours()), Linearised().trainable(backbone.model())
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.03 * torch.randn(p.shape, generator=draw))
+    split, tok = Colours().split("train"), tokenizer(backbone.source)
+
+    def likelihood(prompt, answer):
+        target = torch.tensor([*tok(answer, add_special_tokens=False).input_ids, 256])
+        read = torch.cat([torch.tensor([259]), target[:-1]])
+        logits = model(input_ids=prompt[None], decoder_input_ids=read[None]).logits[0]
+        return logits.log_softmax(-1)[torch.arange(len(target)), target].sum()
+
+    prompts, choices = objective.encoded("train").prompts[:3], Colours().choices
+    with torch.no_grad():
+        found = objective.choice_scores(model, prompts)
+        loss = objective.loss(model, objective.batch("train", torch.arange(3)))
+        wanted = torch.stack([torch.stack([likelihood(p, c) for c in choices]) for p in prompts])
+        wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, split.answers, strict=False))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-4, atol=1e-4)
 
 
 def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:

@@ -204,6 +204,9 @@ def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folde
     )
     with pytest.raises(InputError, match="a language model reads text, and task 'digits' is a Digits"):
         Context(cfg, tmp_path, choices)
+    cfg, choices = configured(folders["llama"], "llama", tmp_path, "finetuning=linearised")
+    with pytest.raises(InputError, match=r"cannot decode a text, as quantities, stories would"):
+        Context(cfg, tmp_path, choices)
     cfg, choices = composed(["suite=word_problems", f"store.root={tmp_path}"])
     with pytest.raises(InputError, match="glyph-clip reads images, and task 'stories' is a WordProblems"):
         Context(cfg, tmp_path, choices)
