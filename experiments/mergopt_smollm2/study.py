@@ -364,7 +364,7 @@ def reached(found: dict[str, Any]) -> tuple[bool, int, int]:
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the results."""
     sizes = ("steps", "batch", "length", "train", "validation", "test", "fisher")
-    made = {"source": options.source, "lr": LR, "weight_decay": DECAY, "tasks": list(options.tasks)}
+    made = {"source": Path(options.source).name, "lr": LR, "weight_decay": DECAY, "tasks": list(options.tasks)}
     return made | {n: getattr(options, n) for n in sizes}
 
 
@@ -430,8 +430,9 @@ def main() -> None:
     plan = options.work / "plan"
     plan.write_text(json.dumps({n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items()}))
     processes = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
     for slot in range(max(1, options.gpus) * options.workers):
-        place = {"CUDA_VISIBLE_DEVICES": str(slot % options.gpus)} if options.gpus else {}
+        place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
         command = [sys.executable, __file__, "--out", str(options.out), "--worker", str(plan)]
         processes.append(subprocess.Popen(command, env={**os.environ, **place}))
     while any(p.poll() is None for p in processes):
