@@ -266,6 +266,17 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
     assert experts(tmp_path / "cut") == whole
 
 
+def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tmp_path) -> None:
+    rows = pictures(3, 10, 1)
+    rows[2] = (rows[2][0][:60], 2)  # its header can be read
+    write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
+    given = overrides(data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2")
+    cfg, choices = composed([*given, "training.warmup_steps=0", "training.batch_size=4"])
+    with pytest.raises(InputError, match=r"test-00000-of-00002.parquet, row 2 cannot be decoded"):
+        run(cfg, tmp_path / "run", choices, [])
+    assert not (tmp_path / "store" / "experts").exists()
+
+
 def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, tmp_path, capsys) -> None:
     cfg, choices = composed(overrides(data, tmp_path / "store", "stage=check_data"))
     run(cfg, tmp_path / "run", choices, [])
