@@ -155,6 +155,17 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
         run(cfg, tmp_path / "run", choices, [])
 
 
+@pytest.mark.parametrize("place", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
+def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(place, data, tmp_path) -> None:
+    file = tmp_path / "checkpoints" / place
+    file.parent.mkdir(parents=True)
+    (file.parent / "zeroshot.pt").touch()
+    file.touch()
+    (file.parents[1] / "MNISTVal").mkdir()
+    one = context(data, tmp_path, f"experts={tmp_path}/checkpoints", "backbone=clip_vit_b32")
+    assert one.expert_source("eurosat") == str(file)
+
+
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
     torch.save(OpenClip("glyph-clip", None, seed=5).model().state_dict(), tmp_path / "eurosat.pt")
     given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
