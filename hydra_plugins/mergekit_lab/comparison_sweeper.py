@@ -212,6 +212,7 @@ class ComparisonSweeper(BasicSweeper):
 
     def _compare(self, begun: float) -> None:
         """One report over the jobs of this sweep; the folder may hold those of earlier ones."""
+        from mergekit_lab.errors import InputError
         from mergekit_lab.stages.report import report_sweep
 
         out = Path(self.config.hydra.sweep.dir)
@@ -221,7 +222,9 @@ class ComparisonSweeper(BasicSweeper):
             marks = [p / ".hydra" / "overrides.yaml" for p in out.iterdir() if p.name.isdigit()]
             jobs = [m.parents[1] for m in marks if m.is_file() and m.stat().st_mtime >= begun - _CLOCK_STEP]
             if jobs and "suite" in self.config:
-                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
+                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config)
+        except InputError as error:
+            log.warning(f"left out of the comparison: {error}")
         except Exception:
             log.exception("the comparison of the jobs could not be written")
 

@@ -268,13 +268,17 @@ def check(cfg: DictConfig) -> None:
             )
         evaluations_a_step(node)
     Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
     if cfg.training.precision == "bf16-true":
-        _refuse_vanishing_offsets([cfg.optimizer, *cfg.optimizer_of.values()])
-    if cfg.training.get("budget") == "seconds" and "steps" in cfg.optimizer:
-        raise InputError(
-            f"{cfg.optimizer._target_.rpartition('.')[2]} plans over its number of steps, which "
-            "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
-        )
+        _refuse_vanishing_offsets(optimizers)
+    for node in optimizers:
+        if cfg.training.get("budget") == "seconds" and "steps" in node:
+            raise InputError(
+                f"{node._target_.rpartition('.')[2]} plans over its number of steps, which "
+                "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
+            )
+    if cfg.trainer.strategy == "fsdp":
+        _refuse_what_needs_whole_weights(finetuning, optimizers)
 
 
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -301,9 +305,7 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    for node in nodes:
-        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)([("weight", parameter)])
+    for made in map(_built_alone, nodes):
         if isinstance(made, OffsetOptimizer):
             raise InputError(
                 f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
@@ -312,15 +314,30 @@ def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
             )
 
 
+def _refuse_what_needs_whole_weights(finetuning: Parametrisation, nodes: Iterable[DictConfig]) -> None:
+    using = [finetuning, *map(_built_alone, nodes)]
+    if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
+        raise InputError(
+            f"trainer=fsdp leaves each process a part of every weight, and {odd[0]} needs them whole: take "
+            "trainer=ddp"
+        )
+
+
+def _built_alone(node: DictConfig) -> torch.optim.Optimizer:
+    """The optimizer of a configuration, on a parameter of its own."""
+    made: torch.optim.Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
+        [("weight", torch.nn.Parameter(torch.zeros(1)))]
+    )
+    return made
+
+
 def evaluations_a_step(node: DictConfig) -> Fraction:
     """What a step of an optimizer's configuration costs, in gradients of a whole batch.
 
-    Built on a parameter of its own, so that its complaints come before any training.
+    It is built for that, so that its complaints come before any training.
     """
-    parameter = torch.nn.Parameter(torch.zeros(1))
     try:
-        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)
-        return gradient_evaluations(made([("weight", parameter)]))
+        return gradient_evaluations(_built_alone(node))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {error}") from None
 
