@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.backbones.decoding import bare, decode
+from mergekit_lab.backbones.linearised import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
 from mergekit_lab.backbones.rows import apart, first_fit, padded
 from mergekit_lab.errors import InputError
@@ -198,31 +200,13 @@ class TextObjective(ScoredText):
         """log p(choice | prompt), summed over the choice's tokens, `[N, C]`."""
 
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
-        """Greedy answers, with prompts padded at their start and a cache of keys and values."""
-        from transformers import GenerationConfig
-
-        if not hasattr(model, "generate"):
-            raise InputError(
-                f"a {type(model).__name__} cannot decode a text: set backbone.answering=choices for tasks that "
-                "have choices"
-            )
+        """Greedy answers."""
         tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
-        own: Any = model.generation_config
-        ends = {*_listed(own.eos_token_id), *_listed(self.tokenizer.eos_token_id)}
-        plain = GenerationConfig(
-            max_new_tokens=self.task.max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=self._pad,
-            decoder_start_token_id=own.decoder_start_token_id,
-            bos_token_id=own.bos_token_id,
-        )
-        kept, model.generation_config = own, plain  # type: ignore[assignment]
-        try:
-            made = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)  # type: ignore[operator]
-        finally:
-            model.generation_config = kept
-        new = made[:, tokens.shape[1] :] if self.causal else made
+        end = self.tokenizer.eos_token_id
+        new = decode(
+            model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
+            ends=() if end is None else (end,), pad=self._pad,
+        )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
 
@@ -359,41 +343,43 @@ class Seq2SeqObjective(TextObjective):
         )  # fmt: skip
 
     def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """The encoder reads every prompt once; the decoder scores all choices for it."""
+        """The encoder reads every prompt once; the decoder scores all choices for it.
+
+        Not in a linearised model, for an expansion of the decoder around what the encoder's gives is not one
+        of both: there each choice is read with its prompt.
+        """
         from transformers.modeling_outputs import BaseModelOutput
 
         assert self._choices is not None
         device = device_of(model)
         tokens, mask = padded(prompts, self._pad, device)
-        first = torch.full_like(
-            tokens[:, :1], self._pad
-        )  # the whole model is called, for its weights may be spread
-        read = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=first)
-        hidden = read.encoder_last_hidden_state
         labels, _ = padded(self._choices, IGNORED, device)
         count = len(self._choices)
+        linear = isinstance(model, Tangent)
+        read = tokens
+        if not linear:  # the whole model is called, for its weights may be spread
+            first = torch.full_like(tokens[:, :1], self._pad)
+            read = model(
+                input_ids=tokens, attention_mask=mask, decoder_input_ids=first
+            ).encoder_last_hidden_state
         scores = []
-        for state, seen in zip(
-            hidden.split(max(1, _ROWS // count)), mask.split(max(1, _ROWS // count)), strict=True
+        for few, seen in zip(
+            read.split(max(1, _ROWS // count)), mask.split(max(1, _ROWS // count)), strict=True
         ):
-            every = labels.repeat(len(state), 1)
-            outputs = BaseModelOutput(last_hidden_state=state.repeat_interleave(count, dim=0))
+            every = labels.repeat(len(few), 1)
+            each = few.repeat_interleave(count, dim=0)
+            inputs = {"input_ids": each} if linear else {"encoder_outputs": BaseModelOutput(each)}
             seen = seen.repeat_interleave(count, dim=0)
-            logits = model(encoder_outputs=outputs, attention_mask=seen, labels=every).logits.float()
+            logits = model(**inputs, attention_mask=seen, labels=every).logits.float()
             losses = functional.cross_entropy(
                 logits.transpose(1, 2), every, ignore_index=IGNORED, reduction="none"
             )
-            scores.append(-losses.sum(dim=1).view(len(state), count))
+            scores.append(-losses.sum(dim=1).view(len(few), count))
         return torch.cat(scores)
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(bare(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]
-
-
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
-    return () if ids is None else (ids,) if isinstance(ids, int) else ids
