@@ -1,7 +1,8 @@
 """Whether a base stores a weight as [out, in], or as [in, out] like GPT-2's Conv1D.
 
-peft keeps one `fan_in_fan_out` for all modules of an adapter, that of the last one it met. The shapes of a
-matrix that is not square know better; a square one is decided by what is known of its kind.
+A bias has one entry an output, which tells for a weight that is not square. peft keeps one `fan_in_fan_out`
+for all modules of an adapter, that of the last one it met: the shapes of an adapted matrix that is not square
+know better. A square one is decided by what is known of its kind.
 """
 
 from __future__ import annotations
@@ -62,6 +63,18 @@ def stored_transposed(
     return found
 
 
+def conv1d_weights(base: Checkpoint) -> frozenset[str]:
+    """The base's weights that are stored as [in, out].
+
+    Square ones are where others of their kind are, or where others are at all and their name is Conv1D's.
+    """
+    known = _by_biases(base)
+    found = {name for name, transposed in known.items() if transposed}
+    kinds = {_kind(name) for name in found} | (_CONV1D if found else set())
+    square = {name for name, spec in base.specs.items() if len(spec.shape) == 2 and len(set(spec.shape)) == 1}
+    return frozenset(found | {name for name in square if name.endswith(".weight") and _kind(name) in kinds})
+
+
 def _kind(name: str) -> str:
     return name.removesuffix(".weight").split(".")[-1]
 
@@ -71,6 +84,7 @@ def _by_biases(base: Checkpoint) -> dict[str, bool]:
     found = {}
     for name, spec in base.specs.items():
         bias = base.specs.get(name.removesuffix("weight") + "bias")
-        if name.endswith(".weight") and len(spec.shape) == 2 and bias and len(set(spec.shape)) == 2:
+        matrix = name.endswith(".weight") and len(spec.shape) == 2 and len(set(spec.shape)) == 2
+        if matrix and bias and len(bias.shape) == 1:
             found[name] = bias.shape != spec.shape[:1]
     return found

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.card import fingerprint
+from mergekit_lab.checkpoints.casting import cast
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import written_specs
@@ -112,9 +113,9 @@ class LowRank(Computed):
         base, kind = self._base[name], self.specs[name].dtype
         delta = self._delta(self.record.tied.get(name, name))
         if delta is None or self.coefficient == 0:
-            return base.to(kind)
+            return cast(name, base, kind)
         exact = torch.float64 if kind == torch.float64 else delta.dtype
-        return torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient).to(kind)
+        return cast(name, torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient), kind)
 
     def _delta(self, name: str) -> Tensor | None:
         """The merged task vector at `α = 1`; None where nothing is added."""

@@ -79,6 +79,10 @@ class AdaMerging(Method):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def propagates(self) -> bool:
+        return True
+
     def default_weight(self, experts: int) -> float:
         return _START
 

@@ -25,7 +25,8 @@ CPU_BLOCK = 1 << 18
 """Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
 enough that its threads seldom wait for each other between two operations."""
 DEVICE_BLOCK = 1 << 23
-"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
+"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it. Half of
+it where the host feeds it, because many workers hold a block each."""
 
 
 def block_entries(device: torch.device) -> int:
@@ -33,7 +34,7 @@ def block_entries(device: torch.device) -> int:
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
-_AHEAD = 3
+_AHEAD = 8
 """Blocks that are read from the host's memory before an accelerator asks for them."""
 
 Notes = dict[str, dict[str, object]]
@@ -115,9 +116,10 @@ class Reader:
     def buffer_entries(self) -> int:
         return sum(s.numel for s in self.inputs.base.specs.values() if not s.dtype.is_floating_point)
 
-    @property
+    @cached_property
     def block(self) -> int:
-        return block_entries(self.device)
+        """Entries of a flat block at most."""
+        return block_entries(self.device) >> self.fed
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))
@@ -230,14 +232,17 @@ class Reader:
             _fill(slot, parts)
         return base, deltas.sub_(base)
 
-    def whole(self, name: str) -> tuple[Tensor, Tensor]:
-        """`θ0 [*S]` and `δ [T, *S]` of a tensor."""
-        shape = self.inputs.base.specs[name].shape
-        base = self._stack([[self.inputs.base[name].reshape(-1)]])
+    def base(self, name: str) -> Tensor:
+        """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
+        value = self.inputs.base[name]
+        return value if value.device == self.device else _sent([value], self.device).view(value.shape)
+
+    def deltas(self, name: str, base: Tensor) -> Tensor:
+        """`δ [T, *S]` of a tensor from its `θ0`."""
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
-        deltas.sub_(base)
+        deltas.sub_(base.reshape(-1).to(deltas.dtype))
         self.expect_finite([name], deltas)
-        return base.view(shape), deltas.view(-1, *shape)
+        return deltas.view(-1, *base.shape)
 
     def site(self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
         """What belongs to a block; `side` reads the side inputs too."""
@@ -245,11 +250,16 @@ class Reader:
         return self._site(piece, sides, survey, tensor)
 
     def whole_site(self, name: str, survey: Any) -> Site:
-        sides = {kind: self._tensors(rows) for kind, rows in self.inputs.sides(name).items()}
-        for kind, values in sides.items():
-            self._check_side(kind, [name], values)
+        sides: Mapping[str, Tensor] = _Sides(self.inputs.sides(name), partial(self._whole_side, name))
+        if self.device.type != "cpu":
+            sides = dict(sides)
         whole = Segment(name, 0, self.inputs.base.specs[name].numel)
         return self._site([whole], sides, survey, None)
+
+    def _whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
+        values = self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
+        self._check_side(kind, [name], values)
+        return values
 
     def _site(self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any) -> Site:
         name = segments[0].name
@@ -258,7 +268,8 @@ class Reader:
             self.notes.setdefault(name, {})[key] = value
 
         weights, unit = self._weights(name)
-        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit)
+        transposed = name in self.inputs.transposed
+        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit, transposed)
 
     def _weights(self, name: str) -> tuple[Tensor, bool]:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
@@ -309,9 +320,6 @@ class Reader:
             _fill(slot, parts)
         return out
 
-    def _tensors(self, rows: list[Tensor]) -> Tensor:
-        return self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
-
     def expect_finite(self, names: list[str], deltas: Tensor) -> None:
         """Doubt them unless all of `[T, n]` are finite."""
         size = deltas.shape[1]
@@ -340,6 +348,25 @@ class Reader:
             for doubt, refuse in doubts:
                 if bool(doubt):
                     refuse()
+
+
+class _Sides(Mapping[str, Tensor]):
+    """A tensor's side inputs, read when they are asked for: factorizations before that need the memory."""
+
+    def __init__(self, rows: Mapping[str, list[Tensor]], read: Callable[[str, list[Tensor]], Tensor]) -> None:
+        self._rows, self._read = rows, read
+
+    def __getitem__(self, kind: str) -> Tensor:
+        return self._read(kind, self._rows[kind])
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def _length(piece: Sequence[Segment]) -> int:

@@ -54,6 +54,10 @@ class ConsensusTA(ScaledMethod):
     def elementwise(self) -> bool:
         return True
 
+    @property
+    def propagates(self) -> bool:
+        return True
+
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.k > len(experts):
             raise InputError(f"k is {self.k}, and {len(experts)} experts have no more masks than that to agree")

@@ -46,6 +46,7 @@ class Site:
         tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
         unit: whether every weight is 1, known without asking the device.
+        transposed: whether the tensor is a weight that is stored as [in, out], as GPT-2's Conv1D keeps its own.
     """
 
     experts: tuple[str, ...]
@@ -56,6 +57,7 @@ class Site:
     tensor: Any = None
     note: Callable[[str, object], None] = _no_note
     unit: bool = False
+    transposed: bool = False
 
     @property
     def offset(self) -> int:
@@ -67,6 +69,10 @@ class Site:
         if self.unit:
             return deltas
         return deltas * self.weights.view(-1, *[1] * (deltas.dim() - 1))
+
+    def upright(self, weights: Tensor) -> Tensor:
+        """`[…, out, in]` from weights as they are stored, and the other way round: a view."""
+        return weights.mT if self.transposed else weights
 
 
 Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]

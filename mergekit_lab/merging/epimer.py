@@ -81,9 +81,9 @@ class EpiMer(AtomMethod):
     def divisor(self, site: Site) -> Tensor:
         return site.weights.sum()
 
-    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         experts = deltas.shape[1]
-        rank = noted_rank(bases.shape[1:], experts, self.rank, sites)
+        rank = noted_rank(deltas.shape[2:], experts, self.rank, sites)
         atoms = whitened_atoms(deltas, rank, sites)
         if rank == 0:
             atoms = atoms.to(deltas.dtype)
@@ -130,14 +130,15 @@ def frechet_mean(
     mean = atoms.u.new_zeros(curvature.shape[0], *curvature.shape[2:])
     pull = torch.zeros_like(mean)
     for t in range(shares.shape[1]):  # one expert at a time in float64
-        own = curvature[:, t].double() / scales[t]
+        own = curvature[:, t].to(torch.float64, copy=True).div_(scales[t])
         share = shares[:, t, None, None]
         mean.addcmul_(own, share)
         pull.addcmul_(own.add_(eps).mul_(atoms.lift(coordinates[:, t])), share)
         del own
+    b = _project(atoms, pull)
+    del pull
     gram = projected_gram(atoms, mean)
     gram.diagonal(dim1=-2, dim2=-1).add_(eps)
-    b = _project(atoms, pull)
     factor = torch.linalg.cholesky(gram)
     merged = torch.cholesky_solve(b[..., None], factor)[..., 0]
     flat = torch.einsum("bt,btp->bp", shares, coordinates)
@@ -162,7 +163,8 @@ def projected_gram(atoms: Atoms, curvature: Tensor) -> Tensor:
         u, v, curvature = v, u, curvature.mT
     batch, p = u.shape[0], u.shape[2]
     gram = u.new_zeros(batch, p, p)
-    step = max(1, min(-(-p // 8), _BLOCK_ENTRIES // (batch * v.shape[1] * p)))
+    entries = _BLOCK_ENTRIES if curvature.is_cuda else curvature.numel() // 2
+    step = max(1, min(-(-p // 8), entries // (batch * v.shape[1] * p)))
     for start in range(0, p, step):
         rows, rest = slice(start, min(start + step, p)), slice(start, p)
         products = (v[:, :, rows, None] * v[:, :, None, rest]).flatten(2)

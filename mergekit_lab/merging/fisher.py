@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
 
 
@@ -30,6 +31,9 @@ class Fisher(Method):
         weights: `λ_t`, 1 by default.
 
     Needs `statistics={"fisher": …}`. Where all `W_t` are 0 the plain mean is taken.
+
+    Raises:
+        InputError: a value out of range; at the merge, a Fisher without a norm to divide by.
     """
 
     preset: str = "matena"
@@ -54,6 +58,10 @@ class Fisher(Method):
         return True
 
     @property
+    def propagates(self) -> bool:
+        return True
+
+    @property
     def pools(self) -> bool:
         return True
 
@@ -63,7 +71,11 @@ class Fisher(Method):
         squares = torch.zeros(len(stream.experts), dtype=torch.float64)
         for fisher in stream.side_blocks("fisher"):
             squares += fisher.double().square().sum(dim=1).cpu()
-        return squares.sqrt()
+        norms = squares.sqrt() + (self.floor if self.preset == "mergelm" else 0)
+        zero = [expert for expert, norm in zip(stream.experts, norms.tolist(), strict=True) if norm == 0]
+        if zero:
+            raise InputError(f"the fisher of {listing(zero)} is 0 everywhere and has no norm to divide by")
+        return norms.reciprocal()
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         fisher = site.side["fisher"]
@@ -75,8 +87,7 @@ class Fisher(Method):
             importance = fisher.clamp(min=self.floor)
         share = site.weights.clone()
         if self.normalise:
-            norms = site.survey + (self.floor if self.preset == "mergelm" else 0)
-            share /= norms.clamp(min=torch.finfo(torch.float64).tiny).to(share)
+            share *= site.survey.to(share)
         if self.normalise or not site.unit:
             importance = importance * share.view(-1, *[1] * base.dim())
         total = importance.sum(dim=0)

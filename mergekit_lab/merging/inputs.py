@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, TensorSpec, open_checkpoint, refuse_quantised
+from mergekit_lab.checkpoints import (
+    Checkpoint,
+    TensorSpec,
+    conv1d_weights,
+    open_checkpoint,
+    refuse_quantised,
+)
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging.contract import Method
 
@@ -30,6 +36,7 @@ class Inputs:
         side_name: see `Method.side_name`.
         tied: names that are another name for the same weights, each with the first.
         merged: the tensors that are merged, in the base's order: floating-point ones, tied ones once.
+        transposed: the weights that are stored as [in, out].
         compute: the dtype of the arithmetic.
     """
 
@@ -39,6 +46,7 @@ class Inputs:
     side_name: Callable[[str, str], str | None]
     tied: Mapping[str, str]
     merged: tuple[str, ...]
+    transposed: frozenset[str]
     compute: torch.dtype
 
     def sides(self, name: str) -> dict[str, list[Tensor]]:
@@ -60,7 +68,7 @@ class Inputs:
                         f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: "
                         "its training diverged or the file is damaged"
                     )
-        raise InputError(f"the task vectors of {listing(names)} overflow {self.compute}")
+        raise InputError(f"merging {listing(names)} overflows {self.compute}")
 
     def refuse_side(self, kind: str, names: Sequence[str]) -> None:
         """Raise for the first side input of these tensors that may not be used, naming the expert."""
@@ -108,6 +116,7 @@ def open_inputs(
         side_name=method.side_name,
         tied=tied,
         merged=merged,
+        transposed=conv1d_weights(origin),
         compute=torch.float64 if double else torch.float32,
     )
 

@@ -6,10 +6,10 @@ share; isotropic merging replaces every singular value by their mean. Iso-CTS fi
 directions by directions of single experts.
 
 Reference: danielm1405/iso-merging (`src/utils/iso.py`); its task directions are made orthogonal to the
-common ones on the left side only, and so are ours. Differences: directions with a singular value of zero (to
-the precision of the data) are left out, where the original gives the arbitrary vectors of its SVD the mean
-singular value; and a `common` so small that the original's rounding asks for more task directions than the
-matrix has is rounded down. Both agree elsewhere to 1e-10.
+common ones on the left side (the outputs) only, and so are ours. Differences: directions with a singular value
+of zero (to the precision of the data) are left out, where the original gives the arbitrary vectors of its SVD
+the mean singular value; and a `common` so small that the original's rounding asks for more task directions than
+the matrix has is rounded down. Both agree elsewhere to 1e-10.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IsoC(SpectralMethod):
     Notes `rank` where the sum has fewer directions than the matrix.
     """
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         total = reduce(Tensor.add_, _scaled(deltas, sites))
         polar, ranks = polar_factor(total, deltas.dtype)
         directions = min(total.shape[1:])
@@ -67,35 +67,45 @@ class IsoCTS(SpectralMethod):
     def __post_init__(self) -> None:
         require(0 <= self.common <= 1, "common", self.common, "in [0, 1]")
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        batch, experts, *shape = deltas.shape
-        r = min(shape)
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        deltas = sites[0].upright(deltas)
+        experts, r = deltas.shape[1], min(deltas.shape[2:])
         own, common = direction_budget(r, experts, self.common)
         u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
         if own:
-            basis = _complement(u) if common and shape[0] <= shape[1] else None
-            apart = map(partial(_remainder, u=u, basis=basis, dtype=deltas.dtype), _scaled(deltas, sites))
-            if deltas.is_cuda:  # where many matrices are factorized together
-                found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), own)
-                own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
-            else:
-                each = zip(*(top_triplets(matrices, own) for matrices in apart), strict=True)
-                own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)
-            if basis is not None:
-                own_u = basis[:, None] @ own_u
-            u = torch.cat([own_u.movedim(1, 2).flatten(2), u], dim=-1)
-            s = torch.cat([own_s.flatten(1), s], dim=-1)
-            v = torch.cat([own_v.movedim(1, 2).flatten(2), v], dim=-1)
+            own_u, own_s, own_v = _own_triplets(deltas, sites, u, own)
+            u = torch.cat([own_u.mT.flatten(1, 2), u.mT], dim=1).mT
+            s = torch.cat([own_s.flatten(1), s], dim=1)
+            v = torch.cat([own_v.mT.flatten(1, 2), v.mT], dim=1).mT
         tolerance = 1e-12 if deltas.dtype == torch.float64 else 1e-6
         real = (s > tolerance * s.amax(dim=-1, keepdim=True))[:, None]
-        white_u, u_rank = polar_factor(u.mul_(real), deltas.dtype)
+        white_u, u_rank = polar_factor(u.mul_(real), deltas.dtype, overwrite=True)
         del u
-        white_v, v_rank = polar_factor(v.mul_(real), deltas.dtype)
+        white_v, v_rank = polar_factor(v.mul_(real), deltas.dtype, overwrite=True)
         del v
         for site, *ranks in zip(sites, u_rank.tolist(), v_rank.tolist(), strict=True):
             if min(ranks) < r:
                 site.note("rank_deficient", {"atoms": r, "u": ranks[0], "v": ranks[1]})
-        return (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
+        merged = (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
+        return sites[0].upright(merged)
+
+
+def _own_triplets(deltas: Tensor, sites: Sequence[Site], u: Tensor, rank: int) -> tuple[Tensor, ...]:
+    """The `rank` largest triplets of each `λ_t δ_t` apart from the common left directions `u` `[B, m, c]`.
+
+    Returns:
+        `U` `[B, T, m, k]`, `S` and `V`, in float64.
+    """
+    batch, experts, m, n = deltas.shape
+    basis = _complement(u) if u.shape[2] and m <= n else None
+    apart = map(partial(_remainder, u=u, basis=basis, dtype=deltas.dtype), _scaled(deltas, sites))
+    if deltas.is_cuda:  # where many matrices are factorized together
+        found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
+        own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
+    else:
+        each = zip(*(top_triplets(matrices, rank) for matrices in apart), strict=True)
+        own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)
+    return own_u if basis is None else basis[:, None] @ own_u, own_s, own_v
 
 
 def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:

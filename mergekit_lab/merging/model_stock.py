@@ -7,7 +7,8 @@ arcee-ai/mergekit's arithmetic runs here (cos θ is the mean over all pairs, cla
 the base stays where the denominator is under 1e-6), with two differences: mergekit divides by at least 1e-6
 for each pair, which shrinks the cosine of task vectors shorter than 1e-3 and so pulls biases to the base,
 ours is the cosine at every length; and `filter_wise` takes an output channel of a kernel as one filter, where
-mergekit takes each of its innermost rows.
+mergekit takes each of its innermost rows, and an output of a Conv1D, stored [in, out], where mergekit takes an
+input.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class ModelStock(Method):
     """`θ0 + r·mean(δ)`, `r = N cos θ / (1 + (N−1) cos θ)` a tensor.
 
     Args:
-        filter_wise: an angle for each row of a matrix (output channel of a kernel) in place of one for the
-            tensor; a vector is one row.
+        filter_wise: an angle for each output of a matrix or kernel in place of one for the tensor; a vector
+            is one.
         weights: None; the experts count equally.
 
     Orthogonal task vectors leave the base, equal ones give the expert. Opposing ones (cos θ < 0) move away
@@ -51,12 +52,13 @@ class ModelStock(Method):
         return super().expert_weights(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        rows = base.shape[0] if self.filter_wise and base.dim() > 1 else 1
+        deltas = site.upright(deltas)
+        rows = deltas.shape[1] if self.filter_wise and base.dim() > 1 else 1
         filters = deltas.reshape(len(deltas), rows, -1)
         ratio = stock_ratio(filters)
         if float(ratio.min()) < 0:
             site.note("ratio", float(ratio.min()))
-        return (ratio[:, None] * filters.mean(dim=0)).view(base.shape)
+        return site.upright((ratio[:, None] * filters.mean(dim=0)).view(deltas.shape[1:]))
 
 
 def stock_ratio(filters: Tensor) -> Tensor:

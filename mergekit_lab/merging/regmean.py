@@ -57,21 +57,23 @@ class RegMean(Method):
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if "gram" not in site.side:
             return site.weigh(deltas).mean(dim=0)
-        grams = site.side["gram"]
-        if base.dim() != 2 or grams.shape[1:] != (base.shape[1], base.shape[1]):
+        grams, weights = site.side["gram"], site.upright(deltas)
+        inputs = weights.shape[-1] if base.dim() == 2 else None
+        if grams.shape[1:] != (inputs, inputs):
+            layout = "[in, out]" if site.transposed else "[out, in]"
             raise InputError(
                 f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor {list(base.shape)}; a weight "
-                "[out, in] takes a gram [in, in]"
+                f"{layout} takes a gram [in, in]"
             )
         total = torch.zeros_like(grams[0], dtype=torch.float64)
-        pull = total.new_zeros(base.shape[1], base.shape[0])
+        pull = total.new_zeros(weights.shape[-1], weights.shape[-2])
         mean = grams.diagonal(dim1=-2, dim2=-1).double().mean()
-        for gram, delta, weight in zip(grams, deltas, site.weights.double(), strict=True):
+        for gram, delta, weight in zip(grams, weights, site.weights.double(), strict=True):
             own = self._shrunk(gram.double(), mean).mul_(weight)  # one expert at a time in float64
             total += own
             pull.addmm_(own, delta.double().mT)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
-        return _solve(total, pull, precision, name).mT.to(deltas.dtype)
+        return site.upright(_solve(total, pull, precision, name).mT).to(deltas.dtype)
 
     def _shrunk(self, gram: Tensor, mean: Tensor) -> Tensor:
         """`G'_t` `[in, in]`: off-diagonal entries times the ratio, the ridge times `mean` on the diagonal."""

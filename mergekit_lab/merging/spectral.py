@@ -32,13 +32,12 @@ class SpectralMethod(ScaledMethod):
         """Whether `merge_matrices` takes this tensor."""
         return len(shape) == 2 and _NO_MATRIX not in name
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         """The merged task vectors of same-shaped matrices at `α = 1`.
 
         Args:
-            bases: `θ0`, `[B, m, n]`.
             deltas: `δ`, `[B, T, m, n]`.
-            sites: one a matrix; they differ in side inputs and in where notes go.
+            sites: one a matrix; they differ in side inputs and in where notes go, not in the layout.
 
         Returns:
             `[B, m, n]`.
@@ -51,8 +50,15 @@ class SpectralMethod(ScaledMethod):
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.is_matrix(name, base.shape):
-            return self.merge_matrices(base[None], deltas[None], [site])[0]
+            return self.merge_matrices(deltas[None], [site])[0]
         return self.merge_other(name, base, deltas, site)
+
+
+def weighed(deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+    """`λ_t δ_t` of same-shaped matrices `[B, T, m, n]`; the input itself where every weight is 1."""
+    if all(site.unit for site in sites):
+        return deltas
+    return deltas * torch.stack([site.weights for site in sites])[..., None, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class AtomMethod(SpectralMethod):
     def __post_init__(self) -> None:
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
 
-    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         """The atoms of same-shaped matrices and their merged coordinates at `α = 1`, `[B, p]`.
 
         For the arguments see `merge_matrices`. Both are rounded to the precision of `deltas`.
@@ -83,8 +89,8 @@ class AtomMethod(SpectralMethod):
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return site.weigh(deltas).sum(dim=0) / self.divisor(site)
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        atoms, coordinates = self.merged_atoms(bases, deltas, sites)
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        atoms, coordinates = self.merged_atoms(deltas, sites)
         return atoms.lift(coordinates).to(deltas.dtype)
 
 
@@ -106,7 +112,8 @@ class Atoms:
         return (self.u.double() * coordinates.double()[:, None]) @ self.v.double().mT
 
     def to(self, dtype: torch.dtype) -> Atoms:
-        return Atoms(self.u.to(dtype), self.v.to(dtype), self.sigma.to(dtype))
+        """Contiguous, as what is read from a file is: products round otherwise for another layout."""
+        return Atoms(*(x.to(dtype).contiguous() for x in (self.u, self.v, self.sigma)))
 
 
 def rank_budget(shape: Sequence[int], experts: int, cap: int | None) -> int:
@@ -155,9 +162,56 @@ def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _first_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """By `svd`, one matrix at a time: all triplets of one are in memory, and the first ones of all."""
-    found = [tuple(x[..., :rank].clone() for x in svd(matrix)) for matrix in matrices]
-    u, s, v = (torch.stack(x) if len(x) > 1 else x[0][None] for x in zip(*found, strict=True))
+    batch, m, n = matrices.shape
+    u, v = (matrices.new_empty(batch, rank, size, dtype=torch.float64).mT for size in (m, n))
+    s = matrices.new_empty(batch, rank, dtype=torch.float64)
+    for i, matrix in enumerate(matrices):
+        if m < n:
+            v[i], s[i], u[i] = _leading_triplets(matrix.mT, rank)
+        else:
+            u[i], s[i], v[i] = _leading_triplets(matrix, rank)
     return u, s, v
+
+
+def _leading_triplets(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one matrix `[m, n]`, `m ≥ n`."""
+    triangle = _Triangle(matrix)
+    u, s, v = svd(triangle.factor)
+    return triangle.raised(u[:, :rank]), s[:rank], v[:, :rank]
+
+
+class _Triangle:
+    """A matrix `A = Q R` `[m, n]`, `m ≥ n`, of which only `R` is to be factorized, in float64.
+
+    On a CPU `Q` stays reflections, in the memory of a copy of `A` or, if `overwrite` allows it, of `A` itself.
+    LAPACK's SVD of `A` would hold two more matrices of that size. Where that does not pay, `R` is `A`.
+    """
+
+    def __init__(self, matrix: Tensor, overwrite: bool = False) -> None:
+        m, n = matrix.shape
+        self._reflections: tuple[Tensor, Tensor] | None = None
+        if matrix.is_cuda or m < _UPRIGHT * n or n == 0:
+            self.factor = matrix.double()
+            return
+        columns = matrix.mT.to(torch.float64, memory_format=torch.contiguous_format, copy=not overwrite)
+        columns = columns.contiguous().mT
+        scales = columns.new_empty(n)
+        torch.geqrf(columns, out=(columns, scales))
+        self._reflections = columns, scales
+        self.factor = columns[:n].triu()
+
+    def raised(self, x: Tensor) -> Tensor:
+        """`Q x` `[m, k]` for `x` `[n, k]`."""
+        if self._reflections is None:
+            return x
+        columns, scales = self._reflections
+        padded = columns.new_zeros(x.shape[1], columns.shape[0]).mT
+        padded[: len(x)] = x
+        return torch.ormqr(columns, scales, padded, out=padded)
+
+
+_UPRIGHT = 1.5
+"""Rows a column from which a matrix is reduced to its triangle first."""
 
 
 def _chunks(matrices: Tensor) -> tuple[Tensor, ...]:
@@ -269,33 +323,39 @@ def refined_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Te
 _REFINEMENTS = 4
 
 
-def polar_factor(matrices: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+def polar_factor(matrices: Tensor, precision: torch.dtype, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """The orthonormal factors `U Vᵀ` of `matrices = U S Vᵀ` `[B, m, p]`, and their numerical ranks.
 
     Directions with `s ≤ tol·s_max` (tol 1e-12 where `precision`, the dtype of the data, is float64; else
-    1e-6) have no polar direction: they are left out, which makes the factor a partial isometry.
+    1e-6) have no polar direction: they are left out, which makes the factor a partial isometry. `overwrite`
+    gives the matrices' memory away.
 
     Returns:
         Factors in float64 `[B, m, p]`, ranks `[B]`.
     """
     if matrices.shape[1] < matrices.shape[2]:
-        factors, ranks = polar_factor(matrices.mT, precision)
+        factors, ranks = polar_factor(matrices.mT, precision, overwrite)
         return factors.mT, ranks
     tolerance = 1e-12 if precision == torch.float64 else 1e-6
     matrices = matrices.double()
     ranks = torch.full(matrices.shape[:1], matrices.shape[2], device=matrices.device)
     if not matrices.is_cuda:
-        return _polar_by_svd(matrices, tolerance)
+        return _polar_by_svd(matrices, tolerance, overwrite)
     out, regular = polar_by_iteration(matrices, max(tolerance, 1e-7))
     if not bool(regular.all()):
         out[~regular], ranks[~regular] = _polar_by_svd(matrices[~regular], tolerance)
     return out, ranks
 
 
-def _polar_by_svd(matrices: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    u, s, v = svd(matrices)
-    keep = s > tolerance * s.amax(dim=-1, keepdim=True)
-    return u.mul_(keep[..., None, :]) @ v.mT, keep.sum(dim=-1)
+def _polar_by_svd(matrices: Tensor, tolerance: float, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    """Of `[B, m, p]`, `m ≥ p`, one at a time."""
+    out, ranks = torch.empty_like(matrices), matrices.new_empty(len(matrices), dtype=torch.int64)
+    for i, matrix in enumerate(matrices):
+        triangle = _Triangle(matrix, overwrite)
+        u, s, v = svd(triangle.factor)
+        keep = s > tolerance * s.amax()
+        out[i], ranks[i] = triangle.raised(u.mul_(keep) @ v.mT), keep.sum()
+    return out, ranks
 
 
 _STEEP = (3.4445, -4.7750, 2.0315)
@@ -371,9 +431,10 @@ def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
     u, s, v = (x.unflatten(0, (batch, experts)) for x in top_triplets(deltas.flatten(0, 1), rank))
     real = s > 0
     sigma = s.flatten(1)
-    u, v = ((x * real[..., None, :]).movedim(1, 2).flatten(2) for x in (u, v))
-    white_u, u_rank = polar_factor(u, deltas.dtype)
-    white_v, v_rank = polar_factor(v, deltas.dtype)
+    u, v = (x.mul_(real[..., None, :]).mT.flatten(1, 2).mT for x in (u, v))
+    white_u, u_rank = polar_factor(u, deltas.dtype, overwrite=True)
+    del u
+    white_v, v_rank = polar_factor(v, deltas.dtype, overwrite=True)
     for site, *ranks in zip(
         sites, real.flatten(1).sum(1).tolist(), u_rank.tolist(), v_rank.tolist(), strict=True
     ):

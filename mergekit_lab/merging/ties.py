@@ -122,7 +122,7 @@ class TIES(Method):
         return min(entries, int(self.density * entries) + 1)
 
     def survey(self, stream: Stream) -> Any:
-        if self.preset not in _WHOLE_MODEL:
+        if self.preset not in _WHOLE_MODEL or not stream.entries:
             return None
         largest = select_largest(
             [partial(_task_vectors, share) for share in stream.shares()],

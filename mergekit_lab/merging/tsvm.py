@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
-from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, whitened_atoms
+from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, weighed, whitened_atoms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +27,7 @@ class TSVM(AtomMethod):
         weights: `λ_t` scales `δ_t` before its decomposition; 1 by default.
     """
 
-    def merged_atoms(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
-        rank = noted_rank(bases.shape[1:], deltas.shape[1], self.rank, sites)
-        if not all(site.unit for site in sites):
-            deltas = deltas * torch.stack([site.weights for site in sites])[..., None, None]
-        atoms = whitened_atoms(deltas, rank, sites).to(deltas.dtype)
+    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+        rank = noted_rank(deltas.shape[2:], deltas.shape[1], self.rank, sites)
+        atoms = whitened_atoms(weighed(deltas, sites), rank, sites).to(deltas.dtype)
         return atoms, atoms.sigma

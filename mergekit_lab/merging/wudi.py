@@ -9,8 +9,8 @@ other tensor stays at the base. tanganke/fusion_bench optimises every 2-D tensor
 gives all others the mean: `all_2d`. An expert equal to the base on a matrix makes both divide 0 by 0; here
 it adds nothing to the objective.
 
-The sums `Σ δ_tᵀδ_t/‖δ_t‖²` and `Σ δ_t δ_tᵀδ_t/‖δ_t‖²` do not change from step to step, so a step costs one
-product, whatever the number of experts.
+What the gradient is made of does not change from step to step, so a step costs one product, whatever the number
+of experts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.spectral import SpectralMethod, weighed
 
 _OPTIMISED = re.compile(
     r"attn\.(in_proj_weight|out_proj\.weight)$"
     r"|mlp\.c_(fc|proj)\.weight$"
-    r"|(^|\.)([qkvo]|out)_proj\.weight$"
-    r"|(^|\.)(fc[12]|(gate|up|down)_proj)\.weight$"
+    r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
+    r"|(^|\.)([qkvo]|qkv|out)_proj\.weight$"
+    r"|(^|\.)(fc[12]|(gate|up|gate_up|down)_proj)\.weight$"
 )
 
 
@@ -44,7 +45,8 @@ class WUDI(SpectralMethod):
         all_2d: optimise every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
             Otherwise 2-D tensors with the names of attention and MLP weights are optimised (OpenCLIP's
             `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
-            transformers' `q/k/v/o/out_proj`, `fc1`, `fc2`, `gate/up/down_proj`), others keep the base.
+            transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `gate/up/gate_up/down_proj`, `c_attn`), others
+            keep the base.
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
 
@@ -71,9 +73,9 @@ class WUDI(SpectralMethod):
                 "fc1.weight, …) and this model has none: set all_2d=True to merge every matrix"
             )
 
-    def merge_matrices(self, bases: Tensor, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        weights = torch.stack([site.weights for site in sites])[..., None, None]
-        return least_interference(deltas * weights, self.iterations, self.lr)
+    def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+        upright = sites[0].upright
+        return upright(least_interference(upright(weighed(deltas, sites)), self.iterations, self.lr))
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return super().merge_other(name, base, deltas, site) if self.all_2d else torch.zeros_like(base)
@@ -83,7 +85,9 @@ class WUDI(SpectralMethod):
 def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
     """`m` after `iterations` Adam steps from `Σ δ_t`, for a batch of matrices.
 
-    The gradient is `2 (m G − C)` with `G = Σ δ_tᵀδ_t/‖δ_t‖²` `[B, n, n]`, `C = Σ δ_t δ_tᵀδ_t/‖δ_t‖²`.
+    With `x = m − Σ δ_t`, which starts at 0, the gradient is `2 (x G + P)`, where `G = Σ δ_tᵀδ_t/‖δ_t‖²`
+    `[B, n, n]` and `P = Σ_t (Σ_{s≠t} δ_s) δ_tᵀδ_t/‖δ_t‖²`. Nothing large cancels, so that it is 0 where experts
+    do not interfere: Adam would blow up what rounding leaves.
 
     Args:
         deltas: `δ`, `[B, T, m, n]`.
@@ -93,17 +97,18 @@ def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
     Returns:
         `[B, m, n]`.
     """
-    merged = deltas.sum(dim=1).requires_grad_()
+    total = deltas.sum(dim=1)
     batch, experts, _, columns = deltas.shape
-    gram, pull = deltas.new_zeros(batch, columns, columns), torch.zeros_like(merged)
+    gram, push = deltas.new_zeros(batch, columns, columns), torch.zeros_like(total)
     for t in range(experts):
         delta = deltas[:, t]
         energy = delta.square().sum(dim=(-2, -1), keepdim=True)
         own = delta.mT @ (delta / torch.where(energy == 0, 1, energy))
         gram += own
-        pull += delta @ own
-    optimizer = torch.optim.Adam([merged], lr=lr)
+        push.baddbmm_(total - delta, own)
+    change = torch.zeros_like(total).requires_grad_()
+    optimizer = torch.optim.Adam([change], lr=lr)
     for _ in range(iterations):
-        merged.grad = 2 * (merged @ gram - pull)
+        change.grad = torch.baddbmm(push, change, gram).mul_(2)
         optimizer.step()
-    return merged.detach()
+    return total.add_(change)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -11,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.backbones import Linearised, LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
@@ -36,6 +37,7 @@ __all__ = [
     "evaluations_a_step",
     "optimizer_factory",
     "wants_fit",
+    "with_chosen_merger",
 ]
 
 
@@ -282,6 +284,29 @@ def check(cfg: DictConfig) -> None:
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
+
+
+def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The configuration in which `merger=NAME` means the experiment's own `mergers.NAME`, if it has one.
+
+    Its settings are kept; what the command line says of `merger.KEY` wins over them.
+
+    Args:
+        cfg: the composed configuration.
+        overrides: as on the command line, a sweep's among them.
+    """
+    said = [override.lstrip("+").partition("=")[::2] for override in overrides]
+    name = next((value for key, value in reversed(said) if key == "merger"), None)
+    own = cfg.mergers.get(name) if name else None
+    if own is None or own._target_ != cfg.merger._target_:
+        return cfg
+    chosen = OmegaConf.create(OmegaConf.to_container(own))
+    for key, _ in said:
+        if key.startswith("merger."):
+            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
+    made = deepcopy(cfg)
+    OmegaConf.update(made, "merger", chosen, merge=False)
+    return made
 
 
 def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:

@@ -275,7 +275,8 @@ class Setup:
 
     def _expert_content(self, task: str) -> dict[str, Any]:
         if source := self.expert_source(task):
-            return imported_content(source, self.backbone_content, task)
+            imported = imported_content(source, self.backbone_content, task)
+            return imported | {"finetuning": self.plain["finetuning"]} | self._for_task(task)
         optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
         return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
 
@@ -316,6 +317,8 @@ class Setup:
         curvature = {name: given[name] for name in read if given[name] is not None}
         if kind == "fisher" and given["estimate"] != "per_sample":
             curvature |= {"estimate": given["estimate"], "batch_size": self.training.batch_size}
+        if kind == "gram":
+            curvature["rows"] = "unpadded"
         return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
 
     def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ from mergekit_lab.training.module import FinetuneModule
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_WISH = 2.0
+"""Seconds in which signals are one wish to stop: a terminal, a scheduler and the parent process may all send
+theirs to a worker."""
 _AGREE = 10
 """Steps after which processes that train together ask each other whether one was told to stop."""
 
@@ -30,7 +34,7 @@ class Stopper(Callback):
 
     Lightning validates after a step only, never when it resumes. So a validation that is due is made first, and
     leaves the checkpoint; after the last step, which nothing but its validation follows, training goes on from
-    the checkpoint before. A second signal does not wait for the step.
+    the checkpoint before. A second signal, two seconds or more after the first, does not wait for the step.
 
     Args:
         checkpoint: where it is written.
@@ -39,6 +43,7 @@ class Stopper(Callback):
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self._told = threading.Event()
+        self._first = 0.0
         self._validates_first = False
 
     @contextmanager
@@ -56,8 +61,11 @@ class Stopper(Callback):
 
     def _take(self, number: int, frame: Any) -> None:
         if self._told.is_set():
+            if time.monotonic() - self._first < _ONE_WISH:
+                return
             raise KeyboardInterrupt
         log.info("%s: stopping after this step", signal.Signals(number).name)
+        self._first = time.monotonic()
         self._told.set()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -89,7 +97,7 @@ class Stopper(Callback):
             self._validates_first = True
             return
         pl_module.end_step()
-        trainer.save_checkpoint(self.checkpoint)
+        trainer.save_checkpoint(self.checkpoint, weights_only=False)
         self._stop(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mergekit_lab.merging import DARE, TIES, TSVM, blocks, merge_state_dicts, stream
 from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.merging.jobs import jobs_of
 
 
 def models(experts: int = 3) -> tuple[dict, list[dict]]:
@@ -55,11 +56,11 @@ class Watched(TSVM):
 
     early: frozenset[str] = frozenset()
 
-    def merge_matrices(self, bases, deltas, sites) -> Tensor:
+    def merge_matrices(self, deltas, sites) -> Tensor:
         assert working.acquire(blocking=False), "two stacks are factorized at once"
         try:
             assert all(arrived(name).wait(30) for name in self.early), "nothing is read meanwhile"
-            return super().merge_matrices(bases, deltas, sites)
+            return super().merge_matrices(deltas, sites)
         finally:
             working.release()
 
@@ -77,16 +78,31 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
     base, experts = models()
     expected = merge_state_dicts(base, experts, TSVM())
     read.clear()
-    whole = blocks.Reader.whole
+    deltas = blocks.Reader.deltas
 
-    def telling(self: blocks.Reader, name: str) -> tuple[Tensor, Tensor]:
+    def telling(self: blocks.Reader, name: str, origin: Tensor) -> Tensor:
         arrived(name).set()
-        assert room or base[name].dim() != 2 or not working.locked(), "a large one is read at a bad time"
-        return whole(self, name)
+        assert room or origin.dim() != 2 or not working.locked(), "a large one is read at a bad time"
+        return deltas(self, name, origin)
 
-    monkeypatch.setattr(blocks.Reader, "whole", telling)
+    monkeypatch.setattr(blocks.Reader, "deltas", telling)
     monkeypatch.setattr(stream, "_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
     method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
     found = merge_state_dicts(base, experts, method)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_accelerator_gets_stacks_of_one_shape_the_longest_first_and_the_rest_pooled(monkeypatch) -> None:
+    """Jobs are planned from names and shapes alone, so this needs no GPU."""
+    monkeypatch.setattr("mergekit_lab.merging.jobs.STACK_BYTES", 2 * 4 * 2 * 30 * 20)
+    shapes = {"a.norm": (20,), "embed": (90, 20), "scale": ()}
+    shapes |= {f"{n}.mlp": (30, 20) for n in range(5)} | {f"{n}.bias": (20,) for n in range(3)}
+    base = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    inputs = open_inputs(base, [base, base], TSVM(), None, None, ())
+    jobs = jobs_of(blocks.Reader(inputs, TSVM(), torch.device("cuda")))
+    assert sorted(name for job in jobs for name in job) == sorted(shapes)
+    assert jobs[0] == ["embed"]
+    assert [{shapes[name] for name in job} for job in jobs[1:-1]] == [{(30, 20)}] * 3
+    assert [len(job) for job in jobs[1:-1]] == [2, 2, 1]
+    assert jobs[-1] == ["a.norm", "scale", "0.bias", "1.bias", "2.bias"]

@@ -14,10 +14,12 @@ from mergekit_lab.merging import (
     DELLA,
     SLERP,
     TIES,
+    TSVM,
     WUDI,
     AdaMerging,
     Breadcrumbs,
     ConsensusTA,
+    Fisher,
     IsoC,
     IsoCTS,
     Method,
@@ -31,6 +33,7 @@ from mergekit_lab.merging import (
 from mergekit_lab.merging.breadcrumbs import keep_middle
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.della import keep_probabilities
+from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.iso import direction_budget
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.wudi import least_interference
@@ -531,12 +534,86 @@ def test_an_average_of_two_is_slerp_half_way_between_tensors_of_one_direction() 
     assert relative_error(merge_one(SLERP(), deltas, base), merge_one(WeightAverage(), deltas, base)) < 1e-9
 
 
-@pytest.mark.parametrize("method", [WUDI(lr=1e-3), IsoC(), IsoCTS(common=0.4)], ids=repr)
+@pytest.mark.parametrize("method", [WUDI(lr=1e-3), TSVM(), IsoC(), IsoCTS(common=0.4)], ids=repr)
 def test_a_stack_of_matrices_merges_as_each_does_alone(method: SpectralMethod) -> None:
     """Also where the experts weigh differently from tensor to tensor."""
     deltas, weights = draw(4, 3, 5, 8), draw(4, 3, seed=1)
     sites = [Site(("a", "b", "c"), w) for w in weights]
-    stacked = method.merge_matrices(deltas[:, 0], deltas, sites)
+    stacked = method.merge_matrices(deltas, sites)
     for i, site in enumerate(sites):
-        alone = method.merge_matrices(deltas[i : i + 1, 0], deltas[i : i + 1], [site])[0]
+        alone = method.merge_matrices(deltas[i : i + 1], [site])[0]
         assert relative_error(stacked[i], alone) < 1e-12
+
+
+# --- weights that are stored as [in, out] ----------------------------------------------------------------
+
+
+def conv1d_block(seed: int) -> dict[str, Tensor]:
+    """Weights and biases as a GPT-2 block stores them, and an embedding."""
+    sizes = {"attn.c_attn": (4, 12), "attn.c_proj": (4, 4), "mlp.c_fc": (4, 16), "mlp.c_proj": (16, 4)}
+    weights = {f"h.{name}.weight": draw(*size, seed=seed) for name, size in sizes.items()}
+    biases = {f"h.{name}.bias": draw(size[1], seed=seed) for name, size in sizes.items()}
+    return {"wte.weight": draw(4, 4, seed=seed), **weights, **biases}
+
+
+def as_linear(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: v.mT if n.startswith("h.") and v.dim() == 2 else v for n, v in state.items()}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        WUDI(lr=1e-2, iterations=5),
+        IsoCTS(common=0.4),
+        RegMean(),
+        ModelStock(filter_wise=True),
+        Breadcrumbs(density=1.0, inner=IsoCTS(common=0.4)),
+    ],
+    ids=repr,
+)
+def test_how_a_weight_is_stored_does_not_matter(method: Method) -> None:
+    base, *experts = (conv1d_block(seed) for seed in range(4))
+    inputs = {n.removesuffix(".weight"): len(v) for n, v in base.items() if n.endswith(".weight")}
+    rows = [{name: draw(20, size, seed=seed) for name, size in inputs.items()} for seed in range(3)]
+    grams = [{name: x.mT @ x for name, x in of_expert.items()} for of_expert in rows]
+    statistics = {"gram": grams} if method.side_inputs else {}
+    found = merge_state_dicts(base, experts, method, statistics=statistics)
+    wanted = merge_state_dicts(as_linear(base), list(map(as_linear, experts)), method, statistics=statistics)
+    for name, value in as_linear(found).items():
+        assert relative_error(value, wanted[name]) < 1e-12, name
+    assert not torch.equal(found["h.attn.c_attn.weight"], base["h.attn.c_attn.weight"])
+
+
+def test_the_layout_of_square_weights_is_that_of_their_kind() -> None:
+    def transposed(state: dict[str, Tensor]) -> frozenset[str]:
+        return open_inputs(state, [state], WeightAverage()).transposed
+
+    block = conv1d_block(0)
+    assert transposed(block) == {n for n in block if n.startswith("h.") and n.endswith(".weight")}
+    assert not transposed(as_linear(block))
+    assert not transposed({"norm.weight": draw(3, 4), "norm.bias": draw(3, 4)})
+
+
+# --- what rounding, or nothing at all, may not spoil ------------------------------------------------------
+
+
+def test_wudi_leaves_experts_that_do_not_interfere() -> None:
+    deltas = torch.block_diag(draw(3, 4), draw(5, 6, seed=1)).float()
+    parts = torch.stack([deltas, deltas])
+    parts[0, 3:], parts[1, :3] = 0, 0
+    assert torch.equal(merge_one(WUDI(all_2d=True, lr=1e-2), parts), deltas)
+
+
+def test_fisher_refuses_what_it_cannot_normalise_and_what_overflows() -> None:
+    deltas = draw(2, 3).float()
+    nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
+    with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):
+        merge_one(Fisher(normalise=True), deltas, fishers=[large, nothing])
+    found = merge_one(Fisher(normalise=True, floor=0.0), deltas, fishers=[small, large])
+    assert relative_error(found, deltas.mean(dim=0)) < 1e-6
+    with pytest.raises(InputError, match=r"merging w overflows torch.float32"):
+        merge_one(Fisher(), deltas, fishers=[large, large])
+
+
+def test_whole_model_trimming_of_a_model_without_entries_is_that_model() -> None:
+    assert merge_one(TIES(), torch.zeros(2, 0, 3)).shape == (0, 3)

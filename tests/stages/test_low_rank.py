@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import llama, open_clip_model, three, tuned
+from checkpoints.models import OPEN_CLIP, VOCABULARY, llama, open_clip_model, three, tuned, write_tokenizer
 from stages.conftest import composed
 
 import mergekit_lab
@@ -188,3 +188,30 @@ def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
         cfg, choices = composed([*overrides, "progress=false"])
         run(cfg, tmp_path / "run", choices, overrides)
     assert equal(tmp_path / "dense", tmp_path / "out")
+
+
+def test_a_tokenizer_that_was_chosen_comes_back_with_the_expanded_model(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    write_tokenizer(experts["svhn"], [f"u{n}" for n in range(VOCABULARY)])
+    for wanted, holder in (("svhn", experts["svhn"]), (None, base)):
+        factors = mergekit_lab.merge(
+            base, experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank", tokenizer_from=wanted,
+            overwrite=True,
+        )  # fmt: skip
+        out = mergekit_lab.expand(factors, base, tmp_path / "out", overwrite=True)
+        assert (out / "tokenizer.json").read_bytes() == (holder / "tokenizer.json").read_bytes()
+        assert f"| tokenizer | {wanted or 'base'} |" in (out / "README.md").read_text()
+
+
+def test_the_model_of_factors_is_for_the_library_of_its_base(tmp_path) -> None:
+    import open_clip
+
+    base, expert = tmp_path / "base", {n: t * 1.01 for n, t in open_clip_model().state_dict().items()}
+    base.mkdir()
+    write_tensors(base / "open_clip_model.safetensors", open_clip_model().state_dict())
+    (base / "open_clip_config.json").write_text(json.dumps({"model_cfg": OPEN_CLIP, "preprocess_cfg": {}}))
+    dense, factors = merged(base, {"cars": expert}, TSVM(), tmp_path)
+    out = mergekit_lab.expand(factors, base, tmp_path / "out", max_shard_bytes=1000)
+    assert equal(dense, out)
+    loaded = open_clip.create_model(f"local-dir:{out}").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in open_checkpoint(dense).items())
