@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearised import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
 from mergekit_lab.backbones.rows import apart, first_fit, padded
-from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
 
@@ -122,32 +122,13 @@ class TextObjective(ScoredText):
         """log p(choice | prompt), summed over the choice's tokens, `[N, C]`."""
 
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
-        """Greedy answers, with prompts padded at their start and a cache of keys and values."""
-        from transformers import GenerationConfig
-
-        if not hasattr(model, "generate"):
-            raise InputError(
-                f"a {type(model).__name__} cannot decode a text: set backbone.answering=choices for tasks that "
-                "have choices"
-            )
+        """Greedy answers."""
         tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
-        inner = _inner(model)
-        own: Any = inner.generation_config
-        ends = {*_listed(own.eos_token_id), *_listed(self.tokenizer.eos_token_id)}
-        plain = GenerationConfig(
-            max_new_tokens=self.task.max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=self._pad,
-            decoder_start_token_id=own.decoder_start_token_id,
-            bos_token_id=own.bos_token_id,
-        )
-        inner.generation_config = plain  # transformers fills what a call leaves open from here
-        try:
-            made = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)  # type: ignore[operator]
-        finally:
-            inner.generation_config = own
-        new = made[:, tokens.shape[1] :] if self.causal else made
+        end = self.tokenizer.eos_token_id
+        new = decode(
+            model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
+            ends=() if end is None else (end,), pad=self._pad,
+        )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
 
@@ -314,23 +295,12 @@ class Seq2SeqObjective(TextObjective):
 
 def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
     """What a decoder reads where `labels` are wanted of it, as the model itself shifts them."""
-    found: Tensor = _inner(model).prepare_decoder_input_ids_from_labels(labels=labels)
+    found: Tensor = bare(model).prepare_decoder_input_ids_from_labels(labels=labels)
     return found
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
-    keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(bare(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]
-
-
-def _inner(model: Any) -> Any:
-    """transformers' own model, below an expansion or peft's adapters if there are any."""
-    if isinstance(model, Tangent):
-        return model.model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
-    return () if ids is None else (ids,) if isinstance(ids, int) else ids

@@ -15,15 +15,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import merging
-from mergekit_lab.backbones import Backbone, LanguageModel, Linearised, Parametrisation
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.backbones import Backbone, Parametrisation
+from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.paths import default_store
 from mergekit_lab.stages.checking import build, without_null_coefficient
 from mergekit_lab.stages.config import Place, Search, evaluations_a_step, wants_fit
 from mergekit_lab.stages.published_experts import expert_source, imported_content
 from mergekit_lab.store import Store, content_key
-from mergekit_lab.tasks import Task, TextTask
+from mergekit_lab.tasks import Task
 from mergekit_lab.training import Settings
 from mergekit_lab.training.clock import machine
 
@@ -98,7 +98,6 @@ class Setup:
             self.backbone.check(task)
         self._check_names()
         self._check_shares()
-        self._check_decoding()
         self.mergers = self._mergers()
 
     @property
@@ -125,17 +124,6 @@ class Setup:
             slips = list(epochs)
         for name in [*(n for n in self.cfg.optimizer_of if n not in self.tasks), *slips]:
             raise InputError(f"{name!r} is no task of this run{suggestion(name, self.tasks)}")
-
-    def _check_decoding(self) -> None:
-        """An expansion gives logits alone; this is said before any training."""
-        if not (isinstance(self.parametrisation, Linearised) and isinstance(self.backbone, LanguageModel)):
-            return
-        decoded = [n for n, t in self.tasks.items() if isinstance(t, TextTask) and not self.backbone.chooses(t)]
-        if decoded:
-            raise InputError(
-                f"a linearised model cannot decode a text, as {listing(decoded)} would have it: leave such "
-                f"tasks out ('~suite.tasks.{decoded[0]}'), give them choices, or take another finetuning"
-            )
 
     def _check_shares(self) -> None:
         """Processes that train together wait for each other at every micro-batch: they need equally many."""

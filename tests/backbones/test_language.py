@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from language import Colours, save_tiny, tiny_backbone
+from torch import nn
 from torch.nn import functional
 
 from mergekit_lab import InputError
@@ -329,6 +330,71 @@ def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_wit
         inner.generation_config.suppress_tokens = list(range(100))
         assert score(model, objective, "test").predictions == wanted
         assert inner.generation_config.repetition_penalty == 9.0
+
+
+class Uncached(nn.Module):
+    """A language model without transformers' own way to decode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.get_base_model = lambda: model
+        self.own = list(model.parameters())[:1]
+
+    def parameters(self, recurse: bool = True):
+        return iter(self.own)
+
+    def forward(self, **inputs):
+        return self.get_base_model()(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+    objective, model = backbone.objective(Colours(max_new_tokens=9)), backbone.model()
+    index = torch.arange(8)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+        found = objective.predict(Uncached(model), "test", index)
+        assert found == objective.predict(model, "test", index)
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -> None:
+    index = torch.arange(4)
+    for answering in ("choices", "generate"):
+        backbone = tiny_backbone(folders[kind], kind, answering=answering)
+        objective, model = backbone.objective(Colours()), backbone.model()
+        tangent = Linearised().trainable(backbone.model())
+        loss = objective.loss(tangent, objective.batch("train", index))
+        loss.backward()
+        torch.testing.assert_close(loss, objective.loss(model, objective.batch("train", index)))
+        with torch.no_grad():
+            assert objective.predict(tangent, "test", index) == objective.predict(model, "test", index)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_choices_of_a_linearised_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
+    """Not by one of the decoder around what the encoder's expansion gives."""
+    objective = tiny_backbone(folders[kind], kind).objective(Colours())
+    tangent = Linearised().trainable(tiny_backbone(folders[kind], kind).model())
+    torch.manual_seed(0)
+    prompts, choices = objective.encoded("test").prompts[:3], objective._choices
+    with torch.no_grad():
+        for p in tangent.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        found = objective.choice_scores(tangent, prompts)
+        wanted = torch.zeros_like(found)
+        for i, prompt in enumerate(prompts):
+            for j, choice in enumerate(choices):
+                if kind == "t5":
+                    logits = tangent(input_ids=prompt[None], labels=choice[None]).logits[0]
+                else:
+                    logits = tangent(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted[i, j] = logits.log_softmax(1).gather(1, choice[:, None]).sum()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
