@@ -3,7 +3,7 @@
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.align import align, computed_buffers
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
-from mergekit_lab.checkpoints.casting import cast, check_range
+from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
@@ -35,6 +35,7 @@ from mergekit_lab.checkpoints.vocabulary import reconcile, vocabulary_rows
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
+    "FLOATING",
     "LIBRARIES",
     "MAX_SHARD_BYTES",
     "OPEN_CLIP",

@@ -114,6 +114,8 @@ class Card:
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
+        if "merge_method" in self.hyper_parameters:
+            by = f"mergekit's **{self.hyper_parameters['merge_method']}**"
         body = [f"# {self.title}", "", f"{len(self.experts)} experts of one base, merged by {by}.", ""]
         body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
         if self.recipe:
@@ -135,7 +137,7 @@ class Card:
         if self.notes:
             body += ["## Notes", "", *(f"- {note}" for note in self.notes), ""]
         body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
-        body += [f"All of this, with whole hashes, is in `{RECORD}`."]
+        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
 
 

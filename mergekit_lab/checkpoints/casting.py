@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 
+FLOATING = {"float32", "float64", "float16", "bfloat16"}
+"""Names of the dtypes that a model is stored in."""
+
 _NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """What does not reach as far as float32; bfloat16 does, but for its last 0.4 %."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mergekit_lab.checkpoints.adapters import Folded
+from mergekit_lab.checkpoints.align import computed_buffers
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.ties import configured_groups, read_config, ties_embeddings, vocabulary_size
@@ -125,7 +126,13 @@ def describe_model(base: Checkpoint) -> list[str]:
         f"input and output embeddings: {tie}"
         + (f"; under several names in the files: {double}" if double else "")
     ]
-    buffers = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    computed = computed_buffers(base)
+    if computed:
+        lines.append(
+            f"{len(computed)} buffers that the model computes, copied whatever experts have: "
+            f"{listing(computed)}"
+        )
+    buffers = [n for n, spec in base.specs.items() if not spec.dtype.is_floating_point and n not in computed]
     if buffers:
         lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
     return lines

@@ -29,20 +29,24 @@ _KEPT_FIRST = (
     "predictions.bias",
     "lm_head.bias",
 )
-_ONE_ROW_A_TOKEN = re.compile(r"embed|(^|\.)(shared|wte|lm_head|predictions)\.")
-_ANY_HEAD = re.compile(r"(^|\.)(head|output|output_layer)\.")
+_ONE_ROW_A_TOKEN = re.compile(
+    r"embed|(^|\.)(shared|wte|predictions)\.|(^|[._])(lm_head|vocab_projector|lm_loss)\."
+)
+_ANY_HEAD = re.compile(
+    r"(^|\.)(head|output|output_layer|output_projection|proj_out|pred_layer\.proj)\.|^decoder\."
+)
 _OTHER = re.compile(
-    r"norm|pos(ition(al)?)?_?emb|embed_pos|class_?emb|label|patch|time_?emb|token_type|attention|hidden_mapping"
+    r"(?<!prelayer)norm|pos(ition(al)?)?_?emb|embed_pos|class_?emb|label|patch|time_?emb|token_type|attention|hidden_mapping"
     r"|layers?\.\d|blocks?\.\d|(^|\.)(visual|vision_(model|tower|encoder))\.",
     re.IGNORECASE,
 )
 _SHARED = re.compile(r"(^|\.)(shared|(encoder|decoder)\.embed_tokens)\.weight$")
 _TIED_UNLESS_SAID = {
     *("albert", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot"),
-    *("blenderbot-small", "bloom", "camembert", "cohere", "convbert", "ctrl", "data2vec-text", "deberta"),
+    *("blenderbot-small", "bloom", "camembert", "cohere", "convbert", "data2vec-text", "deberta"),
     *("deberta-v2", "distilbert", "electra", "ernie", "esm", "falcon", "falcon_mamba", "flaubert", "fnet"),
     *("funnel", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo"),
-    *("gpt_neox_japanese", "ibert", "jetmoe", "layoutlm", "led", "longformer", "longt5", "luke", "lxmert"),
+    *("gpt_neox_japanese", "jetmoe", "layoutlm", "led", "longformer", "longt5", "lxmert"),
     *("m2m_100", "mamba", "marian", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mpt"),
     *("mra", "mvp", "nllb-moe", "nystromformer", "openai-gpt", "opt", "paligemma", "pegasus", "pegasus_x"),
     *("plbart", "prophetnet", "recurrent_gemma", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
@@ -120,7 +124,7 @@ def tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bool) -
 
 
 def _preference(name: str) -> tuple[int, str]:
-    places = [place for place, part in enumerate(_KEPT_FIRST) if part in name]
+    places = [place for place, part in enumerate(_KEPT_FIRST) if part in name and "embed_out." not in name]
     return (places[0] if places else len(_KEPT_FIRST), name)
 
 

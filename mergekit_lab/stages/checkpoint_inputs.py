@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mergekit_lab.checkpoints import (
+    FLOATING,
     LIBRARIES,
     MAX_SHARD_BYTES,
     TRANSFORMERS,
@@ -34,7 +35,6 @@ from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources
 
 Devices = str | Sequence[str]
-_DTYPES = {"float32", "float64", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         if not dtype.is_floating_point:
             raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
         return dtype
-    if dtype not in _DTYPES:
-        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, _DTYPES)}")
+    if dtype not in FLOATING:
+        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
     found: torch.dtype = getattr(torch, dtype)
     return found
 

@@ -165,6 +165,29 @@ def test_model_types_that_are_said_to_tie_do_so_in_transformers() -> None:
         assert CONFIG_MAPPING[model_type]().tie_word_embeddings is True, model_type
 
 
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("model.decoder.embed_tokens", "proj_out"),
+        ("electra.embeddings.word_embeddings", "generator_lm_head"),
+        ("distilbert.embeddings.word_embeddings", "vocab_projector"),
+        ("model.embeddings.tok_embeddings", "decoder"),
+        ("roberta_prelayernorm.embeddings.word_embeddings", "lm_head.decoder"),
+        ("biogpt.embed_tokens", "output_projection"),
+        ("transformer.word_embedding", "lm_loss"),
+        ("transformer.embeddings", "pred_layer.proj"),
+        ("gpt_neox.embed_in", "embed_out"),
+        ("transformer.wte", "lm_head"),
+        ("tok_embeddings", "output"),
+    ],
+)
+def test_heads_are_known_by_what_models_call_them(embedding: str, head: str) -> None:
+    specs = open_checkpoint(
+        {f"{n}.weight": torch.zeros(9, 4) for n in (head, embedding, "norm", "h.0.q")}
+    ).specs
+    assert ties.tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
+
+
 def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> None:
     """With the configuration of transformers 5 (tied, but scale_decoder_outputs is false) and of 4."""
     for number, said in enumerate(({}, {"tie_word_embeddings": False, "scale_decoder_outputs": None})):

@@ -36,6 +36,7 @@ from mergekit_lab.stages.estimate import report
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
+METHOD_OF_ONE = TaskArithmetic(coefficient=0.5)
 
 
 def damage(folder: Path, how: str) -> None:
@@ -121,6 +122,16 @@ def test_a_tokenizer_must_fit_the_rows_that_come_out(tmp_path) -> None:
             mergekit_lab.merge(base, models, tmp_path / "out", METHOD, tokenizer_from=longer, **options)
     out = mergekit_lab.merge(base, experts, tmp_path / "out", METHOD, tokenizer_from="cars", device="cpu")
     assert (out / "tokenizer.json").read_bytes() == (experts["cars"] / "tokenizer.json").read_bytes()
+
+
+def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tmp_path) -> None:
+    base = {"w": torch.ones(2), "e.position_ids": torch.arange(3)[None], "steps": torch.tensor(1)}
+    expert = {name: base[name] for name in ("w", "steps")}
+    said = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
+    assert said.works
+    assert "1 buffers that the model computes, copied whatever experts have: e.position_ids" in said.text()
+    assert "1 integer buffers, copied; the experts' must be equal: steps" in said.text()
+    assert "buffers that a model computes are taken from the base: e.position_ids" in said.text()
 
 
 def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:

@@ -283,6 +283,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
     card = (tmp_path / "out/README.md").read_text()
     assert "merge_method: ties" in card
+    assert "2 experts of one base, merged by mergekit's **ties**." in card
     assert "| merge_method | ties |" in card
     assert "the recipe's gamma has no effect on ties" in card
     assert str(folder) not in card
