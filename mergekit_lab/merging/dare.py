@@ -118,9 +118,10 @@ class DARE(Method):
             return deltas
         restored = site.tensor[0] if site.tensor else None
         if restored is not None:
-            bits = restored.bits
-            kept = self._keep(deltas, site) if bits is None else unpacked(bits, site.offset, deltas)
-            return kept.mul_(deltas).mul_(restored.factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
+            if restored.bits is not None:
+                return unpacked(restored.bits, site.offset, deltas, restored.factors).mul_(deltas)
+            factors = restored.factors.to(deltas).view(-1, *[1] * (deltas.dim() - 1))
+            return self._keep(deltas, site).mul_(deltas).mul_(factors)
         kept = self._keep(deltas, site).mul_(deltas)
         if self.rescale == "inverse":
             return kept.div_(1 - self.drop)

@@ -337,6 +337,15 @@ def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     assert torch.equal(counter_uniform([Counters(1234567, 2, 2)], torch.device("cpu")), found[2:])
 
 
+def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
+    from mergekit_lab.merging.dropping import _IN_CACHE, Counters, _bits_in_cache, _random_bits
+
+    draws = [Counters(-3, 5, _IN_CACHE + 9), Counters(7, 2**40, 11)]
+    by_torch = _random_bits(draws, torch.device("cpu"))
+    for place, bits in _bits_in_cache(draws):
+        assert torch.equal(torch.from_numpy(bits.view("int64")), by_torch[place])
+
+
 def test_equal_curvature_makes_epimer_tsvm() -> None:
     base, experts, _ = world(dtype=torch.float64)
     flat = {
