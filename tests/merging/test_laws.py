@@ -44,6 +44,8 @@ METHODS: dict[str, Method] = {
     "dare": DARE(drop=0.5),
     "dare_l1": DARE(drop=0.5, rescale="l1"),
     "dare_ties": DARE(drop=0.5, inner=TIES(density=0.3)),
+    "dare_l1_ties": DARE(drop=0.5, rescale="l1", inner=TIES(preset="mergekit", density=0.7)),
+    "dare_l1_fisher": DARE(drop=0.5, rescale="l1", inner=Fisher(normalise=True)),
     "fisher": Fisher(),
     "fisher_normalised": Fisher(normalise=True),
     "fisher_favor_target": Fisher(favor_target=True, floor=0.5),
@@ -79,7 +81,16 @@ DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
     "slerp_asymmetric",  # t counts from the first expert
 }
-NO_COEFFICIENT = ("average", "fisher", "della_fisher", "regmean", "adamerging", "slerp", "model_stock")
+NO_COEFFICIENT = (
+    "average",
+    "fisher",
+    "dare_l1_fisher",
+    "della_fisher",
+    "regmean",
+    "adamerging",
+    "slerp",
+    "model_stock",
+)
 EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
 IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES = {
     "average": WeightAverage(),
