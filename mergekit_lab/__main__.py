@@ -34,11 +34,25 @@ def main(cfg: DictConfig) -> float | None:
         raise UserError(str(error)) from error
 
 
+_ON_CHECKPOINTS = ("diagnose", "expand", "merge_checkpoints")
+
+
+def _for_hydra(arguments: list[str]) -> list[str]:
+    """The command line as Hydra can read it.
+
+    Its grammar knows no ×, which reports are asked for with (`table=optimizer×merger`). Stages on checkpoints
+    have a configuration of their own, the experiment of their name: `stage=diagnose` takes it.
+    """
+    read = [each.replace("×", "*") if each.startswith("table=") else each for each in arguments]
+    if not any(each.startswith("+experiment=") for each in read):
+        read += [f"+experiment={stage}" for stage in _ON_CHECKPOINTS if f"stage={stage}" in read]
+    return read
+
+
 if __name__ == "__main__":
     from mergekit_lab.stages.workers import raise_on_sigterm
 
-    # Hydra's grammar knows no ×, which reports are asked for with: table=optimizer×merger
-    sys.argv[1:] = [each.replace("×", "*") if each.startswith("table=") else each for each in sys.argv[1:]]
+    sys.argv[1:] = _for_hydra(sys.argv[1:])
     raise_on_sigterm()
     try:
         main()

@@ -9,6 +9,6 @@ def encoder() -> TinyEncoder:
     return TinyEncoder()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def head() -> Tensor:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))

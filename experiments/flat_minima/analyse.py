@@ -16,9 +16,9 @@ Cells = dict[str, dict[int, dict]]
 
 
 def read(path: Path) -> Cells:
-    """Cells by arm and seed."""
+    """Cells by arm and seed, seeds in order."""
     found: Cells = {}
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in sorted(json.loads(path.read_text())["cells"], key=lambda cell: cell["seed"]):
         found.setdefault(cell["arm"], {})[cell["seed"]] = cell
     return found
 

@@ -28,7 +28,6 @@ from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.figures import Lines, Panel, Plane, analysis_figure
 
 ROOT = Path(__file__).parents[2]
-PAGE, IMAGES = ROOT / "docs/gallery.md", ROOT / "docs/images/gallery"
 TEMPLATE = Path(__file__).with_name("template.md")
 SETUP = ["+experiment=quickstart", "joint=false"]
 PAIRS = [["digits", "latin"], ["mnist", "style"]]
@@ -42,9 +41,14 @@ Numbers = dict[str, Any]
 
 @dataclass
 class Gallery:
-    """Runs of `mergekit_lab` under one folder, and the figures and numbers made of them."""
+    """Runs of `mergekit_lab` under one folder, and the figures and numbers made of them.
+
+    Attributes:
+        docs: where `gallery.md` goes, and its figures below.
+    """
 
     work: Path
+    docs: Path
     store: Path | None
     tiny: bool
     commands: dict[str, str] = field(default_factory=dict)
@@ -84,9 +88,10 @@ class Gallery:
         image = Image.open(figure).convert("RGB")
         if image.width > WIDTH:
             image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
-        IMAGES.mkdir(parents=True, exist_ok=True)
+        images = self.docs / "images/gallery"
+        images.mkdir(parents=True, exist_ok=True)
         few = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        few.save(IMAGES / f"{name}.png", optimize=True)
+        few.save(images / f"{name}.png", optimize=True)
 
     def draw(self, name: str, title: str, panels: Sequence[Panel], **options: Any) -> None:
         self.keep(analysis_figure(title, panels, self.work / "figures" / name, **options)[0], name)
@@ -315,12 +320,13 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=list(PARTS), help="parts of the page; the others as they were"
     )
-    parser.add_argument("--tiny", action="store_true", help="hardly trained, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="hardly trained, and the page in WORK/docs")
     args = parser.parse_args()
     work = args.work.absolute()
+    docs = work / "docs" if args.tiny else ROOT / "docs"
     for name in args.only or PARTS:
         begun = time.monotonic()
-        made = Gallery(work, args.store, args.tiny)
+        made = Gallery(work, docs, args.store, args.tiny)
         PARTS[name](made)
         seconds = time.monotonic() - begun
         outcome = {"seconds": seconds, "commands": list(made.commands.values()), "numbers": made.numbers}
@@ -330,10 +336,11 @@ def main() -> None:
     missing = [name for name, file in kept.items() if not file.exists()]
     if missing:
         print(f"left out of the page, for they were not made in {work}: {', '.join(missing)}")
-    PAGE.write_text(page([json.loads(file.read_text()) for file in kept.values() if file.exists()]))
+    made_parts = [json.loads(file.read_text()) for file in kept.values() if file.exists()]
+    (docs / "gallery.md").write_text(page(made_parts, docs))
 
 
-def page(parts: Sequence[Numbers]) -> str:
+def page(parts: Sequence[Numbers], docs: Path) -> str:
     """The template with every part's numbers in it, without what belongs to parts that were not made."""
     numbers = {name: value for part in parts for name, value in part["numbers"].items()}
     numbers["commands"] = "\n".join(dict.fromkeys(command for part in parts for command in part["commands"]))
@@ -341,7 +348,7 @@ def page(parts: Sequence[Numbers]) -> str:
     for block in TEMPLATE.read_text().split("\n\n"):
         figure = re.fullmatch(r"!\[.*\]\((.*)\)", block)
         names = {name for _, name, _, _ in Formatter().parse(block) if name}
-        if names <= numbers.keys() and (figure is None or (PAGE.parent / figure[1]).exists()):
+        if names <= numbers.keys() and (figure is None or (docs / figure[1]).exists()):
             blocks.append(block.format(**numbers))
     return "\n\n".join(blocks)
 

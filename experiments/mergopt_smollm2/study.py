@@ -6,7 +6,9 @@
 SmolLM2-135M-Instruct (its 4-bit file on PyPI, dequantised), seven tasks (suite text7), 100 steps of 16 for an
 expert. An arm is an optimizer with a seed: it trains seven experts and merges them. Arms are shared out to
 processes, several on a GPU, in order of what matters most; what is done stands in the results, and a later call
-goes on from there. Coefficients are chosen on validation; everything that is reported is on test.
+goes on from there: of an arm that was cut it trains the experts again, from the same seed, and measures what is
+missing; `earlier` of the arm says what stands from before. Coefficients are chosen on validation, by the tasks
+with choices; everything that is reported is on test.
 """
 
 import argparse
@@ -70,11 +72,11 @@ ARMS: dict[str, tuple[Callable[..., Any], float]] = {
 """Optimizer, and how many times the steps. `mergopt_gaussian` has the standard deviation of `mergopt`."""
 
 JOBS = list(dict.fromkeys([
-    *[(arm, 0) for arm in ("asam", "adamw", "sam")], ("mergopt_b5e-3", 1), ("asam", 1), ("mergopt_fit", 0),
-    ("adamw_double", 0), ("mergopt_b5e-3", 2), ("asam", 2), ("mergopt", 0), ("mergopt_gaussian", 2), ("sgd", 2),
-    ("sam", 1), ("sam", 2),
-    *[(arm, seed) for seed in SEEDS for arm in ("mergopt", "adamw", "mixed", "mergopt_gaussian", "sgd")],
-    *[(f"mergopt_b{b}", 0) for b in ("5e-3", "1e-3", "5e-5", "5e-2")],
+    ("asam", 0), ("adamw", 0), ("mergopt", 0), ("sam", 0), ("adamw", 1), ("mergopt", 1), ("asam", 1),
+    ("adamw_double", 0), ("adamw", 2), ("mergopt", 2), ("mixed", 2), ("mergopt_fit", 0), ("asam", 2),
+    ("mergopt_gaussian", 2), ("sgd", 2), *[("mergopt_b5e-3", seed) for seed in SEEDS], ("sam", 1), ("sam", 2),
+    *[(arm, seed) for seed in SEEDS for arm in ("mixed", "mergopt_gaussian", "sgd")],
+    *[(f"mergopt_b{b}", 0) for b in ("1e-3", "5e-5", "5e-2")],
 ]))  # fmt: skip
 """What is least known first. "mixed" merges experts of both kinds, which other jobs have left on disk."""
 NEEDS = {"mixed": ("adamw", "mergopt"), "mergopt_fit": ("adamw",)}
@@ -99,6 +101,11 @@ class Bench:
     def begin(self, job: str) -> None:
         self.file = self.options.work / f"{job}.json"
         self.found: dict[str, Any] = {"job": job, "done": False}
+        kept = self.options.kept.get(job, {})
+        if kept.get("mergers"):
+            self.found |= {n: kept[n] for n in ("mergers", "groups", "vectors") if n in kept}
+            measured = [*kept["mergers"], *kept.get("groups", ())]
+            self.found["earlier"] = {"experts": kept["experts"], "measured": measured}
         self.begun = time.monotonic()
 
     def note(self, **values: Any) -> None:
@@ -164,34 +171,35 @@ class Bench:
 
     # --- merges -----------------------------------------------------------------------------------------
 
-    def merges(self, experts: Mapping[str, State]) -> None:
+    def merges(self, experts: Mapping[str, State], fishers: bool) -> None:
+        """Every method's merge, the coefficients of a merge that is done once, and what needs Fishers third."""
         names = list(experts)
-        average = self.merged(experts, WeightAverage())
-        found: dict[str, Any] = {"average": {"test": self.value(average, names, "test")}}
-        self.note(mergers=found)
+        found: dict[str, Any] = dict(self.found.get("mergers", {}))
+        if "average" not in found:
+            average = self.merged(experts, WeightAverage())
+            found["average"] = {"test": self.value(average, names, "test")}
+            self.note(mergers=found)
         methods: dict[str, tuple[Any, tuple[float, ...]]] = {
             "task_arithmetic": (TaskArithmetic(coefficient=1.0), ALPHAS),
+            "epimer": (EpiMer(coefficient=1.0, normalise="trace"), COARSE),
             "ties": (TIES(coefficient=1.0), COARSE),
             "tsvm": (TSVM(coefficient=1.0), COARSE),
             "dare": (DARE(inner=TaskArithmetic(coefficient=1.0)), COARSE[:4]),
         }
         for label, (method, alphas) in methods.items():
+            if label in found or (label == "epimer" and not fishers):
+                continue
+            statistics = {"fisher": self.fishers(experts)} if label == "epimer" else None
             begun = time.monotonic()
-            unit = self.merged(experts, method)
+            unit = self.merged(experts, method, statistics)
             seconds = time.monotonic() - begun
+            del statistics
             also = (0.3, 0.6) if label == "task_arithmetic" else (1.0,)
             found[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
             if label == "tsvm":
-                found[label]["beyond"] = {a: self.value(self.at(unit, a), names, "validation") for a in BEYOND}
+                chosen = self.with_choices(names)
+                found[label]["beyond"] = {a: self.value(self.at(unit, a), chosen, "validation") for a in BEYOND}
             self.note(mergers=found)
-
-    def epimer(self, experts: Mapping[str, State]) -> None:
-        """Last, for its Fishers take longest."""
-        statistics = {"fisher": self.fishers(experts)}
-        unit = self.merged(experts, EpiMer(coefficient=1.0, normalise="trace"), statistics)
-        self.note(
-            mergers=self.found["mergers"] | {"epimer": self.searched(unit, list(experts), COARSE, (1.0,))}
-        )
 
     def merged(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
         return merge_state_dicts(self.base, experts, method, statistics=statistics or {}, device=self.device)
@@ -202,21 +210,27 @@ class Bench:
     def searched(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
         """The validation curve, test at its best coefficient, and test at coefficients fixed in advance.
 
-        The best is that of the tasks with choices.
+        The curve is that of the tasks with choices, and so is the best; decoding takes as long as all of them.
         """
-        chosen = [n for n in names if self.tasks[n].choices is not None] or list(names)
-        curve = {alpha: self.value(self.at(unit, alpha), names, "validation") for alpha in alphas}
-        best = max(curve, key=lambda a: sum(curve[a][n] for n in chosen))
+        chosen = self.with_choices(names)
+        curve = {alpha: self.value(self.at(unit, alpha), chosen, "validation") for alpha in alphas}
+        best = max(curve, key=lambda a: sum(curve[a].values()))
         test = {
             alpha: self.value(self.at(unit, alpha), names, "test") for alpha in dict.fromkeys((best, *also))
         }
         return {"curve": curve, "best": best, "test": test[best], "fixed": {a: test[a] for a in also}}
 
+    def with_choices(self, names: Any) -> list[str]:
+        """Those of the tasks that are answered by the likeliest choice; all, if none is."""
+        return [n for n in names if self.tasks[n].choices is not None] or list(names)
+
     def groups(self, experts: Mapping[str, State]) -> None:
         """Fewer experts, by task arithmetic: the first ones of the suite, and the last ones."""
-        found, names = {}, list(experts)
+        found, names = dict(self.found.get("groups", {})), list(experts)
         for size in (2, 4, 6):
             for group in (names[:size], names[-size:]) if size < len(names) else ():
+                if "+".join(group) in found:
+                    continue
                 unit = self.merged({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
                 found["+".join(group)] = self.searched(unit, group, COARSE, (0.3,))
         self.note(groups=found)
@@ -228,11 +242,11 @@ class Bench:
             self.model.load_state_dict(state)
             objective = self.objectives[name]
             order = torch.randperm(self.tasks[name].count("train"), generator=torch.Generator().manual_seed(0))
-            batches = (
-                moved(objective.batch("train", index), self.device)
-                for index in order[: self.options.fisher].split(8)
-            )
-            found = diagonal_fisher(self.model, batches, causal=True, chunk=8)
+            drawn, lengths = order[: self.options.fisher], objective.lengths("train")
+            assert lengths is not None
+            drawn = drawn[lengths[drawn].argsort(stable=True)]  # like ones together: a mean has no order
+            batches = (moved(objective.batch("train", index), self.device) for index in drawn.split(16))
+            found = diagonal_fisher(self.model, batches, causal=True, chunk=16)
             made.append({n: found[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))
         return made
@@ -277,12 +291,11 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
         kept.mkdir(exist_ok=True)
         torch.save(experts, kept / f"{arm}-{seed}.partial")
         (kept / f"{arm}-{seed}.partial").replace(kept / f"{arm}-{seed}.pt")
-    bench.vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
-    bench.merges(experts)
+    bench.merges(experts, fishers=arm in WITH_FISHERS and options.fisher > 0)
     if (arm, seed) in GROUPED:
         bench.groups(experts)
-    if arm in WITH_FISHERS and options.fisher:
-        bench.epimer(experts)
+    if "vectors" not in bench.found:
+        bench.vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
     bench.note(done=True)
 
 
@@ -336,10 +349,23 @@ def worker(options: argparse.Namespace) -> None:
             print(f"{arm}-{seed}: {error}", file=sys.stderr, flush=True)
 
 
+def finished(job: str, arm: dict[str, Any]) -> bool:
+    """Whether nothing of a job is missing: some were done before more was asked of them."""
+    wanted = job.rpartition("-")[0] in WITH_FISHERS
+    return bool(arm.get("done")) and (not wanted or "epimer" in arm.get("mergers", {}))
+
+
 def reached(found: dict[str, Any]) -> tuple[bool, int, int]:
     """How far a job came: what was cut does not replace what came further before."""
     merged = len(found.get("mergers", ())) + len(found.get("groups", ()))
     return bool(found.get("done")), merged, len(found.get("experts", ()))
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What decides the results."""
+    sizes = ("steps", "batch", "length", "train", "validation", "test", "fisher")
+    made = {"source": Path(options.source).name, "lr": LR, "weight_decay": DECAY, "tasks": list(options.tasks)}
+    return made | {n: getattr(options, n) for n in sizes}
 
 
 def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
@@ -348,13 +374,9 @@ def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
         found = json.loads(file.read_text())
         if reached(found) >= reached(arms.get(found["job"], {})):
             arms[found["job"]] = found
-    settings = {
-        n: getattr(options, n) for n in ("steps", "batch", "length", "train", "validation", "test", "fisher")
-    }
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    made = {"source": options.source, "lr": LR, "weight_decay": DECAY, "tasks": options.tasks, **settings,
-            "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers, "date": str(date.today()),
-            "torch": torch.__version__}  # fmt: skip
+    made = {**settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
+            "date": str(date.today()), "torch": torch.__version__}  # fmt: skip
     result = {"made": [*[m for m in old.get("made", []) if m != made], made], "arms": arms}
     partial_file = options.out.with_suffix(".partial")
     partial_file.write_text(json.dumps(result, indent=None))
@@ -390,21 +412,27 @@ def main() -> None:
     options.gpus = torch.cuda.device_count()
     earlier = options.earlier or options.out
     old = json.loads(earlier.read_text()) if earlier.exists() else {}
-    finished = {name for name, arm in old.get("arms", {}).items() if arm.get("done")}
+    for made in old.get("made", []):
+        other = [n for n, v in settings(options).items() if made.get(n) != v]
+        if other:
+            parser.error(f"{earlier} is of another {', '.join(other)}: name another file with --out")
+    options.kept = old.get("arms", {})
+    over = {name for name, arm in options.kept.items() if finished(name, arm)}
     jobs = [("zero_shot", 0), *JOBS]
     wanted = [j for j in jobs if options.jobs is None or f"{j[0]}-{j[1]}" in options.jobs]
     for arm, seed in wanted:
-        if f"{arm}-{seed}" not in finished:
-            finished -= set(missing(arm, seed, options))  # whose experts are gone is done again
-    options.jobs = [(a, s) for a, s in wanted if f"{a}-{s}" not in finished]
+        if f"{arm}-{seed}" not in over:
+            over -= set(missing(arm, seed, options))  # whose experts are gone is trained again
+    options.jobs = [(a, s) for a, s in wanted if f"{a}-{s}" not in over]
     for mark in options.work.glob("*.claimed"):
         mark.rmdir()
     options.deadline = time.time() + options.seconds
     plan = options.work / "plan"
     plan.write_text(json.dumps({n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items()}))
     processes = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
     for slot in range(max(1, options.gpus) * options.workers):
-        place = {"CUDA_VISIBLE_DEVICES": str(slot % options.gpus)} if options.gpus else {}
+        place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
         command = [sys.executable, __file__, "--out", str(options.out), "--worker", str(plan)]
         processes.append(subprocess.Popen(command, env={**os.environ, **place}))
     while any(p.poll() is None for p in processes):

@@ -5,6 +5,7 @@ The comparison is written also when some of them failed.
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,9 +18,21 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweepe
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import CompactHydraException
 from omegaconf import open_dict
 
 log = logging.getLogger(__name__)
+_NEED_NOTHING = {
+    "finetuning",
+    "optimizer",
+    "optimizer_of",
+    "training",
+    "curvature",
+    "search",
+    "merger",
+    "mergers",
+}
+"""Keys that decide nothing of what a job needs from elsewhere."""
 _CLOCK_STEP = 2.0  # seconds: file systems keep coarser times than the clock
 
 
@@ -49,6 +62,7 @@ class ComparisonSweeper(BasicSweeper):
         begun = time.time()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
+        self._refuse_missing(arguments)
         if "suite" in self.config and self.config.dry_run:
             return self._print_plan(arguments)
         self._give_up({})  # of a sweep that was killed
@@ -56,11 +70,43 @@ class ComparisonSweeper(BasicSweeper):
             return self._launch_all(arguments)
         finally:
             self._give_up({})
-            close = getattr(self.launcher, "close", None)
-            if close is not None:
-                close()
-            if not isinstance(sys.exception(), KeyboardInterrupt):
-                self._compare(begun)
+            self._tell_launcher("dismiss")
+            try:
+                if not isinstance(sys.exception(), KeyboardInterrupt):
+                    self._compare(begun)
+            finally:
+                self._tell_launcher("close")
+
+    def _tell_launcher(self, what: str, *arguments: Any) -> None:
+        """What a launcher with workers of its own knows; `isinstance` fails, for Hydra loads plugins twice."""
+        method = getattr(self.launcher, what, None)
+        if method is not None:
+            method(*arguments)
+
+    def _refuse_missing(self, arguments: list[str]) -> None:
+        """Ask once for all jobs whether data and weights can be had: asked by each, it takes a second a job."""
+        if "suite" not in self.config:
+            return
+        deciding = [
+            override
+            for override in self._parsed(arguments)
+            if re.split(r"[.@/]", override.get_key_element())[0] not in _NEED_NOTHING
+            and (override.is_discrete_sweep() or not override.is_sweep_override())
+        ]
+        configs = [self.config]
+        if any(o.is_sweep_override() or o.get_key_element() in self.params for o in deciding):
+            load = self.hydra_context.config_loader.load_sweep_config
+            jobs = [job for batch in self.split_arguments(deciding, None) for job in batch]
+            configs = [load(self.config, list(overrides)) for overrides in jobs]
+        if not any(map(_needs_others, configs)):
+            return
+        from mergekit_lab.errors import InputError
+        from mergekit_lab.stages.run import refuse_missing
+
+        try:
+            refuse_missing(*configs)
+        except InputError as error:
+            raise CompactHydraException(str(error)) from error
 
     def _launch_all(self, arguments: list[str]) -> Any:
         self._train_first(self._jobs(arguments))
@@ -80,19 +126,22 @@ class ComparisonSweeper(BasicSweeper):
     def _contexts(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs' contexts by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
+        from mergekit_lab.stages.run import refuse_missing
 
         shared: dict[str, Any] = {}
         found = {}
         for number, overrides in enumerate(jobs):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
-            choices = dict(config.hydra.runtime.choices)
+            choices, said = dict(config.hydra.runtime.choices), list(config.hydra.overrides.task)
             with open_dict(config):
                 del config["hydra"]
             try:
+                refuse_missing(config)
                 check(config)
+                config = with_chosen_merger(config, said)
                 found[number] = Context(config, Path(), choices, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")
@@ -110,9 +159,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.stages.given_up import SHARED
         from mergekit_lab.stages.plan import shared_training, unmade
 
-        ready = getattr(self.launcher, "ready", None)
-        if ready is not None:
-            ready(len(jobs))
+        self._tell_launcher("ready", len(jobs))
         here = isinstance(self.launcher, BasicLauncher)
         if (
             here
@@ -165,6 +212,7 @@ class ComparisonSweeper(BasicSweeper):
 
     def _compare(self, begun: float) -> None:
         """One report over the jobs of this sweep; the folder may hold those of earlier ones."""
+        from mergekit_lab.errors import InputError
         from mergekit_lab.stages.report import report_sweep
 
         out = Path(self.config.hydra.sweep.dir)
@@ -174,6 +222,16 @@ class ComparisonSweeper(BasicSweeper):
             marks = [p / ".hydra" / "overrides.yaml" for p in out.iterdir() if p.name.isdigit()]
             jobs = [m.parents[1] for m in marks if m.is_file() and m.stat().st_mtime >= begun - _CLOCK_STEP]
             if jobs and "suite" in self.config:
-                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out)
+                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config)
+        except InputError as error:
+            log.warning(f"left out of the comparison: {error}")
         except Exception:
             log.exception("the comparison of the jobs could not be written")
+
+
+def _needs_others(config: Any) -> bool:
+    """Whether a configuration names what is published elsewhere; found out without importing torch."""
+    weights = config.backbone.get("weights")
+    if config.experts or (weights is not None and not str(weights).startswith("asset:")):
+        return True
+    return any(str(task.get("_target_")).endswith("HubImages") for task in config.suite.tasks.values())

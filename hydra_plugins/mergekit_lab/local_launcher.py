@@ -8,12 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import (
+    JobReturn,
+    JobRuntime,
+    JobStatus,
+    configure_log,
+    filter_overrides,
+    run_job,
+    setup_globals,
+)
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from hydra.version import setbase
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 log = logging.getLogger(__name__)
+_MODULES = ("mergekit_lab.stages.finetune", "mergekit_lab.stages.report")
+"""What the first job of a worker would spend seconds on importing."""
 
 
 @dataclass
@@ -50,7 +63,8 @@ class LocalLauncher(Launcher):
 
         if self._pool is None:
             self._pool = Pool(self._devices())
-        self._pool.start(jobs, "mergekit_lab.stages")
+        backbone = str(OmegaConf.select(self.config, "backbone._target_"))
+        self._pool.start(jobs, [*_MODULES, *(["open_clip"] if backbone.endswith("OpenClip") else [])])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from mergekit_lab.stages.workers import Outcome
@@ -76,8 +90,13 @@ class LocalLauncher(Launcher):
             o.value if o.error is None else _failure(job_overrides[n], o.error) for n, o in enumerate(outcomes)
         ]
 
+    def dismiss(self) -> None:
+        """Let the workers end, which a sweep's launches share: no job follows."""
+        if self._pool is not None:
+            self._pool.dismiss()
+
     def close(self) -> None:
-        """End the workers, which a sweep's launches share."""
+        """End the workers, and wait for that."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -93,7 +112,7 @@ class LocalLauncher(Launcher):
 
 @dataclass(frozen=True)
 class _Jobs(Sequence[tuple[Any, ...]]):
-    """What `run_one` takes, job by job; a configuration is composed when its job's turn has come."""
+    """What `run_one` takes, job by job; a job is told of when its turn has come."""
 
     hydra_context: HydraContext
     config: DictConfig
@@ -105,12 +124,8 @@ class _Jobs(Sequence[tuple[Any, ...]]):
 
     def __getitem__(self, place: Any) -> Any:
         overrides = list(self.overrides[place])
-        device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, *device])
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = self.first + place
         log.info(f"#{self.first + place}: {' '.join(filter_overrides(overrides))}")
-        return self.hydra_context, config, overrides
+        return self.hydra_context, self.config, overrides, self.first + place
 
 
 def _failed(outcome: Any) -> bool:
@@ -123,14 +138,19 @@ def _failure(overrides: Sequence[str], error: str) -> JobReturn:
     return found
 
 
-def run_one(hydra_context: HydraContext, config: DictConfig, overrides: list[str]) -> JobReturn:
-    """In a worker: one job as Hydra's own launcher runs it."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.utils import run_job
-
+def run_one(hydra_context: HydraContext, master: DictConfig, overrides: list[str], number: int) -> JobReturn:
+    """In a worker: one job as Hydra's own launcher runs it. It is composed here, for that takes a third of a
+    second, and all workers would wait for the one process that composes for them."""
     from mergekit_lab.__main__ import main
 
     setup_globals()
+    setbase(master.hydra.runtime.version_base)
+    Plugins.instance()  # they register what configurations are made of
+    JobRuntime.instance().set("name", master.hydra.job.name)
+    device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
+    config = hydra_context.config_loader.load_sweep_config(master, [*overrides, *device])
+    with open_dict(config):
+        config.hydra.job.id = config.hydra.job.num = number
     HydraConfig.instance().set_config(config)
     found = run_job(
         hydra_context=hydra_context,
@@ -140,7 +160,7 @@ def run_one(hydra_context: HydraContext, config: DictConfig, overrides: list[str
         job_subdir_key="hydra.sweep.subdir",
     )
     if found.status is JobStatus.FAILED:
-        log.error(f"#{config.hydra.job.num} failed: {found._return_value}")
+        log.error(f"#{number} failed: {found._return_value}")
         found._return_value = RuntimeError(str(found._return_value))  # some exceptions do not pickle
     found.hydra_cfg = found.cfg = None
     return found

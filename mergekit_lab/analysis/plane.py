@@ -194,7 +194,8 @@ def cross_task_linearity(
     """CTL per block: `E[1 − cos(f(θ0 + λ(τ_s + τ_t)), ½ f(θ0 + 2λτ_s) + ½ f(θ0 + 2λτ_t))]`.
 
     Zhou et al. 2024, "On the emergence of cross-task linearity in the pretraining–finetuning paradigm"; a
-    sample's features are all of a block's output. 0: merging weights averages features.
+    sample's features are all of a block's output, but for the padding of a text. 0: merging weights averages
+    features.
 
     Args:
         blocks: modules of the model whose outputs are compared, by name.
@@ -226,13 +227,15 @@ def cross_task_linearity(
 def _outputs(
     model: nn.Module, objective: Objective, blocks: Mapping[str, nn.Module], batch: Batch
 ) -> dict[str, Tensor]:
-    """What each block gives for a batch, `[N, …]` flattened, in float32."""
+    """What each block gives for a batch, `[N, …]` flattened, in float32; 0 where a text is padded."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
+        tokens = _tokens(batch, objective.causal, name)
+
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
-            kept[name] = tensor.flatten(1).float()
+            tensor = (output if isinstance(output, Tensor) else output[0]).float()
+            kept[name] = (tensor if tokens is None else tensor * tokens[..., None]).flatten(1)
 
         return hook
 
@@ -243,6 +246,17 @@ def _outputs(
         for handle in handles:
             handle.remove()
     return kept
+
+
+def _tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
+    """Where tokens are and no padding, `[N, L]`, of what enters a block; None for other data than text."""
+    if not isinstance(batch, Mapping):
+        return None
+    labels = batch["labels"]
+    if not causal and labels.dim() == 2 and "decoder" in block:
+        return labels != likelihood.IGNORED
+    mask: Tensor | None = batch.get("attention_mask")
+    return mask
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ then the backbone's (nothing that is fine-tuned that way changes it).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ _PROJECTION = "visual.proj"
 def is_transformers(names: Mapping[str, Tensor]) -> bool:
     """Whether these are the names of transformers' CLIP, whole or vision alone, with or without prefix."""
     return any(name.endswith(_PATCHES) for name in names)
+
+
+def is_image_tower(names: Iterable[str]) -> bool:
+    """Whether these are the names of an image tower alone, in either layout, with or without prefix."""
+    names = list(names)
+    if any(name.endswith(_PATCHES) for name in names):
+        return not any("text_model." in name for name in names)
+    return any(name.endswith("visual.conv1.weight") for name in names) and all("visual." in n for n in names)
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.backbones.clip_layouts import is_image_tower
+from mergekit_lab.checkpoints import open_checkpoint, unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -115,13 +116,18 @@ class ClipWeights:
         raise self._unknown()
 
     def _unknown(self) -> InputError:
-        from open_clip import list_pretrained_tags_by_model
+        from open_clip import list_pretrained, list_pretrained_tags_by_model
 
-        known = list_pretrained_tags_by_model(registered(self.architecture))
-        return InputError(
-            f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
-            f"tags of open_clip: {listing(known, 20) or 'none'}"
-        )
+        own = list_pretrained_tags_by_model(registered(self.architecture))
+        others = [architecture for architecture, tag in list_pretrained() if tag == self.name]
+        said = f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
+        if not others:
+            return InputError(f"{said}tags of open_clip: {listing(own, 20) or 'none'}")
+        plain = self.architecture.removesuffix("-quickgelu")
+        nearest = next((name for name in (plain, f"{plain}-quickgelu") if name in others), None)
+        if nearest:
+            return InputError(f"{said}they are those of backbone.architecture={nearest}")
+        return InputError(f"{said}open_clip has them of {listing(others, 20)}")
 
     def said(self) -> dict[str, Any]:
         """What is said of them: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
@@ -139,10 +145,19 @@ class ClipWeights:
             pixels = content.get("preprocess_cfg") or {}
             quick = {"quick_gelu": bool((content.get("model_cfg") or {}).get("quick_gelu", False))}
             return quick | {name: tuple(pixels[name]) for name in PIXELS if name in pixels}
-        vision = _read_json(folder / "config.json").get("vision_config")
+        content = _read_json(folder / "config.json")
+        alone = content.get("model_type") == "clip_vision_model"
+        vision = content if alone else content.get("vision_config")
         if not isinstance(vision, dict):
             return {}
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
+
+    def image_tower_alone(self) -> bool:
+        """Whether a local file holds an image tower and no text tower; its tensors' names say so."""
+        if not self.local or self.tag():
+            return False
+        file = self.file()
+        return _image_tower_alone(file, file.stat().st_mtime_ns)
 
     def published_as(self) -> str:
         """What they are published as; of a local file, what the configuration beside it says."""
@@ -265,6 +280,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{file} holds no JSON object")
     return content
+
+
+@lru_cache(maxsize=32)
+def _image_tower_alone(file: Path, modified: int) -> bool:
+    return is_image_tower(open_checkpoint(file))
 
 
 @lru_cache(maxsize=32)

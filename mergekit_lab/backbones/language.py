@@ -155,7 +155,7 @@ class LanguageModel(Reading, Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         made = CausalObjective if self.kind == "causal" else Seq2SeqObjective
-        return made(task, tokenizer(self.source), self)
+        return made(task, tokenizer(self.source), self, positions(self.source))
 
     def learning(self, task: Task) -> dict[str, Any]:
         read = ("prompt", "max_length", "cut", "loss_on", "group_by_length")
@@ -184,6 +184,19 @@ def _tokenizer(place: Place) -> Any:
     if made.pad_token_id is None:
         made.pad_token = made.eos_token or made.unk_token
     return made
+
+
+@lru_cache(maxsize=4)
+def positions(source: str) -> int | None:
+    """Tokens of a row that a model can have, if its configuration says so; GGUF files are not asked."""
+    from transformers import AutoConfig
+
+    place = find(source, weights=False)
+    if place.gguf:
+        return None
+    with _quiet():
+        config = AutoConfig.from_pretrained(str(place.folder), **place.options)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,8 @@ class Linearised(Parametrisation):
 
     A model with an attribute `core` names by it the submodule that is expanded; others are expanded whole.
     """
+
+    takes_sharded: ClassVar[bool] = False
 
     def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         return self.computing(model)

@@ -7,7 +7,7 @@ start. Adapters that were trained elsewhere are folded by `checkpoints/adapters.
 import warnings
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class LoRA(Parametrisation):
     Raises:
         InputError: a number out of range; when applied, targets that the model has not.
     """
+
+    takes_sharded: ClassVar[bool] = False
 
     rank: int = 16
     alpha: float = 16.0

@@ -6,7 +6,10 @@ Legend: N images, C classes, D embedding width. Where weights come from, and whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,12 +21,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
-from mergekit_lab.backbones.clip_layouts import from_transformers, is_transformers
+from mergekit_lab.backbones.clip_layouts import as_image_tower, from_transformers, is_transformers
 from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, registered
 from mergekit_lab.backbones.heads import linear_probe_head, prototype_head
 from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
-from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
@@ -36,6 +39,8 @@ _HUB_NAMES = {
 }
 _TEXTS = 128
 """Prompts that are encoded together: one alone leaves most of a processor's cores idle."""
+_TEMPERATURE = 100.0
+"""Of heads for an image tower alone: where the training of CLIP models ends, for it is bounded there."""
 _HEAD_FILE = "head.safetensors"
 
 
@@ -45,12 +50,13 @@ class OpenClip(Backbone):
 
     architecture: a name from `open_clip.list_models()`, or `glyph-clip`, the small model that ships.
     weights: a tag of open_clip (`openai`, `laion2b_s34b_b79k`; downloaded once and cached), `asset:glyph_clip`
-    (shipped), a local `.safetensors` or `.pt` file of the whole model (read with `weights_only`), in
-    open_clip's layout or in that of transformers' `CLIPModel`, a folder with one such file, or None: random
-    values from `seed`.
+    (shipped), a local `.safetensors` or `.pt` file of the whole model or its image tower (read with
+    `weights_only`), in open_clip's layout or in that of transformers' `CLIPModel` and `CLIPVisionModel`, a
+    folder with one such file, or None: random values from `seed`.
     seed: used with `weights=None` alone.
     head: what classifies features: "zero_shot" (from class names and prompts), "prototype" (class means of
-    training images) or "linear_probe" (logistic regression on them).
+    training images) or "linear_probe" (logistic regression on them). Weights of an image tower alone can have
+    the latter two.
     crop: training pictures are random windows of this share of their area, `[from, to]`, resized to the model's
     size; None trains on what evaluation sees.
     flip: mirror every second of them, by chance.
@@ -93,6 +99,15 @@ class OpenClip(Backbone):
             raise InputError(
                 f"{self.architecture} reads images, and task {task.name!r} is a {type(task).__name__}: "
                 "take a suite of images, or a language model as the backbone"
+            )
+        if self.head == "zero_shot":
+            self._check_text_tower()
+
+    def _check_text_tower(self) -> None:
+        if self.source is not None and self.source.image_tower_alone():
+            raise InputError(
+                f"backbone.weights={self.weights} holds an image tower alone, and a zero-shot head is made by "
+                "the text tower: set backbone.head=prototype or linear_probe, or give the whole model"
             )
 
     def objective(self, task: Task) -> ImageObjective:
@@ -152,8 +167,10 @@ class OpenClip(Backbone):
         and multiplied by the model's temperature `logit_scale.exp()`. Logits are `features @ head.T`.
 
         templates: prompts with one `{}` each. Raises `InputError` where a template has none, or where two
-        classes end up as the same tokens (the model reads `context_length` tokens and no more).
+        classes end up as the same tokens (the model reads `context_length` tokens and no more), or where the
+        weights have no text tower.
         """
+        self._check_text_tower()
         wrong = [template for template in templates if "{}" not in template]
         if wrong or not templates or not classes:
             raise InputError(
@@ -224,23 +241,27 @@ def _model(key: tuple[str, str | None, int]) -> Any:
     backbone = OpenClip(*key)
     source = backbone.source
     file = None if source is None else source.file()
-    renamed = None
+    own, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
+            alone = source is not None and source.image_tower_alone()
             if source is not None and file is not None and not source.tag():
-                weights = open_checkpoint(file)
-                renamed = from_transformers(dict(weights)) if is_transformers(weights) else None
-            said = backbone._said()
-            model = open_clip.create_model(
-                registered(backbone.architecture),
-                pretrained=None if file is None or renamed is not None else str(file),
-                precision="fp32",
-                force_quick_gelu=backbone.quick_gelu(),
-                force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
-                weights_only=True,
-            )
-            if renamed is not None:
+                own = open_checkpoint(file)
+                renamed = from_transformers(dict(own)) if is_transformers(own) and not alone else None
+            said, later = backbone._said(), alone or renamed is not None
+            with _warning_of_random_weights(not later):
+                model = open_clip.create_model(
+                    registered(backbone.architecture),
+                    pretrained=None if file is None or later else str(file),
+                    precision="fp32",
+                    force_quick_gelu=backbone.quick_gelu(),
+                    force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
+                    weights_only=True,
+                )
+            if alone and own is not None:
+                _load_image_tower(model, own)
+            elif renamed is not None:
                 model.load_state_dict(renamed)
     except Exception as error:
         if file is None:
@@ -248,7 +269,34 @@ def _model(key: tuple[str, str | None, int]) -> Any:
         raise InputError(
             f"{file.name} does not load as weights of {backbone.architecture}: "
             f"{(str(error) or type(error).__name__).splitlines()[0]} "
-            "It must hold the whole CLIP model as open_clip or transformers save it, as .safetensors or as a "
-            ".pt of plain tensors"
+            "It must hold a CLIP model, or its image tower, as open_clip or transformers save it, as "
+            ".safetensors or as a .pt of plain tensors"
         ) from error
     return model.eval()
+
+
+@contextmanager
+def _warning_of_random_weights(wanted: bool) -> Iterator[None]:
+    """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
+    root = logging.getLogger()
+
+    def other(record: logging.LogRecord) -> bool:
+        return wanted or "No pretrained weights loaded" not in record.getMessage()
+
+    root.addFilter(other)
+    try:
+        yield
+    finally:
+        root.removeFilter(other)
+
+
+@torch.no_grad()
+def _load_image_tower(model: Any, weights: Checkpoint) -> None:
+    """Load an image tower alone; where it has no projection, features are what would be projected."""
+    state = from_transformers(weights) if is_transformers(weights) else weights
+    if not any(name.endswith("visual.proj") for name in state):
+        model.visual.proj = None
+    base = {f"visual.{name}": tensor for name, tensor in model.visual.state_dict().items()}
+    tower = as_image_tower(state, base, weights.label)
+    model.visual.load_state_dict({name.removeprefix("visual."): tensor for name, tensor in tower.items()})
+    model.logit_scale.fill_(math.log(_TEMPERATURE))

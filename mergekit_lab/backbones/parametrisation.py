@@ -9,6 +9,7 @@ arithmetic (ICLR 2025); FTLO in the SAFT paper (Lee et al., ICLR 2025), appendix
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,7 +18,14 @@ from mergekit_lab.errors import InputError
 
 
 class Parametrisation:
-    """How a model is fine-tuned. Whatever the way, an expert is a checkpoint with the base's names."""
+    """How a model is fine-tuned. Whatever the way, an expert is a checkpoint with the base's names.
+
+    Attributes:
+        takes_sharded: whether the weights may be spread over processes, which needs the model's own modules
+            to hold and use them.
+    """
+
+    takes_sharded: ClassVar[bool] = True
 
     def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         """The model to train: parameters that require a gradient are those that train.

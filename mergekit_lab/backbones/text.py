@@ -1,4 +1,4 @@
-"""Text tasks for language models: tokens, losses on answers, answers chosen or decoded.
+"""Text tasks for language models: losses on answers, answers chosen or decoded.
 
 Legend: N samples, L tokens of a row, V vocabulary, C choices, B tokens of all choices together.
 
@@ -12,13 +12,13 @@ import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
 from mergekit_lab.backbones.rows import apart, first_fit, padded
 from mergekit_lab.errors import InputError
@@ -33,20 +33,6 @@ log = logging.getLogger(__name__)
 IGNORED = -100
 _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 """What one forward pass of an evaluation may hold: tokens, entries of logits, rows of a decoder."""
-_MARK = "\ue000"
-"""A private character that stands for the prompt while its template is looked at."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One part's tokens: `prompts` and `answers`, int64 `[L]` each."""
-
-    prompts: list[Tensor]
-    answers: list[Tensor]
-
-    @property
-    def lengths(self) -> Tensor:
-        return torch.tensor([len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)])
 
 
 class ScoredText(Objective):
@@ -77,93 +63,30 @@ class TextObjective(ScoredText):
         task: prompts and answers.
         tokenizer: of transformers, with a padding token.
         reading: how prompts are shown and cut, and how the model is asked.
+        positions: tokens of a row that the model can have; None sets no limit.
 
     Attributes:
         truncated: by part, how many prompts and answers were cut.
+
+    Raises:
+        InputError: choices that this tokenizer cannot tell apart.
     """
 
-    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading) -> None:
+    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
         super().__init__(task)
         self.tokenizer = tokenizer
         self.reading = reading
         self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
-        self._template = self._look_at_template()
-        self._choices = None if task.choices is None else [self._answer(text) for text in task.choices]
-
-    # --- tokens -----------------------------------------------------------------------------------------
-
-    def _look_at_template(self) -> tuple[str, str]:
-        """What stands before and after a prompt."""
-        if self.reading.prompt == "plain":
-            return "", ""
-        if not self.tokenizer.chat_template:
-            raise InputError("this tokenizer has no chat template: set backbone.prompt=plain")
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-        before, found, after = text.partition(_MARK)
-        if not found or _MARK in after:
-            raise InputError(
-                "the chat template does not show a user's message as it is: set backbone.prompt=plain"
-            )
-        return before, after
-
-    def _tokens(self, text: str, special: bool = False) -> Tensor:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
-        if special and ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids = ids[:-1]
-        return torch.tensor(ids, dtype=torch.int64)
-
-    def _prompt(self, text: str) -> tuple[Tensor, int]:
-        """The tokens, and how many the template has after the text, which are never cut."""
-        before, after = self._template
-        special = self.reading.prompt == "plain"
-        return self._tokens(before + text + after, special), len(self._tokens(after)) if after else 0
-
-    def _answer(self, text: str) -> Tensor:
-        end = self.tokenizer.eos_token_id
-        tokens = self._tokens(text)
-        return tokens if end is None else torch.cat([tokens, torch.tensor([end])])
+        self._encoding = Encoding(tokenizer, reading, self.causal, positions)
+        self._choices = None if task.choices is None else self._encoding.choices(task)
 
     def encoded(self, part: Part) -> Encoded:
-        """The tokens of a part, once a process; says how much was cut."""
+        """The tokens of a part, made once a process."""
         if part not in self._encoded:
-            split = self.task.split(part)
-            prompts, answers, cut = [], [], [0, 0]
-            for prompt, answer in zip(split.prompts, split.answers, strict=True):
-                a = self._answer(answer)
-                if len(a) > self.reading.max_length // 2:
-                    a = a[: self.reading.max_length // 2]
-                    cut[1] += 1
-                p, was_cut = self._fitted(prompt, self._room(len(a)))
-                cut[0] += was_cut
-                prompts.append(p)
-                answers.append(a)
-            self.truncated[part] = (cut[0], cut[1])
-            if any(cut):
-                log.info(
-                    "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
-                    self.task.name, part, cut[0], len(split), cut[1], self.reading.max_length,
-                )  # fmt: skip
-            self._encoded[part] = Encoded(prompts, answers)
+            self._encoded[part] = self._encoding.encoded(self.task, part)
+            self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
-
-    def _room(self, answer: int) -> int:
-        """Tokens that a prompt may have."""
-        return self.reading.max_length - answer
-
-    def _fitted(self, text: str, room: int) -> tuple[Tensor, bool]:
-        """A prompt's tokens, cut inside its template if there are more than `room`."""
-        tokens, tail = self._prompt(text)
-        if len(tokens) <= room:
-            return tokens, False
-        before, _ = self._template
-        head = len(self._tokens(before, self.reading.prompt == "plain"))
-        inside = max(0, room - head - tail)
-        end = len(tokens) - tail
-        kept = tokens[head : head + inside] if self.reading.cut == "end" else tokens[end - inside : end]
-        return torch.cat([tokens[:head], kept, tokens[end:]]), True
 
     def lengths(self, part: Part) -> Tensor | None:
         return self.encoded(part).lengths if self.reading.group_by_length else None
@@ -240,8 +163,8 @@ class CausalObjective(TextObjective):
 
     causal = True
 
-    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading) -> None:
-        super().__init__(task, tokenizer, reading)
+    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
+        super().__init__(task, tokenizer, reading, positions)
         self.packed = (0, 0)
 
     def _row(self, part: Part, place: int) -> tuple[Tensor, Tensor]:
@@ -334,13 +257,6 @@ class CausalObjective(TextObjective):
 
 class Seq2SeqObjective(TextObjective):
     """For encoder-decoder models: the encoder reads the prompt, the decoder learns the answer."""
-
-    def _room(self, answer: int) -> int:
-        return self.reading.max_length
-
-    def _prompt(self, text: str) -> tuple[Tensor, int]:
-        ids = torch.tensor(self.tokenizer(text).input_ids, dtype=torch.int64)
-        return ids, int(len(ids) > 0 and int(ids[-1]) == self.tokenizer.eos_token_id)
 
     def batch(self, part: Part, index: Tensor) -> Batch:
         encoded, places = self.encoded(part), index.tolist()

@@ -1,8 +1,9 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
-from mergekit_lab.checkpoints.align import align
+from mergekit_lab.checkpoints.align import align, computed_buffers
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
+from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
@@ -10,29 +11,39 @@ from mergekit_lab.checkpoints.inspection import (
     assumed_ties,
     describe_inputs,
     describe_model,
+    describe_tensors,
     disagreements,
     size_text,
     written_specs,
 )
-from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
-from mergekit_lab.checkpoints.publish import (
-    RECORD,
-    check_out,
-    copy_model_files,
-    copy_tokenizer_files,
-    new_folder,
+from mergekit_lab.checkpoints.libraries import (
+    LIBRARIES,
+    OPEN_CLIP,
+    TRANSFORMERS,
+    Library,
+    library_of,
+    other_weights,
 )
+from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
+from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
+from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantised import refuse_quantised
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
-from mergekit_lab.checkpoints.vocabulary import reconcile
+from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.vocabulary import reconcile, vocabulary_rows
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
+    "FLOATING",
+    "LIBRARIES",
     "MAX_SHARD_BYTES",
+    "OPEN_CLIP",
     "RECORD",
+    "TRANSFORMERS",
     "Card",
     "Checkpoint",
+    "Library",
     "LowRank",
     "LowRankRecord",
     "Report",
@@ -43,26 +54,35 @@ __all__ = [
     "assumed_ties",
     "cached_folder",
     "cached_snapshot",
+    "cast",
     "check_out",
+    "check_range",
+    "computed_buffers",
     "conv1d_weights",
     "copy_model_files",
     "copy_tokenizer_files",
     "describe_inputs",
     "describe_model",
+    "describe_tensors",
     "disagreements",
     "fetch_snapshot",
     "find_source",
     "fingerprint",
     "hub_id",
+    "library_of",
     "new_folder",
     "open_checkpoint",
+    "other_weights",
+    "parts_with_weights",
     "plan_shards",
+    "read_tokens",
     "reconcile",
     "refuse_quantised",
     "sha256_of",
     "size_text",
     "unreachable",
     "versions",
+    "vocabulary_rows",
     "write_tensors",
     "written_specs",
 ]

@@ -39,7 +39,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
             f"{label}: adapters of type {kind} are not folded, LORA is: merge it with peft and save that"
         )
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start not in _PLAIN_STARTS:
+    if not isinstance(start, bool | None) and not (isinstance(start, str) and start in _PLAIN_STARTS):
         raise InputError(
             f"{label}: init_lora_weights={start!r} changed the base's weights before training, so the adapter "
             "does not fit the base: save it with peft's path_initial_model_for_weight_conversion"

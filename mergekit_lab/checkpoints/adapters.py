@@ -37,6 +37,7 @@ _PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 _LAST_SEEN_TWICE = (0, 21)
+_LARGEST_ALPHA = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def _changes(
     changes: dict[str, _Change] = {}
     layouts: dict[str, Layout] = {}
     lost = []
+    _check_kinds(label, tensors)
     place = _Placement(base, [*(f"{m}.weight" for m in modules), *plain])
     for inner, name in plain.items():
         target = place.of(inner)
@@ -210,6 +212,9 @@ def _changes(
             if bias not in base:
                 raise InputError(f"{label}: lora_bias of {module!r}, but the base has no {bias}")
             changes.setdefault(bias, _Change()).bias = factors
+    whole = [target for target in changes if not base.specs[target].dtype.is_floating_point]
+    if whole:
+        raise InputError(f"{label}: the adapter changes integers of the base ({listing(whole)})")
     transposed = stored_transposed(label, base, layouts, bool(config.get("fan_in_fan_out")))
     for target, change in changes.items():
         if change.factors and target in transposed:
@@ -222,6 +227,15 @@ def _changes(
             "ties"
         )
     return changes
+
+
+def _check_kinds(label: str, tensors: Checkpoint) -> None:
+    odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
+    if odd:
+        raise InputError(
+            f"{label}: the adapter holds tensors that are no floating-point numbers ({listing(odd)}): if it is "
+            "quantised, merge it with peft and give the saved model"
+        )
 
 
 def _repeats(tensors: Checkpoint, plain: Mapping[str, str], inner: str) -> bool:
@@ -274,7 +288,7 @@ def _factors(
     if configured != rank:
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
     alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise InputError(f"{label}: lora_alpha is {alpha!r}")
     times = _times_applied(label, parts[pair[0]], config)
     return Factors(parts, rank, times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -1,22 +1,39 @@
 """Make experts' names the base's, where the difference says nothing about their values.
 
-Two differences are harmless: one prefix before every name (`module.`, `model.`), and a tied weight that one
-    side
-writes under both of its names and the other under one. Everything else is left for the merge to refuse.
+Four differences are harmless: a prefix before every name (`model.`, `base_model.model.`) that one side has;
+what wrappers of modules put into names (`module.`, `_orig_mod.`), and older spellings (`LayerNorm.gamma`);
+buffers that a model makes anew whenever it is built, and that some versions write; and a tied weight that one
+side writes under both of its names and the other under one. Everything else is left for the merge to refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, View
-from mergekit_lab.checkpoints.ties import candidates, read_config, ties_embeddings, vocabulary_size
-from mergekit_lab.errors import InputError
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.ties import read_config, tied_groups, ties_embeddings, vocabulary_size
+from mergekit_lab.errors import InputError, listing
 
 Say = Callable[[str], None]
+_WRAPPERS = re.compile(
+    r"^(module\.)+|(^|(?<=\.))((_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
+)
+_SPELLINGS = (
+    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
+    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
+    (re.compile(r"\.weight_g$"), ".parametrizations.weight.original0"),
+    (re.compile(r"\.weight_v$"), ".parametrizations.weight.original1"),
+)
+_COUNTING = re.compile(
+    r"(^|\.)((position|token_type)_ids|relative_position_index)$|^(input_resolution|context_length|vocab_size)$"
+)
+"""The last three are of OpenAI's CLIP."""
+_FREQUENCIES = re.compile(r"(^|\.)(original_)?inv_freq$")
+_CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")
 
 
 def align(
@@ -27,43 +44,122 @@ def align(
     Args:
         base, expert: open checkpoints.
         read: compare the values of names that look tied; False takes the configuration's word for it.
-        say: receives a sentence for everything that was renamed or left out.
+        say: receives a sentence for everything that was renamed, added or left out.
 
     Raises:
         InputError: a weight that the base ties has two values in the expert.
     """
-    expert = _unprefixed(base, expert, say)
+    expert = _renamed(base, expert, say)
+    expert = _with_the_bases_buffers(base, expert, say)
     expert = _without_second_names(base, expert, read, say)
-    return _with_second_names(base, expert, say)
+    return _with_second_names(base, expert, read, say)
 
 
-def _unprefixed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def computed_buffers(checkpoint: Checkpoint) -> list[str]:
+    """Tensors that a model makes anew from its configuration, whatever a file holds: they are never merged."""
+    return [name for name, spec in checkpoint.specs.items() if _is_computed(name, spec)]
+
+
+def _is_computed(name: str, spec: TensorSpec) -> bool:
+    if _COUNTING.search(name):
+        return not spec.dtype.is_floating_point
+    if _CAUSAL_MASK.search(name):
+        return spec.numel == 1 or (len(spec.shape) == 4 and spec.shape[:2] == (1, 1))
+    return bool(_FREQUENCIES.search(name))
+
+
+# --- names ----------------------------------------------------------------------------------------------
+
+
+def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if base.specs.keys() == expert.specs.keys() or not expert.specs:
         return expert
-    first, last = min(expert.specs), max(expert.specs)
-    shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    prefix = first[: first[:shared].rfind(".") + 1]
-    names = {name.removeprefix(prefix) for name in expert}
-    if not prefix or len(names & base.specs.keys()) <= len(expert.specs.keys() & base.specs.keys()):
+    wanted = {_usual(name): name for name in base}
+    found = {name: _usual(name) for name in expert}
+    drop, add = _prefixes(set(found.values()), wanted.keys())
+    placed = {name: add + usual.removeprefix(drop) for name, usual in found.items()}
+    new = {
+        name: name if name in base and not (drop or add) else wanted.get(at, at) for name, at in placed.items()
+    }
+    if len(set(new.values())) < len(new) or all(name == at for name, at in new.items()):
         return expert
-    say(f"{expert.label}: the prefix {prefix!r} of every name is left out")
-    specs = {name.removeprefix(prefix): spec for name, spec in expert.specs.items()}
-    tied = {n.removeprefix(prefix): k.removeprefix(prefix) for n, k in expert.tied().items()}
-    return View(expert, specs, {n: _reader(expert, prefix + n) for n in specs}, tied)
+    if drop:
+        say(f"{expert.label}: the prefix {drop!r} of every name is left out")
+    if add:
+        say(f"{expert.label}: every name gets the prefix {add!r}, as in the base")
+    spelt = [name for name in placed if new[name] != add + name.removeprefix(drop)]
+    if spelt:
+        say(f"{expert.label}: {len(spelt)} names are spelt as in the base ({listing(spelt, 2)})")
+    specs = {new[name]: spec for name, spec in expert.specs.items()}
+    tied = {new[n]: new[k] for n, k in expert.tied().items()}
+    return View(expert, specs, {new[name]: _reader(expert, name) for name in expert}, tied)
+
+
+def _usual(name: str) -> str:
+    """A name without wrappers of modules, in the newer spelling."""
+    name = _WRAPPERS.sub("", name)
+    for old, new in _SPELLINGS:
+        name = old.sub(new, name)
+    return name
+
+
+def _prefixes(names: set[str], wanted: Iterable[str]) -> tuple[str, str]:
+    """What to leave out before every name, or to put there, so that most of the base's names are met."""
+    wanted = set(wanted)
+    options = [
+        ("", ""),
+        *((head, "") for head in _heads(names, len(names))),
+        *(("", head) for head in _heads(wanted, len(wanted) / 2)),
+    ]
+    return max(
+        options, key=lambda option: sum(option[1] + name.removeprefix(option[0]) in wanted for name in names)
+    )
+
+
+def _heads(names: set[str], least: float) -> list[str]:
+    """Prefixes up to a dot that at least so many names have, the shortest first."""
+    count: dict[str, int] = {}
+    for name in names:
+        for found in re.finditer(r"\.", name):
+            head = name[: found.end()]
+            count[head] = count.get(head, 0) + 1
+    return sorted((head for head, n in count.items() if n >= least), key=len)
 
 
 def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]
 
 
+# --- buffers --------------------------------------------------------------------------------------------
+
+
+def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+    buffers = computed_buffers(base)
+    extra = [name for name in computed_buffers(expert) if name not in base]
+    if not buffers and not extra:
+        return expert
+    lacking = [name for name in buffers if name not in expert]
+    if extra:
+        say(f"{expert.label}: buffers that a model computes are left out, as in the base: {listing(extra)}")
+    if lacking:
+        say(f"{expert.label}: buffers that a model computes are taken from the base: {listing(lacking)}")
+    specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
+    specs |= {name: base.specs[name] for name in buffers}
+    return View(expert, specs, {name: _reader(base, name) for name in buffers})
+
+
+# --- tied weights ---------------------------------------------------------------------------------------
+
+
 def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:
     """Leave out names that the base lacks because it ties them."""
     extra = expert.specs.keys() - base.specs.keys()
-    if not extra or ties_embeddings(read_config(base.folder)) is False:
+    if not extra:
         return expert
-    size = vocabulary_size(read_config(expert.folder)) or vocabulary_size(read_config(base.folder))
+    own, theirs = read_config(expert.folder), read_config(base.folder)
+    size = vocabulary_size(own) or vocabulary_size(theirs)
     second: dict[str, str] = {}
-    for group in candidates(expert.specs, size) if size else []:
+    for group in tied_groups(expert.specs, size, ties_embeddings(theirs) is not False):
         shared = [name for name in group if name in base.specs]
         if shared:
             second.update({name: shared[0] for name in group if name in extra})
@@ -71,8 +167,7 @@ def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say:
         if read and not torch.equal(expert[name], expert[kept]):
             raise InputError(
                 f"expert {expert.label!r} holds different values for {name} and {kept}, which the base ties: "
-                "untie "
-                "them in the base, or tie them in the expert"
+                "untie them in the base, or tie them in the expert"
             )
         say(f"{expert.label}: {name} is {kept}, tied as in the base")
     if not second:
@@ -81,14 +176,18 @@ def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say:
     return View(expert, specs, {})
 
 
-def _with_second_names(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:
     """Give a tied weight its second name where the base has one."""
     missing = base.specs.keys() - expert.specs.keys()
-    if not missing or not ties_embeddings(read_config(expert.folder)):
+    if not missing:
         return expert
-    size = vocabulary_size(read_config(base.folder)) or vocabulary_size(read_config(expert.folder))
+    own, theirs = read_config(expert.folder), read_config(base.folder)
+    size = vocabulary_size(theirs) or vocabulary_size(own)
+    tied = ties_embeddings(own)
+    if tied is None:
+        tied = bool(ties_embeddings(theirs)) and (not read or bool(base.tied()))
     second: dict[str, str] = {}
-    for group in candidates(base.specs, size) if size else []:
+    for group in tied_groups(base.specs, size, tied):
         shared = [name for name in group if name in expert.specs]
         if shared:
             second.update({name: shared[0] for name in group if name in missing})

@@ -23,14 +23,19 @@ from mergekit_lab.checkpoints.writer import sha256_of
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 14
+SAMPLED = (
+    f"*Sampled*: of a file over {_HASHED_WHOLE >> 20} MiB, the SHA-256 of its size and of {_SAMPLES} evenly "
+    f"spaced pieces of {_SAMPLE_BYTES >> 10} KiB. It tells trained models apart, not files that differ in a "
+    "few bytes."
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
     """What tells this input from another one, without reading all of it.
 
-    A file is named by its SHA-256 where that is cheap (small files, files of the hub's cache, which are named
-    by it), else by the SHA-256 of its size and 64 evenly spaced samples.
+    A file is named by its SHA-256 where that is cheap (files up to 32 MiB, files of the hub's cache, which are
+    named by it), else by a sampled one, which does not see a change of a few bytes: see `SAMPLED`.
 
     Returns:
         `{"label", "tensors", "revision" (of a hub's snapshot), "files": {name: {"bytes", "sha256" or
@@ -109,6 +114,8 @@ class Card:
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
+        if "merge_method" in self.hyper_parameters:
+            by = f"mergekit's **{self.hyper_parameters['merge_method']}**"
         body = [f"# {self.title}", "", f"{len(self.experts)} experts of one base, merged by {by}.", ""]
         body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
         if self.recipe:
@@ -117,6 +124,8 @@ class Card:
         rows = [("base", self.base), *((name, print_) for name, print_ in self.experts.items())]
         rows += [(f"{kind} of {name}", p) for kind, prints in self.side.items() for name, p in prints.items()]
         body += [*_table(("input", "is", "fingerprint"), [(n, _named(p), _short(p)) for n, p in rows]), ""]
+        if any("sampled_sha256" in file for _, p in rows for file in p.get("files", {}).values()):
+            body += [SAMPLED, ""]
         body += ["## Settings", "", *_table(("setting", "value"), list(_flat(self.settings))), ""]
         if self.metrics:
             body += [
@@ -128,7 +137,7 @@ class Card:
         if self.notes:
             body += ["## Notes", "", *(f"- {note}" for note in self.notes), ""]
         body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
-        body += [f"All of this, with whole hashes, is in `{RECORD}`."]
+        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
 
 

@@ -99,6 +99,8 @@ class InMemory(Checkpoint):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
+        if tensor.is_meta:
+            raise InputError(f"{self.label}: {name} is on the device meta, so it has no values")
         return tensor.detach() if tensor.requires_grad else tensor
 
     def tied(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,9 @@ def load_pickled(label: str, file: Path) -> Mapping[str, Any]:
     try:
         with file.open("rb") as opened:
             zipped = opened.read(2) == b"PK"
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*TorchScript", UserWarning)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError:
         raise InputError(f"{label}: the file {file} does not exist") from None
     except pickle.UnpicklingError as error:
@@ -127,14 +130,25 @@ def load_pickled(label: str, file: Path) -> Mapping[str, Any]:
             f"{label}: {file} holds more than plain tensors and is not opened, because unpickling it could "
             f"run code ({reason}). Load it where it was made and save `model.state_dict()` instead"
         ) from None
+    except RuntimeError as error:
+        if "TorchScript" not in str(error):
+            raise _unreadable(label, file, error) from None
+        raise InputError(
+            f"{label}: {file} is a TorchScript archive, a program: load it with `torch.jit.load` where it was "
+            "made and save its `state_dict()` instead"
+        ) from None
     except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
-        reason = str(error).split("\n")[0]
-        raise InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?") from None
+        raise _unreadable(label, file, error) from None
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping):
         raise InputError(f"{label}: {file} holds a {type(content).__name__}, not a state dict")
     return content
+
+
+def _unreadable(label: str, file: Path, error: Exception) -> InputError:
+    reason = str(error).split("\n")[0] or type(error).__name__
+    return InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?")
 
 
 def open_index(label: str, index: Path) -> Checkpoint:

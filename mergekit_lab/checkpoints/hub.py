@@ -13,17 +13,32 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.files import DTYPES
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP
 from mergekit_lab.errors import InputError, listing
 
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
-_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+_PATTERNS = [
+    *(
+        "*.json",
+        "*.txt",
+        "*.model",
+        "*.tiktoken",
+        "*.spm",
+        "bpe.codes",
+        "*.jinja",
+        "*.py",
+        "LICENSE*",
+        "NOTICE*",
+    ),
+]
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
 _PATIENCE = 3.0
@@ -127,15 +142,20 @@ class RemoteHeaders(Checkpoint):
     """The headers of a repository's safetensors, read over the network; the tensors are not there.
 
     Raises:
-        InputError: the hub cannot be reached, or the repository has no `model.safetensors` or its index.
+        InputError: the hub cannot be reached, or the repository has no safetensors that a library looks for.
     """
 
     def __init__(self, label: str, repo: str, revision: str | None) -> None:
         import huggingface_hub
 
         with _explained(repo, revision):
-            found = huggingface_hub.HfApi().get_safetensors_metadata(repo, revision=revision, timeout=_SECONDS)
-        listed = {n: file.tensors[n] for file in found.files_metadata.values() for n in file.tensors}
+            api = huggingface_hub.HfApi()
+            try:
+                found = api.get_safetensors_metadata(repo, revision=revision, timeout=_SECONDS)
+                files = list(found.files_metadata.values())
+            except huggingface_hub.errors.NotASafetensorsRepoError:
+                files = [_headers_for_open_clip(api, repo, revision)]
+        listed = {n: file.tensors[n] for file in files for n in file.tensors}
         unknown = {info.dtype for info in listed.values()} - DTYPES.keys()
         if unknown:
             raise InputError(f"{label}: unsupported dtypes ({listing(unknown)})")
@@ -144,6 +164,17 @@ class RemoteHeaders(Checkpoint):
 
     def __getitem__(self, name: str) -> Tensor:
         raise InputError(f"{self.label}: only headers were read, {name!r} is still on the hub")
+
+
+def _headers_for_open_clip(api: Any, repo: str, revision: str | None) -> Any:
+    held = {file.rfilename for file in api.model_info(repo, revision=revision, timeout=_SECONDS).siblings or ()}
+    for name in OPEN_CLIP.weights:
+        if name in held and name.endswith(".safetensors"):
+            return api.parse_safetensors_file_metadata(repo, name, revision=revision, timeout=_SECONDS)
+    raise InputError(
+        f"{repo} holds no safetensors whose headers could be read from afar: run `hf download {repo}` first, "
+        "or merge it without dry_run"
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from mergekit_lab.checkpoints.adapters import Folded
+from mergekit_lab.checkpoints.align import computed_buffers
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import RemoteHeaders
-from mergekit_lab.checkpoints.ties import candidates, read_config, ties_embeddings, vocabulary_size
-from mergekit_lab.checkpoints.vocabulary import read_tokens
+from mergekit_lab.checkpoints.ties import configured_groups, read_config, ties_embeddings, vocabulary_size
+from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import listing
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass
@@ -114,19 +118,34 @@ def _targets(adapter: Folded) -> list[str]:
 def describe_model(base: Checkpoint) -> list[str]:
     """Tied weights and buffers of the base."""
     config = read_config(base.folder)
-    groups = candidates(base.specs, vocabulary_size(config) or -1)
     tie = {True: "tied by the configuration", False: "not tied", None: "no configuration says"}[
         ties_embeddings(config)
     ]
-    double = "; ".join(listing(group) for group in groups) if ties_embeddings(config) else ""
+    double = "; ".join(listing(group) for group in configured_groups(base))
     lines = [
         f"input and output embeddings: {tie}"
         + (f"; under several names in the files: {double}" if double else "")
     ]
-    buffers = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    computed = computed_buffers(base)
+    if computed:
+        lines.append(
+            f"{len(computed)} buffers that the model computes, copied whatever experts have: "
+            f"{listing(computed)}"
+        )
+    buffers = [n for n, spec in base.specs.items() if not spec.dtype.is_floating_point and n not in computed]
     if buffers:
         lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
     return lines
+
+
+def describe_tensors(base: Checkpoint) -> list[str]:
+    """Names, shapes and dtypes; numbers within names are one line, `layers.*.w`."""
+    alike = Counter((_NUMBER.sub("*", name), spec) for name, spec in base.specs.items())
+    return [
+        f"{name}: {' × '.join(map(str, spec.shape)) or 'a number'}, {str(spec.dtype).removeprefix('torch.')}"
+        + (f" ({count} of them)" if count > 1 else "")
+        for (name, spec), count in alike.items()
+    ]
 
 
 def disagreements(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
@@ -163,8 +182,5 @@ def written_specs(
 
 def assumed_ties(base: Checkpoint) -> dict[str, str]:
     """Second names of weights that a configuration ties, each with the first, as names and shapes tell."""
-    config = read_config(base.folder)
-    if not ties_embeddings(config):
-        return {}
-    groups = candidates(base.specs, vocabulary_size(config) or -1)
+    groups = configured_groups(base)
     return {name: group[0] for group in groups for name in group[1:]}

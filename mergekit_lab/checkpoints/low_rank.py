@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.card import fingerprint
+from mergekit_lab.checkpoints.casting import FLOATING, cast
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import written_specs
@@ -55,10 +56,24 @@ class LowRankRecord:
     @classmethod
     def read(cls, folder: Path, label: str) -> LowRankRecord:
         try:
-            content = json.loads((folder / RECORD_FILE).read_text())
-            return cls(**content)
-        except (OSError, ValueError, TypeError) as error:
+            record = cls(**json.loads((folder / RECORD_FILE).read_text()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(f"{label}: {folder / RECORD_FILE} cannot be read ({error})") from None
+        sound = {
+            "experts": isinstance(record.experts, list) and _are_text(record.experts),
+            "coefficient": isinstance(record.coefficient, int | float) and abs(record.coefficient) < math.inf,
+            "dtype": record.dtype is None or (isinstance(record.dtype, str) and record.dtype in FLOATING),
+            "tied": isinstance(record.tied, dict) and _are_text(record.tied.values()),
+            "base": isinstance(record.base, dict) and {"layout_sha256", "label"} <= record.base.keys(),
+        }
+        wrong = [name for name, holds in sound.items() if not holds]
+        if wrong:
+            raise InputError(f"{label}: {folder / RECORD_FILE} is damaged, or not a merge's ({listing(wrong)})")
+        return record
+
+
+def _are_text(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 class LowRank(Computed):
@@ -103,6 +118,7 @@ class LowRank(Computed):
         self.coefficient = self.record.coefficient if coefficient is None else coefficient
         self._base = base
         self.dtype: torch.dtype | None = getattr(torch, self.record.dtype) if self.record.dtype else None
+        _check_factors(label, self._factors, base, len(self.record.experts))
         super().__init__(label, written_specs(base, self.dtype), self._factors.files, base.folder)
 
     def tied(self) -> dict[str, str]:
@@ -112,9 +128,14 @@ class LowRank(Computed):
         base, kind = self._base[name], self.specs[name].dtype
         delta = self._delta(self.record.tied.get(name, name))
         if delta is None or self.coefficient == 0:
-            return base.to(kind)
+            return cast(name, base, kind)
         exact = torch.float64 if kind == torch.float64 else delta.dtype
-        return torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient).to(kind)
+        expanded = torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient)
+        if not bool(expanded.isfinite().all()):
+            raise InputError(
+                f"{self.label}: {name} comes out with NaN or infinite entries: its factors are damaged"
+            )
+        return cast(name, expanded, kind)
 
     def _delta(self, name: str) -> Tensor | None:
         """The merged task vector at `α = 1`; None where nothing is added."""
@@ -135,6 +156,24 @@ class LowRank(Computed):
             return values
         shares = values.tensor_split(len(self.record.experts), dim=dim)
         return torch.cat([shares[t] for t in self._tasks], dim=dim)
+
+
+def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: int) -> None:
+    """Every tensor has all of its factors, of shapes that fit, or none."""
+    known: set[str] = set()
+    for name, spec in base.specs.items():
+        found = {kind: factors.specs.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        held = {kind: factor.shape for kind, factor in found.items() if factor is not None}
+        atoms = held.get(COORDINATES, (0,))[0]
+        matrix = {LEFT: (*spec.shape[:1], atoms), RIGHT: (*spec.shape[1:], atoms), COORDINATES: (atoms,)}
+        whole = {PARTS: (experts, *spec.shape), DIVISOR: ()}
+        fits = held == whole or (held == matrix and atoms % max(experts, 1) == 0)
+        real = all(factor.dtype.is_floating_point for factor in found.values() if factor is not None)
+        if held and not (fits and real and spec.dtype.is_floating_point):
+            raise InputError(f"{label}: the factors of {name} do not make a tensor of shape {list(spec.shape)}")
+        known |= {name + kind for kind in held}
+    if factors.keys() - known:
+        raise InputError(f"{label} holds factors of tensors the base lacks ({listing(factors.keys() - known)})")
 
 
 def _check_base(wanted: Mapping[str, Any], base: Checkpoint, label: str) -> None:

@@ -10,34 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mergekit_lab.checkpoints.ties import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError
 
 RECORD = "mergekit_lab.json"
 """What made the folder; its presence marks a folder that a merge may overwrite."""
-
-_TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("*.model", "tekken.json", "chat_template*", "bpe.codes", "target.spm", "source.spm"),
-)
-_MODEL = (
-    *("config.json", "generation_config.json", "open_clip_config.json", "configuration_*.py", "modeling_*.py"),
-    *("preprocessor_config.json", "processor_config.json", "image_processor*.json", "feature_extractor*.json"),
-    *("video_preprocessor_config.json", "LICENSE*", "NOTICE*"),
-)
 
 
 def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
@@ -47,9 +31,13 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
         InputError: a file, a folder with something in it (with `overwrite`: that no merge wrote), one that
             holds an input, or one in a place where none can be made.
     """
+    try:
+        where = out.resolve()
+        out.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"out={str(out)[:200]} is no place for a folder ({error})") from None
     if out.suffix in {".safetensors", ".bin", ".pt"} or out.is_file():
         raise InputError(f"out={out} is a file; give a folder")
-    where = out.resolve()
     if where == Path(where.anchor) or where == Path.home():
         raise InputError(f"out={out} is no place for a model")
     for path in inputs:
@@ -156,60 +144,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename is None:
         return False
     return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files and chat templates; their names."""
-    return _copy(source, folder, _TOKENIZER)
-
-
-def copy_model_files(
-    source: Path, folder: Path, dtype: torch.dtype | None = None, vocabulary: int | None = None
-) -> list[str]:
-    """Copy configuration, processor and licence files; their names.
-
-    Args:
-        dtype: written into `config.json`, if given.
-        vocabulary: `vocab_size` there, if given.
-    """
-    config = read_config(source)
-    patterns = [p for p in _MODEL if not p.endswith(".py") or "auto_map" in json.dumps(config)]
-    names = _copy(source, folder, patterns)
-    if config and (dtype is not None or vocabulary is not None):
-        _adapt(config, dtype, vocabulary)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return names
-
-
-def _adapt(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | None) -> None:
-    parts = [
-        config,
-        *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)),
-    ]
-    name = str(dtype).removeprefix("torch.")
-    if dtype is not None and not {"dtype", "torch_dtype"} & config.keys():
-        config["dtype"] = name
-    for part in parts:
-        for key in ("dtype", "torch_dtype"):
-            if dtype is not None and key in part:
-                part[key] = name
-    sized = [
-        part for part in (config, config.get("text_config"), config.get("llm_config")) if isinstance(part, dict)
-    ]
-    for part in sized:
-        if vocabulary is not None and "vocab_size" in part:
-            part["vocab_size"] = vocabulary
-
-
-def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
-    """Copy the files of a folder that match, unless a link leads out of it (and not into the hub's cache)."""
-    patterns = list(patterns)
-    chosen = [p for p in sorted(source.iterdir()) if any(fnmatch(p.name, pattern) for pattern in patterns)]
-    chosen = [path for path in chosen if path.is_file()]
-    roots = (source.resolve(), source.resolve().parent.parent / "blobs")
-    outside = [path.name for path in chosen if not any(path.resolve().is_relative_to(root) for root in roots)]
-    if outside:
-        raise InputError(f"{source} has links that lead out of it ({listing(outside)}): refused")
-    for path in chosen:
-        shutil.copyfile(path, folder / path.name)
-    return [path.name for path in chosen]

@@ -15,12 +15,10 @@ from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, open_index
 from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
+from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, known_weights, other_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.errors import InputError
 
-_INDEX = "model.safetensors.index.json"
-_PICKLED_INDEX = "pytorch_model.bin.index.json"
-_PICKLED_FILE = "pytorch_model.bin"
 _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 
 
@@ -36,11 +34,13 @@ def open_checkpoint(
     Args:
         source: a state dict; a folder with safetensors (an index and its shards, or one file) or with
             `pytorch_model.bin` (sharded or not); a file `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt` (a
-            Lightning checkpoint's `state_dict`); a folder of a PEFT adapter or of low-rank factors, folded
-            into `base`; or, as a string, a hub id `org/name` or `org/name@revision`. A `Checkpoint` is returned
-            as it is.
+            Lightning checkpoint's `state_dict`), or an index over several; a folder of a PEFT adapter or of
+            low-rank factors, folded into `base`; or, as a string, a hub id `org/name` or `org/name@revision`.
+            A `Checkpoint` is returned as it is.
         label: what messages call it; the path by default.
-        base: what an adapter or low-rank factors are folded into; other sources do not need it.
+        base: what an adapter or low-rank factors are folded into; of a folder that holds a model for
+            transformers and for open_clip the one is opened that has the base's names, without a base that for
+            transformers. Other sources do not need it.
         headers_only: do not download the tensors of a hub id that is not cached.
 
     Raises:
@@ -51,6 +51,10 @@ def open_checkpoint(
         return source
     if isinstance(source, Mapping):
         return InMemory(label or "the state dict", source)
+    if not isinstance(source, str | Path):
+        raise InputError(
+            f"{label or 'the source'} is a {type(source).__name__}: give a state dict, a path or a hub id"
+        )
     label = label or str(source)
     wanted = _hub_id(source)
     if wanted and headers_only and cached_snapshot(*wanted) is None:
@@ -63,17 +67,8 @@ def open_checkpoint(
             return open_adapter(path, base, label)
         if (path / RECORD_FILE).is_file():
             return _open_low_rank(path, base, label)
-        return _open_folder(label, path)
-    if path.suffix == ".safetensors":
-        return Safetensors(label, path)
-    if path.suffix in PICKLED:
-        return Pickled(label, path)
-    if not path.exists():
-        raise InputError(f"{label}: {path} does not exist")
-    raise InputError(
-        f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
-        f"{', '.join(sorted(PICKLED))}"
-    )
+        return _open_folder(label, path, base)
+    return _open_file(label, path)
 
 
 def _open_low_rank(path: Path, base: Checkpoint | None, label: str) -> Checkpoint:
@@ -89,26 +84,60 @@ def find_source(source: str | Path, weights: bool = True) -> Path:
         weights: False is content with a snapshot's configuration and tokenizer.
     """
     wanted = _hub_id(source)
-    return snapshot(*wanted, weights) if wanted else Path(source).expanduser()
+    return snapshot(*wanted, weights) if wanted else _path(source)
 
 
 def _hub_id(source: str | Path) -> tuple[str, str | None] | None:
-    return hub_id(source) if isinstance(source, str) and not Path(source).expanduser().exists() else None
+    return hub_id(source) if isinstance(source, str) and not _path(source).exists() else None
 
 
-def _open_folder(label: str, path: Path) -> Checkpoint:
-    if (path / _INDEX).is_file():
-        return open_index(label, path / _INDEX)
+def _path(source: str | Path) -> Path:
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, nobody's home
+        raise InputError(f"{str(source)[:200]!r} is no path ({error})") from None
+    return path
+
+
+def _open_folder(label: str, path: Path, base: Checkpoint | None) -> Checkpoint:
+    """What a library looks for, of two libraries' files the one with the base's names; else the only file."""
+    known = known_weights(path)
+    if known:
+        best = _open_file(label, known[0])
+        other = None if base is None else other_weights(best)
+        if base is not None and other is not None:
+            second = _open_file(label, other)
+            if len(second.keys() & base.keys()) > len(best.keys() & base.keys()):
+                return second
+        return best
     found = sorted(path.glob("*.safetensors"))
-    if (path / "model.safetensors") in found or len(found) == 1:
-        return Safetensors(label, path / "model.safetensors" if len(found) != 1 else found[0], path)
-    if not found and (path / _PICKLED_INDEX).is_file():
-        return open_index(label, path / _PICKLED_INDEX)
-    if not found:
-        others = [file for file in sorted(path.glob("*.bin")) if file.name not in _NO_MODEL]
-        pickled = [path / _PICKLED_FILE] if path / _PICKLED_FILE in others else others
-        if len(pickled) == 1:
-            return Pickled(label, pickled[0], path)
+    lone = found or [file for file in sorted(path.glob("*.bin")) if file.name not in _NO_MODEL]
+    if len(lone) != 1:
+        raise InputError(
+            f"{label}: the folder {path} holds {len(found)} .safetensors files and no "
+            f"{TRANSFORMERS.weights[0]}: name one file"
+        )
+    return (Safetensors if found else Pickled)(label, lone[0], path)
+
+
+def _open_file(label: str, path: Path) -> Checkpoint:
+    """A file; one that a library looks for belongs with what is beside it."""
+    folder = path.parent if any(path.name in library.weights for library in LIBRARIES) else None
+    if path.name.endswith(".index.json"):
+        return open_index(label, path)
+    if path.suffix == ".safetensors":
+        return Safetensors(label, path, folder)
+    if path.suffix in PICKLED:
+        return Pickled(label, path, folder)
+    if not path.exists():
+        raise InputError(f"{label}: {path} does not exist")
+    if path.suffix == ".gguf":
+        raise InputError(
+            f"{label}: {path} is a GGUF file: `python -m mergekit_lab.backbones.folder {path} OUT` makes a "
+            "folder of it that can be read"
+        )
     raise InputError(
-        f"{label}: the folder {path} holds {len(found)} .safetensors files and no {_INDEX}: name one file"
+        f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
+        f"{', '.join(sorted(PICKLED))}"
     )

@@ -51,8 +51,8 @@ def plan_shards(
         max_bytes: of tensor data a file, at least 1; a tensor that is larger has a file of its own.
         stem: what the files are called.
     """
-    if max_bytes < 1:
-        raise InputError(f"max_shard_bytes is {max_bytes}; it must be at least 1")
+    if not isinstance(max_bytes, int) or max_bytes < 1:
+        raise InputError(f"max_shard_bytes is {max_bytes!r}; it must be a whole number of at least 1")
     if not specs:
         raise InputError("there is no tensor to write")
     groups: list[dict[str, TensorSpec]] = [{}]

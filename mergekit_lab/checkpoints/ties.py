@@ -1,14 +1,17 @@
 """Weights with two names.
 
-A Hugging Face folder ties its input and output embeddings by a flag in `config.json`, and leaves the second
-name out of its files; other programs write both names. Which is which matters twice: a tied weight is merged
-once, and written under the name that `transformers` keeps.
+A Hugging Face folder ties its input and output embeddings by a flag in `config.json`, or by what its model type
+does where the flag is not there, and leaves the second name out of its files; other programs write both names.
+Which is which matters twice: a tied weight is merged once, and written under the name that `transformers`
+keeps. The embeddings of an encoder and of a decoder that are `shared` are one weight whatever the flag says
+(T5 1.1).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,31 @@ _KEPT_FIRST = (
     "lm_head.bias",
 )
 _ONE_ROW_A_TOKEN = re.compile(
-    r"embed|(^|\.)(shared|wte|lm_head|predictions)\.|(^|\.)(head|output|output_layer)\."
+    r"embed|(^|\.)(shared|wte|predictions)\.|(^|[._])(lm_head|vocab_projector|lm_loss)\."
+)
+_ANY_HEAD = re.compile(
+    r"(^|\.)(head|output|output_layer|output_projection|proj_out|pred_layer\.proj)\.|^decoder\."
 )
 _OTHER = re.compile(
-    r"norm|pos(ition(al)?)?_?emb|embed_pos|class_?emb|patch|time_?emb|token_type|attention|layers?\.\d|blocks?\.\d"
-    r"|(^|\.)(visual|vision_(model|tower|encoder))\.",
+    r"(?<!prelayer)norm|pos(ition(al)?)?_?emb|embed_pos|class_?emb|label|patch|time_?emb|token_type|attention|hidden_mapping"
+    r"|layers?\.\d|blocks?\.\d|(^|\.)(visual|vision_(model|tower|encoder))\.",
     re.IGNORECASE,
 )
+_SHARED = re.compile(r"(^|\.)(shared|(encoder|decoder)\.embed_tokens)\.weight$")
+_TIED_UNLESS_SAID = {
+    *("albert", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot"),
+    *("blenderbot-small", "bloom", "camembert", "cohere", "convbert", "data2vec-text", "deberta"),
+    *("deberta-v2", "distilbert", "electra", "ernie", "esm", "falcon", "falcon_mamba", "flaubert", "fnet"),
+    *("funnel", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox_japanese", "jetmoe", "layoutlm", "led", "longformer", "longt5", "lxmert"),
+    *("m2m_100", "mamba", "marian", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mpt"),
+    *("mra", "mvp", "nllb-moe", "nystromformer", "openai-gpt", "opt", "paligemma", "pegasus", "pegasus_x"),
+    *("plbart", "prophetnet", "recurrent_gemma", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("smollm3", "squeezebert", "starcoder2", "switch_transformers", "t5", "trocr", "visual_bert", "whisper"),
+    *("xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "yoso", "zamba", "zamba2"),
+}
+"""Model types whose configuration ties input and output embeddings unless it says otherwise; `transformers` 4
+left the flag out where it had this default, 5 writes it always."""
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
@@ -62,40 +83,62 @@ def vocabulary_size(config: dict[str, Any]) -> int | None:
 
 
 def ties_embeddings(config: dict[str, Any]) -> bool | None:
-    """Whether a configuration ties input and output embeddings; None where it does not say."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict) and isinstance(part.get("tie_word_embeddings"), bool):
+    """Whether a configuration ties input and output embeddings, by its model type where it does not say; None
+    where that does not tell either."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in parts:
+        if part.get("scale_decoder_outputs") is False:  # T5 1.1, whose flag transformers 5 sets for `shared`
+            return False
+        if isinstance(part.get("tie_word_embeddings"), bool):
             return bool(part["tie_word_embeddings"])
-    return None
+    return True if any(part.get("model_type") in _TIED_UNLESS_SAID for part in parts) else None
 
 
 def is_vocabulary_name(name: str) -> bool:
-    """Whether a tensor of this name holds one row a token: an embedding, or the head that reads it back."""
+    """Whether a tensor of this name holds one row a token: an embedding, or a head that reads it back."""
     return bool(_ONE_ROW_A_TOKEN.search(name)) and not _OTHER.search(name)
 
 
-def candidates(specs: dict[str, TensorSpec], size: int) -> list[list[str]]:
-    """Names that could be one weight: same shape and dtype, one row a token; the kept name first."""
+def could_be_vocabulary(name: str) -> bool:
+    """Whether it does, or could: `head.weight` has a row a token in some models, and one a class in others."""
+    return is_vocabulary_name(name) or bool(_ANY_HEAD.search(name) and not _OTHER.search(name))
+
+
+def tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bool) -> list[list[str]]:
+    """Names that would be one weight: same shape and dtype, one row a token; the kept name first.
+
+    Args:
+        size: rows of the vocabulary; without it there are no groups.
+        tied: whether input and output embeddings are; if not, only those of an encoder and a decoder that share
+            one may be.
+    """
     alike: dict[TensorSpec, list[str]] = {}
     for name, spec in specs.items():
-        if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and is_vocabulary_name(name):
+        if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and could_be_vocabulary(name):
             alike.setdefault(spec, []).append(name)
-    return [sorted(names, key=_preference) for names in alike.values() if len(names) > 1]
+    groups = [sorted(names, key=_preference) for names in alike.values()]
+    if not tied:
+        groups = [[name for name in group if _SHARED.search(name)] for group in groups]
+        groups = [group for group in groups if group and group[0].endswith("shared.weight")]
+    return [group for group in groups if len(group) > 1]
 
 
 def _preference(name: str) -> tuple[int, str]:
-    places = [place for place, part in enumerate(_KEPT_FIRST) if part in name]
+    places = [place for place, part in enumerate(_KEPT_FIRST) if part in name and "embed_out." not in name]
     return (places[0] if places else len(_KEPT_FIRST), name)
 
 
 def equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names under which a folder that ties its embeddings holds the same values again."""
+    """Names under which a folder holds the values of a tied weight again."""
+    return {
+        name: kept
+        for kept, *others in configured_groups(checkpoint)
+        for name in others
+        if torch.equal(checkpoint[name], checkpoint[kept])
+    }
+
+
+def configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
+    """`tied_groups` as the configuration beside the files has them."""
     config = read_config(checkpoint.folder)
-    size = vocabulary_size(config)
-    if size is None or not ties_embeddings(config):
-        return {}
-    tied = {}
-    for kept, *others in candidates(checkpoint.specs, size):
-        values = checkpoint[kept]
-        tied.update({name: kept for name in others if torch.equal(checkpoint[name], values)})
-    return tied
+    return tied_groups(checkpoint.specs, vocabulary_size(config), bool(ties_embeddings(config)))

@@ -9,51 +9,20 @@ whatever the method.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.ties import is_vocabulary_name
+from mergekit_lab.checkpoints.ties import could_be_vocabulary, is_vocabulary_name
+from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
-
-
-def read_tokens(folder: Path | None) -> dict[str, int] | None:
-    """Row of each token, by the tokenizer's own files; None where none is readable as text."""
-    if folder is None:
-        return None
-    try:
-        if (folder / "tokenizer.json").is_file():
-            return _fast_tokens(json.loads((folder / "tokenizer.json").read_text()))
-        tokens = None
-        if (folder / "vocab.json").is_file():
-            tokens = {str(t): int(i) for t, i in json.loads((folder / "vocab.json").read_text()).items()}
-        elif (folder / "vocab.txt").is_file():
-            with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
-                tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
-        if tokens is not None and (folder / "added_tokens.json").is_file():
-            added = json.loads((folder / "added_tokens.json").read_text())
-            tokens |= {str(t): int(i) for t, i in added.items()}
-        return tokens
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
-
-
-def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, list):
-        tokens = {str(entry[0]): row for row, entry in enumerate(vocabulary)}
-    else:
-        tokens = {str(token): int(row) for token, row in vocabulary.items()}
-    return tokens | {str(t["content"]): int(t["id"]) for t in content.get("added_tokens") or ()}
 
 
 @dataclass(frozen=True)
@@ -78,14 +47,25 @@ class Reconciled:
     notes: tuple[str, ...] = ()
 
 
+def vocabulary_rows(checkpoint: Checkpoint) -> int | None:
+    """Rows of a model's embedding; None where no tensor is called one."""
+    specs = [s for n, s in checkpoint.specs.items() if is_vocabulary_name(n) and s.dtype.is_floating_point]
+    return max((spec.shape[0] for spec in specs if len(spec.shape) == 2), default=None)
+
+
 def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[str]:
     """Names of the base's tensors with one row a token, where some expert has another number of rows."""
+    every = (base, *experts)
+    sizes = [{s.shape[0] for n, s in c.specs.items() if is_vocabulary_name(n) and s.shape} for c in every]
     found = []
     for name, spec in base.specs.items():
-        others = [e.specs[name].shape for e in experts if name in e.specs]
-        differ = any(shape != spec.shape for shape in others)
-        alike = all(shape[1:] == spec.shape[1:] and len(shape) == len(spec.shape) for shape in others)
-        if differ and alike and spec.shape and is_vocabulary_name(name):
+        shapes = [c.specs[name].shape for c in every if name in c.specs]
+        if not spec.shape or not could_be_vocabulary(name) or len({(len(s), s[1:]) for s in shapes}) > 1:
+            continue
+        sized = [
+            c.specs[name].shape[0] in rows for c, rows in zip(every, sizes, strict=True) if name in c.specs
+        ]
+        if len(set(shapes)) > 1 and all(sized):
             found.append(name)
     return found
 
@@ -346,6 +326,19 @@ class _Rows:
         notes = [f"{listing(self.names)}: {self.rows} rows, matched by {by}"]
         for position, expert in enumerate(self.experts, 1):
             size, used = expert.specs[self.names[0]].shape[0], int((self.map(position) >= 0).sum())
+            if not used:
+                raise InputError(
+                    f"no token of {expert.label!r} is in the vocabulary of the result: is its tokenizer right?"
+                )
             notes.append(f"{expert.label}: {used} of its {size} rows are in the result")
+        before, after = self.tokens[0], self.wanted
+        if before and after and after is not before:
+            moved = [token for token, row in before.items() if after.get(token, row) != row]
+            if moved:
+                notes.append(
+                    f"warning: {len(moved)} tokens of the base have other rows in the result "
+                    f"({listing(moved, 4)}); token ids in config.json and generation_config.json are "
+                    "still the base's"
+                )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
         return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))

@@ -118,7 +118,7 @@ def top_eigenvalues(
             raise InputError("a product with the Hessian is not finite: is the loss at these weights?")
         for _ in range(2):
             for direction in basis:
-                image -= (image @ direction) * direction
+                image = image - (image @ direction) * direction  # a product may hand back its own input
         norm = float(image.norm())
         values, vectors = _tridiagonal(diagonal, beside)
         residuals = (norm * vectors[-1].abs())[:count]

@@ -82,10 +82,16 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def drawn(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """Labels drawn from the model, in the places of the given ones; ignored places stay ignored."""
-    chances = logits.flatten(0, -2).float().softmax(dim=-1).cpu()
-    found = torch.multinomial(chances, 1, generator=generator)[:, 0].view(labels.shape).to(labels.device)
-    return torch.where(labels == IGNORED, labels, found)
+    """Labels drawn from the model, in the places of the given ones; ignored places stay ignored.
+
+    Draws are for answers alone, one after another, so that padding and the size of a batch do not matter.
+    """
+    answers = labels != IGNORED
+    chances = logits[answers].float().softmax(dim=-1).cpu()
+    found = labels.clone()
+    if len(chances):
+        found[answers] = torch.multinomial(chances, 1, generator=generator)[:, 0].to(labels)
+    return found
 
 
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:

@@ -190,8 +190,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """A result that depends on no sample is a source, unless it is what gives each sample its copy."""
         out = func(*args, **kwargs)
-        copies = isinstance(out, Tensor) and func is Tensor.expand and out.dim() == args[0].dim()
-        if copies and args[0].shape[0] == 1 and out.shape[0] == self.samples:
+        if func is Tensor.expand and self._is_copied(args[0], out):
             source = args[0]
             return self.parted(out, (source, lambda g: Ready(_as_shape(g[:, None], source.shape))))
         names = tuple(dict.fromkeys(name for s in sources for name in self._sources[id(s)][1]))
@@ -199,6 +198,14 @@ class Tape(TorchFunctionMode):
             if tensor.requires_grad and not self.is_source(tensor):
                 self._sources[id(tensor)] = (tensor, names)
         return out
+
+    def _is_copied(self, source: Tensor, out: Tensor) -> bool:
+        """Whether this is what gives each sample its copy: `[1, *S]`, or a class token `[d]` as `[N, 1, d]`."""
+        if len(out) != self.samples:
+            return False
+        if source.dim() == out.dim():
+            return source.shape[0] == 1
+        return source.dim() == 1 and out.dim() == 3 and out.shape[1] == 1
 
     def _arrive(self, name: str, use: Use) -> None:
         self._arrived[name].append(use)
@@ -238,5 +245,7 @@ class Tape(TorchFunctionMode):
 
 def _as_shape(gradients: Tensor, shape: Sequence[int]) -> Tensor:
     """`[N, *T]` summed over the dimensions in which `*shape` was expanded to `*T`: `[N, *shape]`."""
+    new = gradients.dim() - 1 - len(shape)
+    gradients = gradients.sum(dim=list(range(1, 1 + new))) if new else gradients
     spread = [d + 1 for d, size in enumerate(shape) if gradients.shape[d + 1] != size]
     return gradients.sum(dim=spread, keepdim=True) if spread else gradients

@@ -15,7 +15,7 @@ from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
-from mergekit_lab.merging.low_rank import factor_method, merged_factors
+from mergekit_lab.merging.low_rank import factor_method, factor_specs, merged_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.slerp import SLERP
@@ -49,6 +49,7 @@ __all__ = [
     "TaskArithmetic",
     "WeightAverage",
     "factor_method",
+    "factor_specs",
     "learn_coefficients",
     "merge_state_dicts",
     "merged_factors",

@@ -25,7 +25,8 @@ CPU_BLOCK = 1 << 18
 """Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
 enough that its threads seldom wait for each other between two operations."""
 DEVICE_BLOCK = 1 << 23
-"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it."""
+"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it. Half of
+it where the host feeds it, because many workers hold a block each."""
 
 
 def block_entries(device: torch.device) -> int:
@@ -33,7 +34,7 @@ def block_entries(device: torch.device) -> int:
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
-_AHEAD = 3
+_AHEAD = 8
 """Blocks that are read from the host's memory before an accelerator asks for them."""
 
 Notes = dict[str, dict[str, object]]
@@ -115,9 +116,10 @@ class Reader:
     def buffer_entries(self) -> int:
         return sum(s.numel for s in self.inputs.base.specs.values() if not s.dtype.is_floating_point)
 
-    @property
+    @cached_property
     def block(self) -> int:
-        return block_entries(self.device)
+        """Entries of a flat block at most."""
+        return block_entries(self.device) >> self.fed
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import TensorSpec
@@ -18,7 +19,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
 from mergekit_lab.merging.devices import Devices
-from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import AtomMethod, rank_budget
 from mergekit_lab.merging.stream import readers_of, results_of, stacked, survey_of
 
@@ -65,14 +66,16 @@ def merged_factors(
         return [(name, value.cpu()) for name, value in _factors(found, reader, names, survey)]
 
     made = (pair for results in results_of(readers, run) for pair in results)
-    return _specs(inputs, found), made
+    shapes = {name: inputs.base.specs[name].shape for name in inputs.merged}
+    return factor_specs(shapes, len(inputs.experts), found, inputs.compute), made
 
 
-def _specs(inputs: Inputs, method: AtomMethod) -> dict[str, TensorSpec]:
-    experts, kind = len(inputs.experts), inputs.compute
+def factor_specs(
+    merged: Mapping[str, tuple[int, ...]], experts: int, method: AtomMethod, kind: torch.dtype
+) -> dict[str, TensorSpec]:
+    """What every factor will be, of the shapes that are merged, in the dtype of the arithmetic."""
     specs: dict[str, TensorSpec] = {}
-    for name in inputs.merged:
-        shape = inputs.base.specs[name].shape
+    for name, shape in merged.items():
         if method.is_matrix(name, shape):
             atoms = experts * rank_budget(shape, experts, method.rank)
             shapes = {LEFT: (shape[0], atoms), RIGHT: (shape[1], atoms), COORDINATES: (atoms,)}

@@ -2,81 +2,34 @@
 
 A merge is a list of jobs, each a few tensors: one tensor cut into blocks that fit a CPU's cache, many small
 ones pooled into a block that fills a GPU, same-shaped matrices stacked for one factorization. Workers take
-jobs in order, a core or a device each, so that reading, arithmetic and the consumer's writing overlap;
+jobs in turn, a core or a device each, so that reading, arithmetic and the consumer's writing overlap;
 memory is bounded by the jobs in flight, never by the model. What comes out does not depend on any of this.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.blocks import DEVICE_BLOCK, Notes, Reader, shaped
+from mergekit_lab.merging.blocks import Notes, Reader, shaped
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.jobs import STACK_BYTES, jobs_of
 from mergekit_lab.merging.spectral import SpectralMethod
 
-STACK_BYTES = 1 << 30
-"""Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
-
-
-# --- jobs ---------------------------------------------------------------------------------------------
-
-
-def _jobs(reader: Reader) -> list[list[str]]:
-    """The merged tensors in groups that are worked on together, in the base's order of their first member.
-
-    They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
-    """
-    names, specs = reader.inputs.merged, reader.inputs.base.specs
-    method = reader.method
-    if reader.device.type == "cpu":
-        return [[name] for name in names]
-    if isinstance(method, SpectralMethod):
-        groups: dict[object, list[str]] = {}
-        for name in names:
-            shape = specs[name].shape
-            alike = (shape, name in reader.inputs.transposed) if method.is_matrix(name, shape) else name
-            groups.setdefault(alike, []).append(name)
-        experts = len(reader.experts)
-        return [
-            list(part)
-            for members in groups.values()
-            for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, specs[members[0]].numel)))
-        ]
-    if reader.pools:
-        jobs: list[list[str]] = []
-        room = 0
-        for name in names:
-            size = specs[name].numel
-            if size > room or not jobs:
-                jobs.append([])
-                room = DEVICE_BLOCK
-            jobs[-1].append(name)
-            room -= size
-        return jobs
-    return [[name] for name in names]
-
-
-def _chunks(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
-    iterator = iter(names)
-    while part := tuple(islice(iterator, max(1, size))):
-        yield part
+# --- one job -------------------------------------------------------------------------------------------
 
 
 def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
@@ -157,7 +110,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
         sums = shaped(_sum(base, merged, method.scale, finest), targets)
         for name, target, values in zip(members, targets, sums, strict=True):
-            _check_range(name, values, target.dtype)
+            check_range(name, values, target.dtype)
         torch._foreach_copy_(targets, sums)
 
 
@@ -183,24 +136,9 @@ def _part(tensor: Tensor, segment: Segment) -> Tensor:
     return tensor.view(-1)[segment.start : segment.stop]
 
 
-_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
 def _store(name: str, out: Tensor, values: Tensor) -> None:
-    _check_range(name, values, out.dtype)
+    check_range(name, values, out.dtype)
     out.copy_(values)
-
-
-def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what a narrow dtype cannot hold, before the cast: some casts give infinity, others the largest
-    number there is."""
-    if dtype not in _NARROW or values.dtype == dtype:
-        return
-    info = torch.finfo(dtype)
-    low, high = values.float().aminmax()
-    rounding = info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
-    if not bool(torch.maximum(high, -low) < info.max + rounding):
-        raise InputError(f"the merged tensor {name!r} overflows {dtype}: set dtype to bfloat16 or float32")
 
 
 def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -228,7 +166,8 @@ def merged_tensors(
     """Merge and yield one named tensor after another; see `merge_state_dicts` for the arguments.
 
     Inputs are checked when this is called; tensors are read and merged as the iterator advances, a few ahead
-    of it. What is copied from the base comes first, then what is merged; tied names follow each other.
+    of it. What is copied from the base comes first, then what is merged, as it is done; tied names follow
+    each other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
     readers = readers_of(inputs, method, device, notes)
@@ -272,7 +211,9 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
     for name, spec in inputs.base.specs.items():
         if name not in merged and name not in inputs.tied:
             kept = inputs.base[name].clone()
-            yield from with_tied(name, kept.to(dtype) if dtype and spec.dtype.is_floating_point else kept)
+            yield from with_tied(
+                name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
+            )
     for results in results_of(readers, lambda reader, names: _run(reader, names, survey, dtype)):
         for name, tensor in results:
             yield from with_tied(name, tensor)
@@ -282,8 +223,8 @@ Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
 
 
 def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
-    """The jobs' results, in order, computed by one worker a device, or by several where one cannot fill it."""
-    jobs = _jobs(readers[0])
+    """The jobs' results as they end. A device has one worker, or several where one cannot fill it."""
+    jobs = jobs_of(readers[0])
     counts = [_workers(each) for each in readers]
     readers = [
         replace(each) if number else each
@@ -294,31 +235,41 @@ def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tens
     if len(readers) == 1:
         yield from _alone(readers[0], jobs, run)
         return
-    free: SimpleQueue[Reader] = SimpleQueue()
+    free: SimpleQueue[tuple[Reader, torch.cuda.Stream | None]] = SimpleQueue()
     for reader in readers:
-        free.put(reader)
+        free.put((reader, _own_stream(reader)))
 
     def work(job: list[str]) -> list[tuple[str, Tensor]]:
-        reader = free.get()
+        reader, stream = free.get()
         try:
-            result = run(reader, job)
-            reader.settle()
-            return result
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                result = run(reader, job)
+                reader.settle()
+                return result
         finally:
-            free.put(reader)
+            free.put((reader, stream))
 
     with ThreadPoolExecutor(len(readers), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        flying: deque[Future[list[tuple[str, Tensor]]]] = deque()
+        flying: set[Future[list[tuple[str, Tensor]]]] = set()
         try:
             for job in jobs:
-                flying.append(pool.submit(work, job))
+                flying.add(pool.submit(work, job))
                 if len(flying) > len(readers) + 1:
-                    yield flying.popleft().result()
-            while flying:
-                yield flying.popleft().result()
+                    done, flying = wait(flying, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            yield from (future.result() for future in as_completed(flying))
         finally:
             for future in flying:
                 future.cancel()
+
+
+def _own_stream(reader: Reader) -> torch.cuda.Stream | None:
+    """A stream for a worker whose inputs and results lie in the host's memory, or its transfers would wait for
+    what the device's other workers compute. It begins when the survey, made in another stream, is there."""
+    if not reader.fed or reader.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(reader.device)
+    return torch.cuda.Stream(reader.device)
 
 
 def _alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
@@ -345,11 +296,13 @@ def _workers(reader: Reader) -> int:
         return 1
     if reader.method.elementwise:
         return min(_FEEDERS, cores)
-    return 2 if isinstance(reader.method, SpectralMethod) else 1
+    return min(_READERS, cores) if isinstance(reader.method, SpectralMethod) else 1
 
 
-_FEEDERS = 4
-"""Workers that feed an accelerator: one cannot copy from the host's memory as fast as it works."""
+_FEEDERS = 8
+"""Workers that feed an accelerator: one copies 2 to 6 GB/s from the host's memory, and the card takes 50."""
+_READERS = 3
+"""Workers of a matrix method: one factorizes while the others read its next stacks and write its last."""
 
 
 def merge_state_dicts(

@@ -45,7 +45,14 @@ def gradient_evaluations(optimizer: Any) -> Fraction:
 
     SAM costs 2, with `ascent_fraction=0.25` 5/4, `MergOPT(worst_of=n)` n + 1.
     """
-    return Fraction(getattr(optimizer, "gradient_evaluations", 1))
+    return Fraction(getattr(unwrapped(optimizer), "gradient_evaluations", 1))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers that name it `optimizer`, as accelerate's do."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
@@ -55,9 +62,10 @@ def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
     optimizer that evaluates its closure more than once a step cannot go back to the others.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer, or accelerate's wrapper of one.
         micro_batches: how many the loop accumulates between two steps, ≥ 1.
     """
+    optimizer = unwrapped(optimizer)
     evaluations = getattr(optimizer, "evaluations_per_step", 1)
     if micro_batches > 1 and evaluations > 1:
         name = type(optimizer).__name__

@@ -33,12 +33,20 @@ def part_like(full: Tensor, like: Tensor) -> Tensor:
 
     Every process must bring the same `full`.
     """
+    return part_of(spread_like(full, like))
+
+
+def spread_like(full: Tensor, like: Tensor) -> Tensor:
+    """`full` sharded as `like` is, which has the same shape; as it is if `like` is whole. No communication.
+
+    Every process must bring the same `full`.
+    """
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
 
     of: Any = like
-    return distribute_tensor(full, of.device_mesh, of.placements, src_data_rank=None).to_local()
+    return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:

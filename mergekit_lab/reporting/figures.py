@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Box = tuple[float, float]
+_MISSING = "#E4E4E4"
 _MARKED = 30
 """Points of a curve that still get a marker each."""
 
@@ -23,7 +25,7 @@ class Plane:
 
     Attributes:
         title: above it.
-        values: `[A][A]`, rows along the first axis.
+        values: `[A][A]`, rows along the first axis; what is not finite is left grey, with a cross.
         points: marked places `(α1, α2)` by name.
     """
 
@@ -125,13 +127,23 @@ def _plane(
     box: Box | None,
     common: list[float] | None,
 ) -> None:
+    import numpy as np
     from matplotlib.patches import Rectangle
 
-    turned = [list(column) for column in zip(*panel.values, strict=True)]  # contours have rows along y
-    levels = common or _levels([value for row in turned for value in row])
-    filled = axes.contourf(*grid, turned, levels=levels, cmap="viridis", norm=_even(levels))
-    axes.contour(*grid, turned, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
-    axes.figure.colorbar(filled, ax=axes, shrink=0.85)
+    turned = np.array(panel.values, dtype=float).T  # contours have rows along y
+    missing = ~np.isfinite(turned)
+    shown = np.ma.masked_array(turned, missing)
+    levels = common or _levels([value for row in panel.values for value in row])
+    axes.set_facecolor(_MISSING)
+    if not missing.all():
+        filled = axes.contourf(*grid, shown, levels=levels, cmap="viridis", norm=_even(levels))
+        axes.contour(*grid, shown, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
+        axes.figure.colorbar(filled, ax=axes, shrink=0.85)
+    rows, columns = missing.nonzero()
+    (crosses,) = axes.plot(
+        np.take(grid[0], columns), np.take(grid[1], rows), "x", color="#777777", markersize=4, clip_on=False
+    )
+    crosses.set_in_layout(False)
     if box is not None:
         side = box[1] - box[0]
         edge: dict[str, Any] = {"fill": False, "edgecolor": "#D62728", "linewidth": 1.6}
@@ -145,8 +157,11 @@ def _plane(
 
 
 def _levels(values: Sequence[float]) -> list[float]:
-    """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast."""
-    ordered = sorted(values)
+    """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast.
+
+    Values that are not finite do not count.
+    """
+    ordered = sorted(filter(math.isfinite, values)) or [0.0]
     found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
     return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
 

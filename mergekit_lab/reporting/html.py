@@ -126,7 +126,7 @@ def _filters(table: Table, by_seed: Mapping[int, Table]) -> str:
         return ""
     fields = "".join(
         f'<label>{escape(name)} <select data-filter="{escape(name)}"><option value="">{nothing}</option>'
-        + "".join(f"<option>{escape(value)}</option>" for value in options)
+        + "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in options)
         + "</select></label>"
         for name, nothing, options in choices
     )

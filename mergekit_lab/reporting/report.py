@@ -29,7 +29,7 @@ from mergekit_lab.reporting.slices import (
     table_latex,
 )
 from mergekit_lab.reporting.summary import describe
-from mergekit_lab.reporting.tables import AXES, Table, comparison_table, to_markdown
+from mergekit_lab.reporting.tables import AXES, Table, comparison_table, markdown_text, to_markdown
 
 _OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.png")
 
@@ -269,7 +269,7 @@ def _markdown(
     timings: Mapping[str, Timing],
     failures: Sequence[Failure],
 ) -> str:
-    parts = [f"# {title}", summary]
+    parts = [f"# {markdown_text(title)}", markdown_text(summary)]
     if table.rows:
         parts.append(to_markdown(table).rstrip("\n"))
     if published:
@@ -278,7 +278,7 @@ def _markdown(
     if timings:
         parts.append(
             "\n".join(
-                f"- {stage}: {html.duration(timing.seconds)}, {timing.computed} computed, "
+                f"- {markdown_text(stage)}: {html.duration(timing.seconds)}, {timing.computed} computed, "
                 f"{timing.reused} reused"
                 for stage, timing in timings.items()
             )
@@ -287,7 +287,7 @@ def _markdown(
         parts.append("## Failures")
         parts.append(
             "\n".join(
-                f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}"
+                markdown_text(f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}")
                 for failure in failures
             )
         )

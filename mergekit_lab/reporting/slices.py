@@ -1,7 +1,8 @@
 """Any two of a study's dimensions against each other, in text, CSV and LaTeX; the leaderboard in CSV and LaTeX.
 
 `optimizer×merger` is a row for every optimizer and a column for every merger; its cells are means over tasks,
-and over seeds with their standard deviation. What the two leave open must have one value.
+and over seeds with their standard deviation. What the two leave open must have one value, or be fixed:
+`optimizer×task@merger:tsvm`.
 """
 
 from __future__ import annotations
@@ -51,17 +52,19 @@ def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -
     """Two dimensions of the records of the test split (of the only split, where there is no test).
 
     Args:
-        table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`; "merger" names references too.
+        table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`, and `@dimension:value` for each that is
+            fixed; "merger" names references too.
         measure: "normalised" (value ÷ the task's expert) or "value", as a fraction.
 
     Raises:
-        InputError: unknown names, a third dimension that has several values, or several evaluations of one
-            cell, seed and task.
+        InputError: unknown names, a value that no record has, a third dimension that has several values, or
+            several evaluations of one cell, seed and task.
     """
-    names = dimensions(table, measure)
+    names, fixed = asked(table, measure)
     everything = deduplicate(records)
     split = "test" if any(r.split == "test" for r in everything) or not everything else everything[0].split
     shown = _told_apart(_one_metric([record for record in everything if record.split == split]))
+    shown = _narrowed(shown, fixed, table)
     _refuse_open(shown, names, table)
     rows, columns = (_values(shown, name) for name in names)
     found: dict[tuple[str, str], list[Record]] = defaultdict(list)
@@ -76,25 +79,41 @@ def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -
     over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
     mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
     said = "Accuracy ÷ the expert's" if measure == "normalised" else "Value"
-    note = f"{said} in percent on the {split} split{mean_of}."
+    of = "".join(f", {name} {value}" for name, value in fixed.items())
+    note = f"{said} in percent on the {split} split{of}{mean_of}."
     return Slice(" × ".join(names), rows, columns, _marked(cells, ranked), note)
 
 
-def dimensions(table: str, measure: str = "normalised") -> tuple[str, str]:
-    """The two dimensions that `rows×columns` names.
+def asked(table: str, measure: str = "normalised") -> tuple[tuple[str, str], dict[str, str]]:
+    """The two dimensions that `rows×columns@dimension:value…` names, and the values of those that are fixed.
 
     Raises:
         InputError: unknown names or measure.
     """
-    names = [name.strip() for name in table.replace("*", "×").split("×")]
-    for name in names:
+    shape, *pins = table.replace("*", "×").split("@")
+    names = [name.strip() for name in shape.split("×")]
+    pairs = [pin.partition(":") for pin in pins]
+    fixed = {name.strip(): value.strip() for name, _, value in pairs}
+    for name in (*names, *fixed):
         if name not in DIMENSIONS:
             raise InputError(f"table={table}: {name!r} is no dimension{suggestion(name, DIMENSIONS)}")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
+    if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):
+        raise InputError(f"table={table}: after @ stands another dimension, once, with its value: @merger:tsvm")
     if measure not in MEASURES:
         raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
-    return names[0], names[1]
+    return (names[0], names[1]), fixed
+
+
+def _narrowed(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> list[Record]:
+    kept = list(records)
+    for name, value in fixed.items():
+        known = _values(kept, name)
+        if value not in known:
+            raise InputError(f"table={table}: no record has {name} {value!r}{suggestion(value, known)}")
+        kept = [record for record in kept if _value(record, name) == value]
+    return kept
 
 
 def _told_apart(records: Sequence[Record]) -> list[Record]:
@@ -122,7 +141,7 @@ def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) ->
         if axis not in names and len(values) > 1:
             raise InputError(
                 f"table={table} leaves {axis} open, which has several values ({listing(values)}): make it one "
-                "of the two, or report over runs of one"
+                f"of the two, or fix it, table={table}@{axis}:VALUE"
             )
 
 

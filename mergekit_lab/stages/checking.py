@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.reporting import dimensions
+from mergekit_lab.reporting import asked
 
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
 Target = dict
@@ -200,9 +200,12 @@ def check_slice(cfg: DictConfig) -> None:
     Raises:
         InputError: unknown names, or mergers that are no dimension though one run has many.
     """
-    names = dimensions(cfg.table or "merger×task", cfg.metric)
-    if cfg.table and not cfg.runs and "merger" not in names:
-        raise InputError(f"table={cfg.table}: the report of a run has many mergers: make merger one of the two")
+    names, fixed = asked(cfg.table or "merger×task", cfg.metric)
+    if cfg.table and not cfg.runs and "merger" not in (*names, *fixed):
+        raise InputError(
+            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
+            f"table={cfg.table}@merger:NAME"
+        )
 
 
 def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -6,18 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mergekit_lab.checkpoints import (
+    FLOATING,
+    LIBRARIES,
     MAX_SHARD_BYTES,
+    TRANSFORMERS,
     Checkpoint,
+    Library,
     TensorSpec,
     align,
+    computed_buffers,
     find_source,
+    library_of,
     open_checkpoint,
+    other_weights,
+    parts_with_weights,
+    read_tokens,
     reconcile,
+    vocabulary_rows,
     written_specs,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -25,7 +35,6 @@ from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources
 
 Devices = str | Sequence[str]
-_DTYPES = {"float32", "float64", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,11 @@ class Prepared:
     Attributes:
         base, experts: under one set of names, with one vocabulary.
         side: side inputs by kind and expert.
-        exclude: name patterns that stay the base's.
+        include, exclude: name patterns, as they were given.
+        kept: names that stay the base's for other reasons: buffers that are computed, `embeddings=base`.
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
+        tokenizer_source: what the card calls that.
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
@@ -61,32 +72,49 @@ class Prepared:
     dtype: torch.dtype | None
     include: Sequence[str] | None
     exclude: Sequence[str]
+    kept: Sequence[str]
     embeddings: str | None
     max_shard_bytes: int
     vocabulary: int | None
     tokenizer: Path | None
+    tokenizer_source: str
     base_source: str
     sources: Mapping[str, str]
     notes: Sequence[str]
 
     @property
-    def single(self) -> bool:
-        """open_clip reads one file, whatever its size."""
-        return self.base.folder is not None and (self.base.folder / "open_clip_config.json").is_file()
+    def library(self) -> Library | None:
+        """What loads the result."""
+        return library_of(self.base)
 
     @property
-    def is_hf(self) -> bool:
-        return self.base.folder is not None and (self.base.folder / "config.json").is_file()
+    def left_out(self) -> list[str]:
+        """Patterns of everything that is not merged."""
+        return [*self.exclude, *(escape(name) for name in self.kept)]
 
-    def plan(self, left_out: Sequence[str]) -> tuple[dict[str, TensorSpec], int, str]:
-        """What is written, how much to a file, and what the files are called."""
-        specs = written_specs(self.base, self.dtype, left_out if self.is_hf else ())
-        total = max(1, sum(spec.nbytes for spec in specs.values()))
-        return (
-            specs,
-            total if self.single else self.max_shard_bytes,
-            "open_clip_model" if self.single else "model",
-        )
+    def plan(self, left_out: Sequence[str]) -> Plan:
+        """What is written; `left_out` are second names of tied weights."""
+        return plan_output(self.base, self.dtype, left_out, self.max_shard_bytes)
+
+
+class Plan(NamedTuple):
+    """What is written, how much to a file, and what the files are called."""
+
+    specs: dict[str, TensorSpec]
+    max_bytes: int
+    stem: str
+
+
+def plan_output(
+    base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
+) -> Plan:
+    """How a model with the base's tensors is written, so that the base's library loads it: transformers without
+    second names of tied weights, open_clip in one file."""
+    library = library_of(base)
+    specs = written_specs(base, dtype, left_out if library is TRANSFORMERS else ())
+    if library is not None and not library.sharded:
+        max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
+    return Plan(specs, max_shard_bytes, (library or TRANSFORMERS).stem)
 
 
 def prepare(
@@ -109,16 +137,20 @@ def prepare(
     Args:
         read: compare the values of names that look tied; False reads headers only.
     """
+    if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
+        raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
     origin = _open("the base", base, None, read)
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
-    notes: list[str] = []
+    notes = _about_folder(origin)
     opened = {
-        n: align(origin, _open(n, s, origin, read), read=read, say=notes.append) for n, s in named.items()
+        n: align(origin, _kin(origin, _open(n, s, origin, read)), read=read, say=notes.append)
+        for n, s in named.items()
     }
     tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
     same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
+    _check_tokenizer(tokenizer, same.base)
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
@@ -138,15 +170,21 @@ def prepare(
         device=_device(device),
         dtype=read_dtype(dtype),
         include=include,
-        exclude=[*exclude, *(escape(name) for name in same.exclude)],
+        exclude=exclude,
+        kept=[*same.exclude, *_floating(origin, computed_buffers(origin))],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
         tokenizer=tokenizer or same.tokenizer or origin.folder,
+        tokenizer_source=_tokenizer_source(tokenizer_from, same.tokenizer, opened),
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
         notes=[*notes, *same.notes],
     )
+
+
+def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
 def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -162,14 +200,23 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
                 f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
             )
         return named
+    if isinstance(sources, str | Path):
+        raise InputError(f"{what} is one path ({sources}): give a list or a mapping")
     listed = list(sources)
     if names is not None:
         if len(listed) != len(names):
             raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
         return dict(zip(names, listed, strict=True))
-    called = [Path(s).name if isinstance(s, str | Path) else "" for s in listed]
+    called = [_folder_or_file(s) if isinstance(s, str | Path) else "" for s in listed]
     unique = len(set(called)) == len(called) and all(called)
     return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
+
+
+def _folder_or_file(source: str | Path) -> str:
+    """A path's last part, but for a file whose name is every model's."""
+    path = Path(source)
+    known = any(path.name in library.weights for library in LIBRARIES)
+    return path.absolute().parent.name if known else path.name
 
 
 def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bool) -> Checkpoint:
@@ -180,6 +227,28 @@ def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bo
     if base is None:
         folded.folder = model.folder
     return folded
+
+
+def _about_folder(base: Checkpoint) -> list[str]:
+    """What of the base's folder is not merged."""
+    library, other, notes = library_of(base), other_weights(base), []
+    if library is not None and other is not None:
+        notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
+    parts = parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
+    if parts:
+        notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
+    return notes
+
+
+def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
+    """The expert, unless it is for the library whose file of the base was not read."""
+    other = other_weights(base)
+    if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
+        raise InputError(
+            f"expert {expert.label!r} shares few names with the base, and beside what was read of that is "
+            f"{other.name}: if the expert is one of those, give base={other}"
+        )
+    return expert
 
 
 def _tokenizer_folder(
@@ -194,6 +263,23 @@ def _tokenizer_folder(
     return folder
 
 
+def _tokenizer_source(wanted: str | Path | None, found: Path | None, opened: Mapping[str, Checkpoint]) -> str:
+    if wanted is not None:
+        return str(wanted) if str(wanted) in {*opened, "base"} else _called(wanted)
+    return next((name for name, expert in opened.items() if found and expert.folder == found), "base")
+
+
+def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
+    """Refuse a tokenizer with tokens that have no row in the model that comes out."""
+    rows = vocabulary_rows(base)
+    tokens = read_tokens(folder) if rows else None
+    if rows and tokens and max(tokens.values()) >= rows:
+        raise InputError(
+            f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
+            "rows: embeddings=pad makes room for the tokens of models that have them"
+        )
+
+
 def _device(device: Devices) -> Devices:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,10 +292,14 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         InputError: no floating-point dtype that a checkpoint is stored in.
     """
-    if dtype is None or isinstance(dtype, torch.dtype):
+    if dtype is None:
+        return None
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
         return dtype
-    if dtype not in _DTYPES:
-        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, _DTYPES)}")
+    if dtype not in FLOATING:
+        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
     found: torch.dtype = getattr(torch, dtype)
     return found
 
@@ -221,5 +311,7 @@ def _called(source: Any) -> str:
     if isinstance(source, str) and not Path(source).expanduser().exists():
         return source
     if isinstance(source, str | Path):
-        return Path(source).absolute().name
+        path = Path(source).absolute()
+        folder = _folder_or_file(path)
+        return folder if folder == path.name else f"{folder}/{path.name}"
     return "in memory"

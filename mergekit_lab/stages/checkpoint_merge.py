@@ -89,6 +89,9 @@ def merge(
     Raises:
         InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
     """
+    for name, number in (metrics or {}).items():
+        if not isinstance(number, int | float):
+            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:
             statistics = {**(statistics or {}), kind: given}
@@ -139,6 +142,8 @@ def write(
             _copy_files(prepared, folder)
         else:
             _low_rank_record(prepared).write(folder)
+            if prepared.tokenizer is not None and prepared.tokenizer != prepared.base.folder:
+                copy_tokenizer_files(prepared.tokenizer, folder)
         _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
@@ -151,7 +156,7 @@ def _arguments(prepared: Prepared) -> dict[str, Any]:
         "statistics": prepared.side,
         "device": prepared.device,
         "include": prepared.include,
-        "exclude": prepared.exclude,
+        "exclude": prepared.left_out,
     }
 
 
@@ -210,7 +215,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 def _copy_files(prepared: Prepared, folder: Path) -> None:
     if prepared.base.folder is not None:
-        copy_model_files(prepared.base.folder, folder, prepared.dtype, prepared.vocabulary)
+        copy_model_files(prepared.base.folder, folder, prepared.library, prepared.dtype, prepared.vocabulary)
     if prepared.tokenizer is not None:
         copy_tokenizer_files(prepared.tokenizer, folder)
 
@@ -256,6 +261,7 @@ def _card(
             "include": prepared.include,
             "exclude": list(prepared.exclude) or None,
             "embeddings": prepared.embeddings,
+            "tokenizer": prepared.tokenizer_source,
         },
         versions=versions(),
         hub_ids=ids,

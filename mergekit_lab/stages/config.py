@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -11,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.backbones import LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
@@ -36,6 +37,7 @@ __all__ = [
     "evaluations_a_step",
     "optimizer_factory",
     "wants_fit",
+    "with_chosen_merger",
 ]
 
 
@@ -266,19 +268,44 @@ def check(cfg: DictConfig) -> None:
             )
         evaluations_a_step(node)
     Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
     if cfg.training.precision == "bf16-true":
-        _refuse_vanishing_offsets([cfg.optimizer, *cfg.optimizer_of.values()])
-    if cfg.training.get("budget") == "seconds" and "steps" in cfg.optimizer:
-        raise InputError(
-            f"{cfg.optimizer._target_.rpartition('.')[2]} plans over its number of steps, which "
-            "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
-        )
+        _refuse_vanishing_offsets(optimizers)
+    for node in optimizers:
+        if cfg.training.get("budget") == "seconds" and "steps" in node:
+            raise InputError(
+                f"{node._target_.rpartition('.')[2]} plans over its number of steps, which "
+                "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
+            )
+    if cfg.trainer.strategy == "fsdp":
+        _refuse_what_needs_whole_weights(finetuning, optimizers)
+
+
+def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The configuration in which `merger=NAME` means the experiment's own `mergers.NAME`, if it has one.
+
+    Its settings are kept; what the command line says of `merger.KEY` wins over them.
+
+    Args:
+        cfg: the composed configuration.
+        overrides: as on the command line, a sweep's among them.
+    """
+    said = [override.lstrip("+").partition("=")[::2] for override in overrides]
+    name = next((value for key, value in reversed(said) if key == "merger"), None)
+    own = cfg.mergers.get(name) if name else None
+    if own is None or own._target_ != cfg.merger._target_:
+        return cfg
+    chosen = OmegaConf.create(OmegaConf.to_container(own))
+    for key, _ in said:
+        if key.startswith("merger."):
+            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
+    made = deepcopy(cfg)
+    OmegaConf.update(made, "merger", chosen, merge=False)
+    return made
 
 
 def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    for node in nodes:
-        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)([("weight", parameter)])
+    for made in map(_built_alone, nodes):
         if isinstance(made, OffsetOptimizer):
             raise InputError(
                 f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
@@ -287,15 +314,30 @@ def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
             )
 
 
+def _refuse_what_needs_whole_weights(finetuning: Parametrisation, nodes: Iterable[DictConfig]) -> None:
+    using = [finetuning, *map(_built_alone, nodes)]
+    if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
+        raise InputError(
+            f"trainer=fsdp leaves each process a part of every weight, and {odd[0]} needs them whole: take "
+            "trainer=ddp"
+        )
+
+
+def _built_alone(node: DictConfig) -> torch.optim.Optimizer:
+    """The optimizer of a configuration, on a parameter of its own."""
+    made: torch.optim.Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
+        [("weight", torch.nn.Parameter(torch.zeros(1)))]
+    )
+    return made
+
+
 def evaluations_a_step(node: DictConfig) -> Fraction:
     """What a step of an optimizer's configuration costs, in gradients of a whole batch.
 
-    Built on a parameter of its own, so that its complaints come before any training.
+    It is built for that, so that its complaints come before any training.
     """
-    parameter = torch.nn.Parameter(torch.zeros(1))
     try:
-        made = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)
-        return gradient_evaluations(made([("weight", parameter)]))
+        return gradient_evaluations(_built_alone(node))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {error}") from None
 

@@ -103,11 +103,17 @@ def prefix(whole: nn.Module, model: nn.Module) -> str:
 
 
 def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
-    """The first `count` training samples of the run's shuffle, on its device."""
+    """The first `count` training samples of the run's shuffle, on its device.
+
+    For Grams, in which every row of a batch counts, texts come one by one: then none is padded.
+    """
+    objective = run.objective(task)
     order = torch.randperm(run.tasks[task].count("train"), generator=torch.Generator().manual_seed(run.seed))
+    if kind == "gram" and isinstance(objective.batch("train", order[:1]), Mapping):
+        size = 1
     parts = order[:count].split(size)
     for part in track(parts, f"{kind} of {task}", disable=not run.cfg.progress, transient=True):
-        yield moved(run.objective(task).batch("train", part), run.device)
+        yield moved(objective.batch("train", part), run.device)
 
 
 def _of_all_tensors(run: Context, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:

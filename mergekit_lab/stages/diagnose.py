@@ -87,7 +87,7 @@ def _measured(given: Diagnose) -> tuple[Interference, Sequence[str]]:
         embeddings=given.embeddings,
     )
     inputs = open_inputs(
-        prepared.base, prepared.experts, prepared.method, include=prepared.include, exclude=prepared.exclude
+        prepared.base, prepared.experts, prepared.method, include=prepared.include, exclude=prepared.left_out
     )
     fishers = prepared.side.get("fisher")
     device = "cuda" if torch.cuda.is_available() else "cpu"

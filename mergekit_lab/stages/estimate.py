@@ -27,13 +27,14 @@ from mergekit_lab.checkpoints import (
     check_out,
     describe_inputs,
     describe_model,
+    describe_tensors,
     disagreements,
     plan_shards,
     refuse_quantised,
     size_text,
 )
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import Method, merge_state_dicts, resolve_device
+from mergekit_lab.merging import Method, factor_method, factor_specs, merge_state_dicts, resolve_device
 from mergekit_lab.merging.inputs import check_real, check_same_names, selected
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.stages.checkpoint_inputs import Prepared
@@ -45,11 +46,11 @@ _SIDES = (96, 192)
 _LAYER = re.compile(r"\.\d+\.")
 
 
-def report(prepared: Prepared, out: Path | None, overwrite: bool = False) -> Report:
+def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format: str = "dense") -> Report:
     """What the merge would read, do and need, and what stands in its way."""
     result = Report()
     result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
-    result.section("Base", describe_model(prepared.base))
+    result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
     result.problems += _place_problems(prepared, out, overwrite)
@@ -61,19 +62,31 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False) -> Rep
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)
     specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
-    shards = plan_shards(specs, limit, stem)
+    kept = len(specs) - len(merged)
+    stored = specs if format == "dense" else _factors(prepared, merged)
+    shards = plan_shards(stored, limit, stem) if stored else []
     written = sum(shard.nbytes for shard in shards)
     result.section(
         "Result",
         [
-            f"{len(specs)} tensors in {len(shards)} files, {size_text(written)} of disk",
-            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {len(specs) - len(merged)} "
-            "are the base's",
+            f"{len(stored)} tensors in {len(shards)} files, {size_text(written)} of disk",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
             _room(out, written, result),
         ],
     )
     result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written, result)])
     return result
+
+
+def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]:
+    shapes = {name: prepared.base.specs[name].shape for name in merged}
+    double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
+    kind = torch.float64 if double else torch.float32
+    return factor_specs(shapes, len(prepared.experts), factor_method(prepared.method), kind)
+
+
+def _is_double(checkpoint: Checkpoint) -> bool:
+    return any(spec.dtype == torch.float64 for spec in checkpoint.specs.values())
 
 
 def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
@@ -116,7 +129,7 @@ def _side_problems(prepared: Prepared) -> list[str]:
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
-        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.exclude)
+        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out)
     except InputError as error:
         result.problems.append(str(error))
         return []
@@ -141,7 +154,7 @@ _COUNTERS = 8 << 20
 def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
     experts = len(prepared.experts)
     largest = max((specs[name].numel for name in merged if name in specs), default=0)
-    item = 8 if any(s.dtype == torch.float64 for s in prepared.base.specs.values()) else 4
+    item = 8 if any(_is_double(c) for c in (prepared.base, *prepared.experts.values())) else 4
     stored = max((spec.nbytes for spec in specs.values()), default=0)
     workers = torch.get_num_threads() if prepared.method.elementwise else 1
     blocks = min(largest, 1 << 17) * item * (3 * experts + 4) * workers

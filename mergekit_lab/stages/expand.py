@@ -21,13 +21,14 @@ from mergekit_lab.checkpoints import (
     check_out,
     copy_model_files,
     copy_tokenizer_files,
+    library_of,
     new_folder,
     open_checkpoint,
-    written_specs,
 )
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source
 from mergekit_lab.stages.checking import TopLevel
+from mergekit_lab.stages.checkpoint_inputs import plan_output
 
 log = logging.getLogger(__name__)
 NAME = "expand"
@@ -69,14 +70,15 @@ def expand(
     origin = open_checkpoint(base, "the base")
     model = LowRank(folder, origin, str(low_rank), tasks, coefficient)
     check_out(out, overwrite, [*origin.files, *model.files])
-    specs = written_specs(origin, model.dtype, list(model.tied()) if origin.folder else ())
+    specs, limit, stem = plan_output(origin, model.dtype, list(model.tied()), max_shard_bytes)
     with new_folder(out, overwrite) as made:
-        with ShardedWriter(made, specs, max_shard_bytes) as writer:
+        with ShardedWriter(made, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
         if origin.folder is not None:
-            copy_model_files(origin.folder, made, model.dtype)
-            copy_tokenizer_files(origin.folder, made)
+            copy_model_files(origin.folder, made, library_of(origin), model.dtype)
+            if not copy_tokenizer_files(folder, made):
+                copy_tokenizer_files(origin.folder, made)
         _card(folder, out.name, model, tasks).write(made)
     return out
 

@@ -72,7 +72,7 @@ def run_merge_checkpoints(cfg: DictConfig) -> None:
     out = Path(given.out) if given.out else None
     check_format(prepared, given.format)
     if given.dry_run:
-        found = report(prepared, out, given.overwrite)
+        found = report(prepared, out, given.overwrite, given.format)
         print(found.text())
         if not found.works:
             raise InputError("the merge would not work: see the problems above")
@@ -154,7 +154,10 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
         file = Path(value[1:]).expanduser()
         if not file.is_file():
             raise InputError(f"{what}={value}: there is no file {file}")
-        lines = [line.strip() for line in file.read_text().splitlines()]
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{what}={value}: {file} cannot be read ({error})") from None
         value = [line for line in lines if line and not line.startswith("#")]
         pairs = [line.split("=", 1) for line in value]
         if pairs and all(len(pair) == 2 and "/" not in pair[0] for pair in pairs):
@@ -162,8 +165,12 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
             if len(set(names)) < len(names):
                 raise InputError(f"{what}={value}: {file} gives a name twice ({listing(names)})")
             return {name.strip(): path.strip() for name, path in pairs}
+    if not isinstance(value, list | Mapping) or not value:
+        raise InputError(f"{what} is {value!r}; it must be a list or a mapping of checkpoints")
+    paths = list(value.values()) if isinstance(value, Mapping) else value
+    odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
+    if odd:
+        raise InputError(f"{what} holds {odd[0]!r}, which is no path")
     if isinstance(value, Mapping):
         return {str(name): str(path) for name, path in value.items()}
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{what} is {value!r}; it must be a list or a mapping of checkpoints")
-    return [str(path) for path in value]
+    return [str(path) for path in paths]

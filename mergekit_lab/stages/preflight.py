@@ -22,29 +22,44 @@ from mergekit_lab.tasks import HubImages
 log = logging.getLogger(__name__)
 
 
-def refuse_missing(cfg: DictConfig) -> None:
+def refuse_missing(*configs: DictConfig) -> None:
     """Raise before any work if data, weights or experts are neither here nor to be had.
+
+    Args:
+        configs: of a run; or of those jobs of a sweep that differ in what they need. While one of them lacks
+            nothing the sweep goes on, with a warning of what the others will be refused for.
 
     Raises:
         InputError: something that was named does not exist, or the hub cannot be reached; the message lists
             everything that is missing, and the ways out.
     """
-    try:
-        missing, wrong = list_missing(cfg)
-    except InputError:
-        return  # what cannot be built is refused by the check of the configuration, which knows more
-    cause = unreachable() if missing else None
-    if cause is None:
-        if wrong:
-            raise InputError("\n".join(wrong))
+    found = [_lacking(cfg) for cfg in configs]
+    cause = unreachable() if any(missing for missing, _ in found) else None
+    lacking = [[*(missing if cause else ()), *wrong] for missing, wrong in found]
+    lines = list(dict.fromkeys(line for each in lacking for line in each))
+    if not lines:
         return
-    lines = "\n".join(f"  {what}" for what in [*missing, *wrong])
-    raise InputError(
-        f"{len(missing) + len(wrong)} things this run needs are not here, and the hub cannot be reached "
-        f"({cause}):\n{lines}\nOn a machine with a network run the same command with stage=fetch "
-        "fetch_to=FOLDER, carry FOLDER here and add what FOLDER/USE.txt says. Without any download: "
-        "python -m mergekit_lab +experiment=quickstart"
-    )
+    if cause is None:
+        message = "\n".join(lines)
+    else:
+        listed = "\n".join(f"  {line}" for line in lines)
+        what = "run" if len(configs) == 1 else "sweep"
+        message = (
+            f"{len(lines)} things this {what} needs are not here, and the hub cannot be reached ({cause}):\n"
+            f"{listed}\nOn a machine with a network run the same command with stage=fetch fetch_to=FOLDER, "
+            "carry FOLDER here and add what FOLDER/USE.txt says. Without any download: "
+            "python -m mergekit_lab +experiment=quickstart"
+        )
+    if all(lacking):
+        raise InputError(message)
+    log.warning("some jobs will be refused: %s", message)
+
+
+def _lacking(cfg: DictConfig) -> tuple[list[str], list[str]]:
+    try:
+        return list_missing(cfg)
+    except InputError:
+        return [], []  # what cannot be built is refused by the check of the configuration, which knows more
 
 
 def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:

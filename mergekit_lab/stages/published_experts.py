@@ -87,7 +87,10 @@ def expert_missing(source: str) -> bool:
 
 
 def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:
-    """What names an imported expert in the store: the bytes it comes from, not where they are."""
+    """The bytes that an imported expert comes from, not where they are.
+
+    In the store its data and head name it too: on others its Fisher is another.
+    """
     opened = open_checkpoint(source, f"the expert of {task}")
     digests = [_sha256(file, file.stat().st_mtime_ns) for file in opened.files]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -66,11 +66,15 @@ def stage_report(run: Context) -> None:
     for figure in paths.figures:
         run.tracker.log_figure(figure.stem, figure)
     print_table(paths.table)
-    if run.cfg.table:
-        print_slice(write_slice(run.folder, records, run.cfg.table, run.cfg.metric))
+    _slice(run.cfg, run.folder, records)
     reused = sum(record.reused for record in records)
     log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
+
+
+def _slice(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
+    if cfg.table:
+        print_slice(write_slice(folder, records, cfg.table, cfg.metric))
 
 
 def collect(run: Context) -> list[Record]:
@@ -272,8 +276,7 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     if not paths.table.rows:
         raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
     print_table(paths.table)
-    if cfg.table:
-        print_slice(write_slice(folder, read_records(paths.records), cfg.table, cfg.metric))
+    _slice(cfg, folder, read_records(paths.records))
     log.info("comparison %s\nreport %s", paths.summary, paths.html)
 
 
@@ -300,8 +303,9 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("records.jsonl", "failure.json"))
 
 
-def report_sweep(folders: Iterable[Path], out: Path) -> None:
-    """One comparison over the jobs of a sweep; jobs that failed are listed."""
+def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig) -> None:
+    """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
     paths = compare(folders, out, title="Comparison of a sweep")
     print_table(paths.table)
+    _slice(cfg, out, read_records(paths.records))
     log.info("comparison %s\nreport %s", paths.summary, paths.html)

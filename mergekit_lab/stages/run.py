@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
@@ -27,6 +28,8 @@ _ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
 _ON_DATA = ("fetch", "check_data")
 _JOBS = {"report": "evaluate"}
 """The kind of work that a stage is, where it has not a kind of its own."""
+_RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
+"""What runs leave in their folders for others to read."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
 _DECIDES_NOTHING = {
     *("run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages"),
@@ -71,8 +74,10 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         What the configuration asks for as `objective`; None where it asks for nothing, or plans.
 
     Raises:
-        InputError: a user's mistake; `failure.json` in the run's folder says so too.
+        InputError: a user's mistake; `failure.json` in the run's folder says so too, unless results of an
+            earlier run lie there, which a mistake leaves as they are.
     """
+    finished = _holds_results(folder) and not _in_sweep()
     (folder / "failure.json").unlink(missing_ok=True)
     try:
         asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
@@ -87,14 +92,13 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if cfg.runs:
             _compare(wanted, cfg, folder)
             return None
-        from mergekit_lab.stages.preflight import refuse_missing
-
         refuse_missing(cfg)
-        from mergekit_lab.stages.config import check
+        from mergekit_lab.stages.config import check, with_chosen_merger
         from mergekit_lab.stages.context import Context
         from mergekit_lab.stages.outcome import outcome
 
         check(cfg)
+        cfg = with_chosen_merger(cfg, overrides)
         context = Context(cfg, folder, choices)
         if cfg.dry_run:
             from mergekit_lab.stages.plan import Plan
@@ -115,6 +119,9 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         log.info("done in %.0f s", time.monotonic() - begun)
         return found
     except Exception as error:
+        if finished and isinstance(error, InputError):
+            log.warning("%s keeps the results of an earlier run", folder)
+            raise
         failure = {"overrides": overrides, "error": f"{type(error).__name__}: {error}"}
         with suppress(OSError):  # the disk may be what failed
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,6 +133,30 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
         ) from error
+
+
+def refuse_missing(*configs: DictConfig) -> None:
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
+    from mergekit_lab.stages import preflight
+
+    preflight.refuse_missing(*(cfg for cfg in configs if _works_on_tasks(cfg)))
+
+
+def _works_on_tasks(cfg: DictConfig) -> bool:
+    """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
+    asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
+    return not (asked & {*_ALONE, *_ON_DATA} or cfg.runs)
+
+
+def _holds_results(folder: Path) -> bool:
+    """Whether an earlier run came to its end here."""
+    made = any((folder / name).exists() for name in _RESULTS)
+    return made and not (folder / "failure.json").exists()
+
+
+def _in_sweep() -> bool:
+    """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager

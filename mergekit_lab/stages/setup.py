@@ -252,9 +252,11 @@ class Setup:
 
     @property
     def optimizer_name(self) -> str:
-        """What records call the optimizer: its option, and those of single tasks."""
+        """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
+        base = self.choices.get("optimizer@optimizer.base", "adamw")
+        name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
         own = [f"{self.choices.get(f'optimizer@optimizer_of.{t}', 'other')} {t}" for t in self.cfg.optimizer_of]
-        return ", ".join([self.choices["optimizer"], *own])
+        return ", ".join([name, *own])
 
     def expert_source(self, task: str) -> str | None:
         """Where the expert of a task comes from, if it is not trained."""
@@ -273,7 +275,8 @@ class Setup:
 
     def _expert_content(self, task: str) -> dict[str, Any]:
         if source := self.expert_source(task):
-            return imported_content(source, self.backbone_content, task)
+            imported = imported_content(source, self.backbone_content, task)
+            return imported | {"finetuning": self.plain["finetuning"]} | self._for_task(task)
         optimizer = self.plain["optimizer_of"].get(task) or self.optimizer_content
         return self._training_content(self.settings_of(task), optimizer) | self._for_task(task)
 
@@ -314,6 +317,8 @@ class Setup:
         curvature = {name: given[name] for name in read if given[name] is not None}
         if kind == "fisher" and given["estimate"] != "per_sample":
             curvature |= {"estimate": given["estimate"], "batch_size": self.training.batch_size}
+        if kind == "gram":
+            curvature["rows"] = "unpadded"
         return {"expert": content_key(self.expert_content(task)), "curvature": curvature, "seed": self.seed}
 
     def merge_content(self, merger: Merger, method: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,10 @@ def _explain(run: Context, place: StorePlace) -> None:
             log.info("%s: the store has no %s", what, piece.kind)
             continue
         artefact, parts = found
+        if not parts:
+            log.info("%s: %s has the same content, and is of another schema than this version's", what,
+                     artefact.key[:_SHORT])  # fmt: skip
+            continue
         part = parts[0]
         more = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
         log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artefact.key[:_SHORT], part.path,

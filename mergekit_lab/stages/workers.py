@@ -64,11 +64,11 @@ class Pool:
         self.devices = list(devices)
         self._workers: list[_Worker | None] = [None] * len(devices)
 
-    def start(self, jobs: int, module: str) -> None:
-        """Start the workers that so many jobs will want, ahead of the jobs; they import `module` meanwhile."""
+    def start(self, jobs: int, modules: Sequence[str]) -> None:
+        """Start the workers that so many jobs will want, ahead of the jobs; they import `modules` meanwhile."""
         for place in range(min(jobs, len(self.devices))):
             if self._workers[place] is None:
-                self._workers[place] = _Worker(self.devices[place], len(self.devices), module)
+                self._workers[place] = _Worker(self.devices[place], len(self.devices), modules)
 
     def map(
         self,
@@ -131,6 +131,12 @@ class Pool:
         worker.process.join()
         return _ending(worker.process.exitcode)
 
+    def dismiss(self) -> None:
+        """Let idle workers end, which takes a process with torch in it some seconds; none is waited for."""
+        for worker in self._workers:
+            if worker is not None and worker.job is None:
+                worker.channel.close()
+
     def close(self) -> None:
         """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
         stop([w.process for w in self._workers if w is not None], [w for w in self._workers if w is not None])
@@ -138,10 +144,10 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, device: str, sharers: int, module: str | None = None) -> None:
+    def __init__(self, device: str, sharers: int, modules: Sequence[str] = ()) -> None:
         self.device = device
         self.channel, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid(), module))
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid(), tuple(modules)))
         with _environment(_seeing([device]) | _threads(sharers)):
             self.process.start()
         theirs.close()
@@ -161,12 +167,13 @@ def raise_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def _serve(channel: Connection, parent: int, module: str | None = None) -> None:
+def _serve(channel: Connection, parent: int, modules: Sequence[str] = ()) -> None:
+    """Do what the channel asks for, until it is closed; `modules` are imported before it asks."""
     _end_with(parent)
     raise_on_sigterm()
     while True:
         try:
-            if module is not None:
+            for module in modules:
                 importlib.import_module(module)
             function, arguments = channel.recv()
         except (EOFError, KeyboardInterrupt):

@@ -26,6 +26,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _OWNER, _BEAT = "owner.json", "beat"
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class FolderLock:
@@ -93,10 +94,10 @@ class FolderLock:
             (mine / _BEAT).write_text("0")
             (mine / _OWNER).write_text(json.dumps(_identity() | {"token": self.token}))
             mine.rename(self.path)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(mine, ignore_errors=True)
             # it may have been released again since the rename found it
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or self.path.exists():
+            if isinstance(error, OSError) and (error.errno in _NOT_EMPTY or self.path.exists()):
                 return False
             raise
         return True
@@ -109,15 +110,19 @@ class FolderLock:
             return {}, ""
 
     def _keep_beating(self) -> None:
+        """Count in place: a file that is cut before it is written anew would stay empty on a full disk."""
         count = 0
         while not self._ended.wait(min(5.0, self.stale_after / 6)):
             count += 1
-            if not self.held:
+            try:
+                if self._read()[0].get("token", self.token) != self.token:
+                    raise FileNotFoundError
+                with (self.path / _BEAT).open("r+") as file:
+                    file.write(str(count))
+            except FileNotFoundError:
                 log.warning("the lock of %s was taken for abandoned: was this process stopped?", self.what)
                 return
-            try:
-                (self.path / _BEAT).write_text(str(count))
-            except OSError as error:
+            except OSError as error:  # what is refused now may be granted in a while
                 log.warning("the lock of %s cannot be kept (%s)", self.what, error)
 
     def _recover(self, token: str) -> None:

@@ -158,11 +158,11 @@ class Store:
 
     def artefacts(self) -> Iterator[Artefact]:
         """All that is published, by kind and age; what has a damaged manifest is left out."""
-        for manifest in sorted(
-            self.root.glob(f"*/*/{_MANIFEST}"), key=lambda p: (p.parts[-3], p.stat().st_mtime)
-        ):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                yield read_artefact(manifest.parent)
+        found = []
+        for manifest in self.root.glob(f"*/*/{_MANIFEST}"):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # others may remove some meanwhile
+                found.append((manifest.stat().st_mtime, read_artefact(manifest.parent)))
+        yield from (artefact for _, artefact in sorted(found, key=lambda pair: (pair[1].kind, pair[0])))
 
     def obtain(
         self, kind: str, content: Mapping[str, Any], make: Callable[[Workplace], Mapping[str, Any]]
@@ -175,34 +175,49 @@ class Store:
             make: writes files into `workplace.out` and returns `info`. If it raises, nothing is published and
                 `workplace.resume` stays.
         """
-        found = self.find(kind, content)
-        if found:
-            return found
         key = content_key(content)
-        with self._lock(kind, key):
-            found = self.find(kind, content)
-            if found:
-                return found
-            work = self.root / "work" / kind / key
-            place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
-            with self._writing():
-                shutil.rmtree(
-                    self.root / kind / key, ignore_errors=True
-                )  # without a manifest it is no artefact
-                for left in work.glob("out-*"):
-                    shutil.rmtree(left, ignore_errors=True)
-                place.out.mkdir(parents=True)
-                place.resume.mkdir(exist_ok=True)
-                begun = time.monotonic()
-                info = dict(make(place)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
-                self._publish(kind, key, place.out, content, info)
+        while not (found := self.find(kind, content)):
+            with self._lock(kind, key) as lock:
+                if self.find(kind, content):
+                    continue
+                try:
+                    self._make(lock, kind, key, content, make)
+                except Exception:
+                    if lock.held:
+                        raise
+                    log.warning("%s %s was taken over by another process, and is waited for", kind, key)
+                    continue
+            made = self.find(kind, content)
+            if made is None:
+                raise InputError(f"{kind} {key} was made, and is gone: was {self.root / kind / key} deleted?")
+            return replace(made, reused=False)
+        return found
+
+    def _make(
+        self,
+        lock: FolderLock,
+        kind: str,
+        key: str,
+        content: Mapping[str, Any],
+        make: Callable[[Workplace], Mapping[str, Any]],
+    ) -> None:
+        work = self.root / "work" / kind / key
+        place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
+        with self._writing(place):
+            # without a manifest it is no artefact
+            shutil.rmtree(self.root / kind / key, ignore_errors=True)
+            for left in work.glob("out-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            place.out.mkdir(parents=True)
+            place.resume.mkdir(exist_ok=True)
+            begun = time.monotonic()
+            info = dict(make(place)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
+            self._publish(kind, key, place.out, content, info)
+            if lock.held:  # else another process is at work there
                 shutil.rmtree(work, ignore_errors=True)
-        made = self.find(kind, content)
-        assert made is not None
-        return replace(made, reused=False)
 
     @contextmanager
-    def _lock(self, kind: str, key: str) -> Iterator[None]:
+    def _lock(self, kind: str, key: str) -> Iterator[FolderLock]:
         folder = self.root / "locks"
         lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
         try:
@@ -213,16 +228,22 @@ class Store:
                 f"the store {self.root} cannot be written ({error}): set store.root=PATH"
             ) from None
         try:
-            yield
+            yield lock
         finally:
             lock.__exit__(None, None, None)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A full disk is told as such, wherever in the making it was met; what can be resumed stays."""
+    def _writing(self, place: Workplace) -> Iterator[None]:
+        """A full disk is told as such, wherever in the making it was met, and so is a folder that was deleted
+        meanwhile; what can be resumed stays."""
         try:
             yield
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and not place.out.is_dir():
+                raise InputError(
+                    f"{place.out} was deleted while something was made there ({error}): run the same "
+                    "command again"
+                ) from error
             if not says_full(error):
                 raise
             raise InputError(
@@ -256,6 +277,11 @@ class Store:
         try:
             out.rename(target)
         except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise InputError(
+                    f"{target.parent} lies on another file system than {out.parent}, and nothing can be "
+                    f"renamed into it: link the whole store {self.root}, not folders of it"
+                ) from None
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead

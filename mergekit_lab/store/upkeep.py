@@ -55,7 +55,8 @@ def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Di
     """All keys whose values differ, those that say what (not how much) first."""
     one, other = dict(_leaves(wanted)), dict(_leaves(stored))
     names = [*one, *(name for name in other if name not in one)]
-    return [Difference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
+    told = [Difference(n, one.get(n), other.get(n)) for n in names]
+    return [d for d in told if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +68,10 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artefact, list[Difference]] | None:
-    """The artefact of this kind that differs in the fewest keys, and in which; None if there is none."""
+    """The artefact of this kind that differs in the fewest keys, and in which; None if there is none.
+
+    Where no key differs, it was made under another schema.
+    """
     found = [(a, differences(wanted, a.content)) for a in store.artefacts() if a.kind == kind]
     return min(found, key=lambda pair: len(pair[1]), default=None)
 
@@ -84,10 +88,19 @@ def size(artefact: Artefact) -> int:
 
 
 def remove(store: Store, artefact: Artefact) -> None:
-    """Take an artefact out: by a rename first, so that nobody finds half of it."""
+    """Take an artefact out: by a rename first, so that nobody finds half of it.
+
+    Raises:
+        InputError: the store cannot be changed.
+    """
     gone = store.root / "work" / "removed" / uuid.uuid4().hex
-    gone.parent.mkdir(parents=True, exist_ok=True)
-    artefact.folder.rename(gone)
+    try:
+        gone.parent.mkdir(parents=True, exist_ok=True)
+        artefact.folder.rename(gone)
+    except FileNotFoundError:  # somebody else was faster
+        return
+    except OSError as error:
+        raise InputError(f"{artefact.kind} {artefact.key} cannot be removed: {error}") from None
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -95,12 +108,13 @@ def adopt(store: Store, folder: Path) -> Artefact:
     """Publish an exported folder under the key that its manifest gives it.
 
     Raises:
-        InputError: it has no manifest or one of another schema, a file outside of the folder is named, or a
-            file is not what the manifest says.
+        InputError: it has no manifest, one of another schema or one that was changed, a file outside of the
+            folder is named, or a file is not what the manifest says.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         schema, kind, content = manifest["schema"], str(manifest["kind"]), dict(manifest["content"])
+        key, info = manifest["key"], dict(manifest["info"])
         files = {str(name): str(digest) for name, digest in manifest["files"].items()}
     except FileNotFoundError:
         raise InputError(
@@ -117,7 +131,11 @@ def adopt(store: Store, folder: Path) -> Artefact:
     for name in files:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
-    origin = Artefact(kind, content_key(content), folder, {}, files=files)
+    if key != content_key(content):
+        raise InputError(
+            f"{folder / 'manifest.json'} was changed: its content has the key {content_key(content)}, not {key}"
+        )
+    origin = Artefact(kind, key, folder, {}, files=files)
     wrong = [told for name in files if (told := origin.damage(name))]
     if wrong:
         raise InputError("; ".join(wrong))
@@ -126,6 +144,6 @@ def adopt(store: Store, folder: Path) -> Artefact:
         for name in files:
             (place.out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, place.out / name)
-        return {**dict(manifest["info"]), "imported": True}
+        return {**info, "imported": True}
 
     return store.obtain(kind, content, make)

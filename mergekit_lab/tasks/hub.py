@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from mergekit_lab.checkpoints import cached_folder, unreachable
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks.sources import part_files
+from mergekit_lab.tasks.sources import counted, missing_shards, part_files
 
 log = logging.getLogger(__name__)
 
 _CONVERTED = "refs/convert/parquet"
 """Where the hub keeps its own parquet of repositories that publish something else."""
+_LAST = ".gitattributes"
+"""In every repository, and taken last: where it is, so are files whose names do not tell how many there are."""
 
 
 def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
@@ -24,7 +25,9 @@ def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | N
         if folder is None:
             continue
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-        if all(_whole(part_files(names, part, subset)) for part in parts):
+        files = [part_files(names, part, subset) for part in parts]
+        ended = _LAST in names or all(counted(name) for part in files for name in part)
+        if ended and all(part and not missing_shards(part) for part in files):
             return folder
     return None
 
@@ -63,15 +66,12 @@ def download_data(
                             allow_patterns=[*files, "README.md"],
                             local_dir=into,
                         )
+                huggingface_hub.snapshot_download(
+                    repo, repo_type="dataset", revision=revision, allow_patterns=[_LAST], local_dir=into
+                )
                 return Path(folder)
     except Exception as error:  # the hub's client raises what its HTTP library does
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"the data set {repo} cannot be downloaded: {reason}") from None
     lacking = ", ".join(part for part, files in by_part.items() if not files)
     raise InputError(f"the data set {repo} has no parquet or tar files of {lacking}")
-
-
-def _whole(files: Sequence[str]) -> bool:
-    """Whether every shard is there that a file's name tells of."""
-    counts = [re.search(r"-of-(\d+)", file) for file in files]
-    return bool(files) and all(found is None or int(found[1]) == len(files) for found in counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from mergekit_lab.tasks.hub import cached_data, download_data
 from mergekit_lab.tasks.labels import Labelling
 from mergekit_lab.tasks.sources import Rows, open_rows
 from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
+
+log = logging.getLogger(__name__)
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets" / "clip"
 _FILES = ("images.u8", "arrays.npz")
@@ -264,12 +267,28 @@ class HubImages(ImageTask):
     def digest(self) -> str:
         """Over name, classes, templates, and the encoded images' hashes and labels of all parts.
 
-        Nothing is decoded for it, and the same files give the same digest on every machine.
+        Nothing is decoded for it, and the same files give the same digest on every machine. It warns of test
+        images that stand in another part too, byte for byte.
+
+        Raises:
+            InputError: what has no header of an image, by name.
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
             digest.update(self._part_digest(part).encode())
+        if shared := self._files("test") & (self._files("train") | self._files("validation")):
+            log.warning(
+                "%s: %d images of the test part stand in the training or validation part too: stage=check_data "
+                "compares them",
+                self.name,
+                len(shared),
+            )
         return digest.hexdigest()
+
+    def _files(self, part: Part) -> set[bytes]:
+        """A part's encoded images by their hashes."""
+        where, chosen = self._chosen(part)
+        return set(map(bytes, self._indices[where].digests[chosen]))
 
     def fingerprint(self) -> str:
         return self._digest
@@ -296,6 +315,10 @@ class HubImages(ImageTask):
     def _part_digest(self, part: Part) -> str:
         where, chosen = self._chosen(part)
         index = self._indices[where]
+        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
+        if len(unreadable):
+            names = listing([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
+            raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
         digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
         digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
@@ -311,10 +334,6 @@ class HubImages(ImageTask):
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = kept_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
-        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
-        if len(unreadable):
-            names = listing([rows.name(int(chosen[at])) for at in unreadable], 3)
-            raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:

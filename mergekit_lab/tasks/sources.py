@@ -24,6 +24,7 @@ from mergekit_lab.errors import InputError, listing
 
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
+_SHARD = re.compile(r"(\d+)-of-(\d+)")
 _FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
 _FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
@@ -313,6 +314,24 @@ def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]
     return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
 
 
+def counted(file: str) -> bool:
+    """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
+    return _SHARD.search(file) is not None
+
+
+def missing_shards(files: Sequence[str]) -> list[str]:
+    """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for file in files:
+        if shard := _SHARD.search(file):
+            found.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
+    return [
+        f"{total - len(numbers)} of {total} files {stem}…"
+        for (stem, total), numbers in found.items()
+        if len(numbers) < total
+    ]
+
+
 def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
     """The first of the parts that a folder has, in whichever layout; None if it has none.
 
@@ -326,7 +345,10 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
     """
     names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
     for part in parts:
-        files = [folder / file for file in part_files(names, part, subset)]
+        listed = part_files(names, part, subset)
+        if missing := missing_shards(listed):
+            raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
+        files = [folder / file for file in listed]
         if files and files[0].suffix == ".parquet":
             return ParquetRows(files, image, label)
         images = FolderRows(folder / part) if (folder / part).is_dir() else None

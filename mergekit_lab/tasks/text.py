@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -25,6 +27,8 @@ from mergekit_lab.paths import default_store
 
 from .metrics import METRICS
 from .task import PARTS, Part, Task
+
+log = logging.getLogger(__name__)
 
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -95,12 +99,25 @@ class TextTask(Task):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
 
     def digest(self) -> str:
-        """Over name, choices, and the text of all three parts."""
+        """Over name, choices, and the text of all three parts; tells of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
             split = self.split(part)
             digest.update(repr((part, split.prompts, split.answers)).encode("utf-8", "surrogatepass"))
+        self._tell_of_shared_prompts()
         return digest.hexdigest()
+
+    def _tell_of_shared_prompts(self) -> None:
+        """A score on samples that were trained on, or chosen by, says little."""
+        prompts = {part: self.split(part).prompts for part in PARTS}
+        for one, other in combinations(PARTS, 2):
+            known = set(prompts[one])
+            shared = sum(prompt in known for prompt in prompts[other])
+            if shared:
+                log.warning(
+                    "%s: %d of %d prompts of %s stand in %s too",
+                    self.name, shared, len(prompts[other]), other, one,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,14 @@ class TextFile(TextTask):
                     raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
         if not self.source:
             raise InputError(f"task {self.name!r} has no source: a folder, or hub:org/name")
+        for name in ("prompt", "answer"):
+            try:
+                list(Formatter().parse(getattr(self, name)))
+            except ValueError as error:
+                raise InputError(
+                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): a "
+                    "column stands in braces, and a brace of the text itself is doubled"
+                ) from None
 
     def make(self, part: Part) -> TextSplit:
         rows = self._rows_of(part)
@@ -178,14 +203,27 @@ def filled(template: str, row: Mapping[str, Any], task: str) -> str:
     """The template with a row's columns.
 
     Raises:
-        InputError: it names a column that the row has not.
+        InputError: it names a column that the row has not, or that has nothing in this row, or wants a value to
+            be of another kind.
     """
-    missing = [name for _, name, _, _ in Formatter().parse(template) if name is not None and name not in row]
+    names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    missing = [name for name in names if name not in row]
     if missing:
         raise InputError(
             f"task {task!r}: the template {template!r} names {missing[0]!r}{suggestion(missing[0], row)}"
         )
-    return template.format_map(row)
+    for name in names:
+        if row[name] is None:
+            raise InputError(
+                f"task {task!r}: a row has nothing in the column {name!r}, which the template {template!r} "
+                f"names: leave such rows out of the data ({str(row)[:80]})"
+            )
+    try:
+        return template.format_map(row)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"task {task!r}: the template {template!r} does not fit a row: {error} ({str(row)[:80]})"
+        ) from None
 
 
 def data_folder(source: str) -> Path:
@@ -213,9 +251,15 @@ def read_rows(source: str, split: str, task: str) -> list[Mapping[str, Any]]:
             "suites that are known)"
         )
     try:
-        return list(_table(found))
-    except (ValueError, KeyError, OSError) as error:
+        rows: list[Any] = list(_table(found))
+    except (ValueError, KeyError, OSError, csv.Error) as error:
         raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
+    odd = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
+    if odd is not None:
+        raise InputError(
+            f"task {task!r}: {found} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
+        )
+    return rows
 
 
 def _table(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -224,13 +268,14 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
             if line.strip():
                 yield json.loads(line)
     elif file.suffix == ".json":
-        yield from json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
+        yield from found if isinstance(found, list) else [found]
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 
         yield from parquet.read_table(file).to_pylist()
     else:
-        with file.open(encoding="utf-8", newline="") as stream:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
             yield from csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
 
 

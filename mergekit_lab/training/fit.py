@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import lightning
 import torch
@@ -16,7 +17,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -26,6 +26,7 @@ from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
 from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def finetune(
     )
     steps = settings.steps if clock is None else NEVER
     data = TaskData(objectives, batch_size=settings.batch_size, steps=steps, seed=seed)
-    best = ModelCheckpoint(
+    best = _Kept(
         resume,
         filename="best",
         monitor="val_accuracy",
@@ -108,7 +109,8 @@ def finetune(
     called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     if options["enable_progress_bar"]:
         called.append(_Progress(clocked=clock is not None))
-    options["strategy"] = _strategy(options)
+    if options.get("strategy") == "fsdp":
+        options["strategy"] = Sharded(options["devices"])
     try:
         lit = lightning.Trainer(
             **options,
@@ -128,7 +130,7 @@ def finetune(
     except MisconfigurationException as error:
         raise InputError(f"training cannot start: {error}") from None
     last = resume / "last.ckpt"
-    resumed = last if _readable(last) else None
+    resumed = last if _usable(last, module) else None
     if resumed:
         log.info("resuming from %s", last)
     if settings.precision in ("32-true", "bf16-mixed"):
@@ -175,29 +177,48 @@ def _release(module: FinetuneModule, optimizers: Sequence[torch.optim.Optimizer]
             optimizer.state.clear()
 
 
-def _readable(last: Path) -> bool:
-    """Whether training can go on from a checkpoint; one that a full disk cut short is told, and not used."""
+def _usable(last: Path, module: FinetuneModule) -> bool:
+    """Whether training can go on from a checkpoint, and from the best one that it names; what is cut short or
+    changed, or of another model, is told and not used."""
     if not last.exists():
         return False
+    file = last
     try:
-        torch.load(last, weights_only=True, map_location="cpu", mmap=True)
+        saved = _load_whole(last)
+        named = {Path(kept.get("best_model_path") or last).name for kept in saved["callbacks"].values()}
+        for file in [last.with_name(name) for name in named - {last.name}]:
+            _load_whole(file)
+        shapes = {name: value.shape for name, value in module.state_dict().items()}
+        if {name: value.shape for name, value in saved["state_dict"].items()} != shapes:
+            raise ValueError("it is of another model")
     except Exception as error:
-        log.warning("%s cannot be read (%s): training starts again", last, str(error).splitlines()[0])
+        log.warning("%s cannot be gone on from (%s): training starts again", file, str(error).splitlines()[0])
         return False
     return True
 
 
-def _strategy(options: Mapping[str, Any]) -> Any:
-    """Lightning's strategy; checkpoints are whole, and readable by one process, however weights are spread."""
-    name = options.get("strategy", "auto")
-    if name == "fsdp":
-        return ModelParallelStrategy(
-            data_parallel_size=options["devices"], tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
-    return name
+def _load_whole(file: Path) -> dict[str, Any]:
+    """A checkpoint, its bytes compared with the checksums that torch writes and does not read."""
+    with ZipFile(file) as archive:
+        if damaged := archive.testzip():
+            raise ValueError(f"{damaged} in it is damaged")
+    loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    return loaded
 
 
-class _Latest(ModelCheckpoint):
+class _Kept(ModelCheckpoint):
+    """Finds its files again where their folder has been moved since, or is seen under another path."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        def here(file: str) -> str:
+            return str(Path(self.dirpath or "", Path(file).name)) if file else ""
+
+        moved = {name: here(state_dict[name]) for name in ("best_model_path", "kth_best_model_path")}
+        best = {here(file): score for file, score in state_dict["best_k_models"].items()}
+        super().load_state_dict(state_dict | moved | {"best_k_models": best, "dirpath": self.dirpath})
+
+
+class _Latest(_Kept):
     """`last.ckpt` after every validation but the last: what training ends with needs no going on from."""
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -231,9 +252,12 @@ class _Checkpoints(TorchCheckpointIO):
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
-        with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
-            torch.save(checkpoint, out)
-        os.replace(part, file)
+        try:
+            with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
+                torch.save(checkpoint, out)
+            os.replace(part, file)
+        finally:
+            part.unlink(missing_ok=True)  # half of it would keep a full disk full
 
 
 class _Progress(RichProgressBar):

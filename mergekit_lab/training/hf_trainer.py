@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim.checks import unwrapped
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -58,6 +59,5 @@ def _keep(optimizer: Any) -> None:
 
 def _ours(optimizer: Any) -> WrappedOptimizer | None:
     """The optimizer inside accelerate's wrapper, if it is one of ours."""
-    while not isinstance(optimizer, WrappedOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     return optimizer if isinstance(optimizer, WrappedOptimizer) else None

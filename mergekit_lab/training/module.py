@@ -123,11 +123,14 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
-        torch.manual_seed(seed)
+        torch.manual_seed(self._of_this_process(seed))
         for place, task in enumerate(batch):
-            own = (seed * len(self.tasks) + place) * self.trainer.world_size + self.global_rank
-            batch[task] = self.objective(task).augmented(batch[task], own % (1 << 63))
+            own = self._of_this_process(seed * len(self.tasks) + place)
+            batch[task] = self.objective(task).augmented(batch[task], own)
         self._first_loss = None
+
+    def _of_this_process(self, seed: int) -> int:
+        return (seed * self.trainer.world_size + self.global_rank) % (1 << 63)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""

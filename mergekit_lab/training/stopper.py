@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning
 from lightning.pytorch.callbacks import Callback
@@ -17,6 +18,9 @@ from mergekit_lab.training.module import FinetuneModule
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_WISH = 2.0
+"""Seconds in which signals are one wish to stop: a terminal, a scheduler and the parent process may all send
+theirs to a worker."""
 _AGREE = 10
 """Steps after which processes that train together ask each other whether one was told to stop."""
 
@@ -28,8 +32,9 @@ class Stopped(BaseException):
 class Stopper(Callback):
     """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to go on from.
 
-    After the last step there is nothing to go on with but its validation, which Lightning makes after a step
-    only: training then goes on from the checkpoint before. A second signal does not wait for the step.
+    Lightning validates after a step only, never when it resumes. So a validation that is due is made first, and
+    leaves the checkpoint; after the last step, which nothing but its validation follows, training goes on from
+    the checkpoint before. A second signal, two seconds or more after the first, does not wait for the step.
 
     Args:
         checkpoint: where it is written.
@@ -38,6 +43,8 @@ class Stopper(Callback):
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self._told = threading.Event()
+        self._first = 0.0
+        self._validates_first = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -54,8 +61,11 @@ class Stopper(Callback):
 
     def _take(self, number: int, frame: Any) -> None:
         if self._told.is_set():
+            if time.monotonic() - self._first < _ONE_WISH:
+                return
             raise KeyboardInterrupt
         log.info("%s: stopping after this step", signal.Signals(number).name)
+        self._first = time.monotonic()
         self._told.set()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -78,11 +88,22 @@ class Stopper(Callback):
         told = self._told.is_set()
         if together:
             told = trainer.strategy.reduce_boolean_decision(told, all=False)
-        if told:
-            if trainer.global_step == trainer.max_steps:
-                log.info("stopped before the last validation; the same command goes on from the one before it")
-            else:
-                pl_module.end_step()
-                trainer.save_checkpoint(self.checkpoint)
-                log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+        if not told:
+            return
+        if trainer.should_stop or trainer.global_step == trainer.max_steps:
+            log.info("stopped before the last validation; the same command goes on from the one before it")
             raise Stopped
+        if trainer.global_step % trainer.val_check_batch == 0:  # type: ignore[operator]
+            self._validates_first = True
+            return
+        pl_module.end_step()
+        trainer.save_checkpoint(self.checkpoint, weights_only=False)
+        self._stop(trainer)
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._validates_first:
+            self._stop(trainer)
+
+    def _stop(self, trainer: lightning.Trainer) -> NoReturn:
+        log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+        raise Stopped

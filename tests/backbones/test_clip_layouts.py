@@ -11,6 +11,7 @@ import mergekit_lab.backbones.open_clip as room
 from mergekit_lab.backbones import OpenClip, as_image_tower, from_transformers, to_transformers
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import Digits
 
 WIDTH, HEADS, SIDE = 64, 1, 32
 
@@ -71,8 +72,10 @@ def _normalised(backbone: OpenClip, pixels):
     return (pixels / 255 - encoder.mean) / encoder.std
 
 
-def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels):
+def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels, caplog):
     ours = OpenClip("tiny-layout", str(folder))
+    ours.model()
+    assert "initialized randomly" not in caplog.text
     with torch.no_grad():
         images = theirs.get_image_features(pixel_values=_normalised(ours, pixels)).pooler_output
         torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
@@ -158,3 +161,51 @@ def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "finetuned.pt")
     with pytest.raises(InputError, match=r"holds more than plain tensors.*save `model.state_dict\(\)` instead"):
         open_checkpoint(tmp_path / "finetuned.pt")
+
+
+def _image_tower(theirs, kind: str, place):
+    """The image tower of a whole model as a folder: in transformers' layouts, or in open_clip's."""
+    from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
+
+    if kind == "open_clip":
+        whole = from_transformers(theirs.state_dict())
+        torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, place / "open_clip_model.pt")
+        (place / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
+        return place
+    classes = {
+        "CLIPVisionModel": CLIPVisionModel,
+        "CLIPVisionModelWithProjection": CLIPVisionModelWithProjection,
+    }
+    model = classes[kind](theirs.config.vision_config)
+    whole, stem = (
+        theirs.state_dict(),
+        "" if "vision_model.pre_layrnorm.bias" in model.state_dict() else "vision_model.",
+    )
+    model.load_state_dict({name: whole[stem + name] for name in model.state_dict()})
+    model.save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("kind", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
+def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, theirs, pixels, tmp_path):
+    backbone = OpenClip("tiny-plain", str(_image_tower(theirs, kind, tmp_path)), head="prototype")
+    assert backbone.quick_gelu()
+    with torch.no_grad():
+        expected = theirs.vision_model(pixel_values=_normalised(backbone, pixels)).pooler_output
+        if kind != "CLIPVisionModel":
+            expected = theirs.visual_projection(expected)
+        torch.testing.assert_close(backbone.model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0)
+    task = Digits(train_size=20, validation_size=10, test_size=10)
+    head = backbone.objective(task).head
+    assert head.shape == (10, expected.shape[1])
+    torch.testing.assert_close(head.norm(dim=1), torch.full((10,), 100.0))
+
+
+def test_a_zero_shot_head_for_an_image_tower_alone_is_refused_before_any_work(theirs, tmp_path):
+    backbone = OpenClip("tiny-layout", str(_image_tower(theirs, "CLIPVisionModel", tmp_path)))
+    with pytest.raises(
+        InputError, match=r"holds an image tower alone.*backbone.head=prototype or linear_probe"
+    ):
+        backbone.check(Digits(train_size=20, validation_size=10, test_size=10))
+    with pytest.raises(InputError, match="image tower alone"):
+        backbone.zero_shot_head(("a", "b"), ("{}",))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch.nn import functional
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import LanguageModel, LoRA
-from mergekit_lab.backbones.language import tokenizer
+from mergekit_lab.backbones.encoding import Encoding
+from mergekit_lab.backbones.language import Reading, tokenizer
 from mergekit_lab.evaluation import score
+from mergekit_lab.tasks import TextFile
 
 KINDS = ("llama", "qwen2", "t5")
 
@@ -159,6 +162,76 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
     objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colours())
     assert max(map(len, objective.encoded("train").prompts)) == 8
     assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
+
+
+def lines(folder, rows):
+    """A task whose three parts are these rows."""
+    for part in ("train", "validation", "test"):
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TextFile(name="lines", source=str(folder))
+
+
+def test_prompts_that_show_a_model_nothing_are_refused_before_any_loss(folders, tmp_path) -> None:
+    """Nothing stands before an answer's first token then, but a padding token in larger batches."""
+    task = lines(tmp_path, [{"prompt": "red?", "answer": "yes"}, {"prompt": "", "answer": "no"}])
+    plain = tiny_backbone(folders["llama"], "llama", prompt="plain").objective(task)
+    with pytest.raises(InputError, match=r"prompt 2 of train is empty.*set backbone.prompt=chat"):
+        plain.batch("train", torch.arange(2))
+    assert len(tiny_backbone(folders["llama"], "llama").objective(task).encoded("train").prompts[1]) == 3
+
+
+def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, monkeypatch) -> None:
+    task = lines(tmp_path, [{"prompt": "is red warm?", "answer": "it is not"}])
+    tiny = tiny_backbone(folders["llama"], "llama", max_length=8)
+    assert len(tiny.objective(task).encoded("test").prompts[0]) == 4  # one of the prompt's own
+    template = tokenizer(str(folders["llama"])).chat_template
+    longer = template.replace("<|assistant|>", "<|assistant|>you")
+    monkeypatch.setattr(tokenizer(str(folders["llama"])), "chat_template", longer)
+    with pytest.raises(InputError, match=r"max_length=8 leaves 4 tokens.*template alone has 6"):
+        tiny.objective(task).encoded("test")
+
+
+def test_rows_longer_than_a_models_positions_are_refused(folders, kind, tmp_path) -> None:
+    task = lines(tmp_path, [{"prompt": "red " * 200, "answer": "yes"}])
+    objective = tiny_backbone(folders[kind], kind, max_length=1024).objective(task)
+    if kind == "t5":  # whose positions are relative
+        assert len(objective.encoded("train").prompts[0]) == 800
+        return
+    with pytest.raises(InputError, match=r"take up to 835 tokens, and this model has 512 positions"):
+        objective.encoded("train")
+
+
+def test_choices_that_a_tokenizer_makes_the_same_are_refused(folders) -> None:
+    """As a tokenizer without Chinese makes one unknown token of any Chinese word."""
+
+    class Deaf:
+        eos_token_id = 256
+
+        def __call__(self, texts, **_):
+            return SimpleNamespace(input_ids=[[7] for _ in texts])
+
+    encoding = Encoding(Deaf(), Reading(prompt="plain"), causal=False, positions=None)
+    with pytest.raises(InputError, match="the same tokens of the choices 'no' and 'yes'"):
+        encoding.choices(Colours())
+
+
+def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_they_are(folders, kind) -> None:
+    found = []
+    for checkpointing in (False, True):
+        backbone = tiny_backbone(folders[kind], kind, checkpointing=checkpointing)
+        objective, model = backbone.objective(Colours()), backbone.model().train()
+        entered = []
+        for module in model.modules():
+            if type(module).__name__ in ("LlamaMLP", "Qwen2MLP", "T5LayerFF"):
+                module.register_forward_pre_hook(lambda *_, seen=entered: seen.append(1))
+        loss = objective.loss(model, objective.batch("train", torch.arange(4)))
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((loss.detach(), gradient, len(entered)))
+    (loss, gradient, count), (loss_again, gradient_again, count_again) = found
+    torch.testing.assert_close(loss_again, loss)
+    torch.testing.assert_close(gradient_again, gradient)
+    assert count_again == 2 * count
 
 
 def test_a_tied_weight_has_one_name_and_loads_under_it(folders, kind) -> None:

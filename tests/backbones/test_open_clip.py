@@ -186,6 +186,11 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
         (OpenClip("ViT-B32", None), "no architecture 'ViT-B32'; did you mean 'ViT-B-32'"),
         (OpenClip("ViT-B-32", "opena"), "no weights 'opena', and no such file exists; tags of open_clip: "),
         (
+            OpenClip("ViT-B-32-quickgelu", "laion2b_s34b_b79k"),
+            "exists; they are those of backbone.architecture=ViT-B-32$",
+        ),
+        (OpenClip("ViT-B-32", "laion2b_s32b_b82k"), "exists; open_clip has them of ViT-L-14$"),
+        (
             OpenClip("glyph-clip", "asset:glyph"),
             "no shipped weights 'asset:glyph'; did you mean 'asset:glyph_clip'",
         ),

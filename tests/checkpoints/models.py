@@ -21,13 +21,29 @@ def llama(tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY, layer
     return _seeded(lambda: LlamaForCausalLM(config), seed)
 
 
-def t5(seed: int = 0) -> nn.Module:
+def t5(seed: int = 0, **more: Any) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        **more,
     )
     return _seeded(lambda: T5ForConditionalGeneration(config), seed)
+
+
+def t5_1_1(seed: int = 0) -> nn.Module:
+    """Shared embeddings, and a head that is not tied to them."""
+    model: Any = t5(seed, tie_word_embeddings=False)
+    model.lm_head.weight = nn.Parameter(
+        torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(seed))
+    )
+    return model
 
 
 def bert(seed: int = 0) -> nn.Module:

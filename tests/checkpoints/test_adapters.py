@@ -203,3 +203,32 @@ def test_an_adapter_alone_asks_for_its_base(tmp_path) -> None:
         (tmp_path / "adapter_config.json").write_text(broken)
         with pytest.raises(InputError, match="not an adapter's configuration"):
             open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"w.lora_A.weight": torch.ones(1, 4, dtype=torch.int8), "w.lora_B.weight": torch.ones(4, 1)},
+            "lora_A.*int8",
+        ),
+        ({"w.weight": torch.ones(4, 4, dtype=torch.int32)}, r"w\.weight: torch\.int32"),
+        ({"ids": torch.ones(4)}, r"changes integers of the base \(ids\)"),
+    ],
+)
+def test_integers_are_neither_folded_nor_changed(tensors, message: str, tmp_path) -> None:
+    write_tensors(
+        tmp_path / "adapter_model.safetensors", {f"base_model.model.{n}": t for n, t in tensors.items()}
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4), "ids": torch.arange(4)}))
+
+
+@pytest.mark.parametrize("alpha", ["NaN", "-Infinity", "1" + "0" * 400, "null"])
+def test_an_alpha_that_is_no_finite_number_is_refused(alpha: str, tmp_path) -> None:
+    pair = {"w.lora_A.weight": torch.ones(1, 4), "w.lora_B.weight": torch.ones(4, 1)}
+    write_tensors(tmp_path / "adapter_model.safetensors", {f"base_model.model.{n}": t for n, t in pair.items()})
+    (tmp_path / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": 1, "lora_alpha": {alpha}}}')
+    with pytest.raises(InputError, match="lora_alpha is"):
+        open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4)}))

@@ -1,12 +1,14 @@
 """Names that differ without a difference in values are made the base's; the rest is left alone."""
 
+import json
+
 import pytest
 import torch
-from checkpoints.models import bert, llama, save, t5, tuned
+from checkpoints.models import bert, gpt2, llama, save, t5, t5_1_1, tuned
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import align
+from mergekit_lab.checkpoints import align, ties
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -58,18 +60,148 @@ def test_an_expert_that_unties_is_refused(tmp_path) -> None:
         align(base, expert)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "net.backbone."])
-def test_one_prefix_before_every_name_is_left_out(prefix) -> None:
-    state = {"model.w": torch.randn(3), "head.b": torch.randn(2), "head.c": torch.randn(2)}
-    base = open_checkpoint(state)
-    said = []
-    found = align(base, open_checkpoint({prefix + n: t for n, t in state.items()}, "x"), say=said.append)
-    assert set(found) == set(state)
-    assert torch.equal(found["model.w"], state["model.w"])
-    assert prefix in said[0]
+PREFIXES = [
+    "module.",
+    "model.",
+    "net.backbone.",
+    "base_model.model.",
+    "_orig_mod.",
+    "module._orig_mod.",
+    "model.module.",
+]
+SMALL = {"model.w": torch.randn(3), "head.b": torch.randn(2), "head.c": torch.randn(2)}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_prefix_of_every_name_is_left_out_or_added(prefix: str) -> None:
+    plain, longer = SMALL, {prefix + n: t for n, t in SMALL.items()}
+    for base, expert in ((plain, longer), (longer, plain)):
+        said = []
+        found = align(open_checkpoint(base), open_checkpoint(expert, "x"), say=said.append)
+        assert found.keys() == base.keys()
+        assert all(torch.equal(found[n], t) for n, t in base.items())
+        assert prefix in said[0] or "are spelt as in the base" in said[0]
+
+
+def test_only_as_much_of_a_prefix_is_left_out_as_the_base_lacks() -> None:
+    """A tied model has no `lm_head`, so that every name starts with the base's own `model.` too."""
+    base = {"model.embed.weight": torch.randn(3, 2), "model.norm.weight": torch.randn(2)}
+    found = align(open_checkpoint(base), open_checkpoint({f"base_model.model.{n}": t for n, t in base.items()}))
+    assert found.keys() == base.keys()
+
+
+def test_wrappers_within_names_and_older_spellings_are_no_difference() -> None:
+    base = {
+        "bert.0.LayerNorm.weight": torch.randn(2),
+        "bert.0.LayerNorm.bias": torch.randn(2),
+        "bert.w": torch.randn(1),
+    }
+    older = {
+        "bert.0.LayerNorm.gamma": base["bert.0.LayerNorm.weight"],
+        "bert.0._orig_mod.LayerNorm.beta": base["bert.0.LayerNorm.bias"],
+        "bert.w": base["bert.w"],
+    }
+    for one, other in ((base, older), (older, base)):
+        found = align(open_checkpoint(one), open_checkpoint(other))
+        assert found.keys() == one.keys()
+        assert all(torch.equal(found[n], t) for n, t in one.items())
 
 
 def test_names_that_do_not_fit_are_left_alone() -> None:
     base = open_checkpoint({"a.w": torch.zeros(1), "a.v": torch.zeros(1)})
     other = open_checkpoint({"b.w": torch.zeros(1), "b.v": torch.zeros(1)})
     assert align(base, other) is other
+    twice = open_checkpoint({"a.LayerNorm.gamma": torch.zeros(1), "a.LayerNorm.weight": torch.zeros(1)})
+    assert align(base, twice) is twice
+
+
+COMPUTED = {
+    "h.0.attn.bias": torch.ones(1, 1, 4, 4).tril().bool(),
+    "h.0.attn.masked_bias": torch.tensor(-1e4),
+    "embeddings.position_ids": torch.arange(4)[None],
+    "rotary_emb.inv_freq": torch.rand(3),
+}
+
+
+def test_buffers_that_a_model_computes_may_be_here_and_lack_there() -> None:
+    kept = {"h.0.attn.c_attn.bias": torch.randn(3), "other.attn.bias": torch.randn(4)}
+    plain, full = open_checkpoint(kept, "plain"), open_checkpoint(kept | COMPUTED, "full")
+    said = []
+    assert align(plain, full, say=said.append).keys() == kept.keys()
+    given = align(full, plain, say=said.append)
+    assert given.keys() == full.keys()
+    assert all(torch.equal(given[n], t) for n, t in COMPUTED.items())
+    assert "full: buffers that a model computes are left out" in said[0]
+    assert "plain: buffers that a model computes are taken from the base" in said[1]
+    longer = open_checkpoint(kept | COMPUTED | {"embeddings.position_ids": torch.arange(9)[None]})
+    assert torch.equal(align(full, longer)["embeddings.position_ids"], COMPUTED["embeddings.position_ids"])
+
+
+# --- what is tied where the configuration is silent -----------------------------------------------------
+
+
+def without_the_flag(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_silent_configuration_ties_as_its_model_type_does(tmp_path) -> None:
+    for name, make, tied in (
+        ("gpt2", gpt2, {HEAD: "transformer.wte.weight"}),
+        ("bert", bert, {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"}),
+        ("llama", lambda: llama(tied=True), {}),
+    ):
+        found = open_checkpoint(without_the_flag(with_all_names(make(), tmp_path / name))).tied()
+        assert tied.items() <= found.items()
+        assert bool(found) == bool(tied)
+
+
+def test_model_types_that_are_said_to_tie_do_so_in_transformers() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for model_type in ties._TIED_UNLESS_SAID:
+        assert CONFIG_MAPPING[model_type]().tie_word_embeddings is True, model_type
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("model.decoder.embed_tokens", "proj_out"),
+        ("electra.embeddings.word_embeddings", "generator_lm_head"),
+        ("distilbert.embeddings.word_embeddings", "vocab_projector"),
+        ("model.embeddings.tok_embeddings", "decoder"),
+        ("roberta_prelayernorm.embeddings.word_embeddings", "lm_head.decoder"),
+        ("biogpt.embed_tokens", "output_projection"),
+        ("transformer.word_embedding", "lm_loss"),
+        ("transformer.embeddings", "pred_layer.proj"),
+        ("gpt_neox.embed_in", "embed_out"),
+        ("transformer.wte", "lm_head"),
+        ("tok_embeddings", "output"),
+    ],
+)
+def test_heads_are_known_by_what_models_call_them(embedding: str, head: str) -> None:
+    specs = open_checkpoint(
+        {f"{n}.weight": torch.zeros(9, 4) for n in (head, embedding, "norm", "h.0.q")}
+    ).specs
+    assert ties.tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
+
+
+def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> None:
+    """With the configuration of transformers 5 (tied, but scale_decoder_outputs is false) and of 4."""
+    for number, said in enumerate(({}, {"tie_word_embeddings": False, "scale_decoder_outputs": None})):
+        base = with_all_names(t5_1_1(), tmp_path / f"base-{number}")
+        config = json.loads((base / "config.json").read_text()) | said
+        (base / "config.json").write_text(json.dumps(config))
+        twice = open_checkpoint(base)
+        assert twice.tied() == {
+            f"{part}.embed_tokens.weight": "shared.weight" for part in ("decoder", "encoder")
+        }
+        once = open_checkpoint(save(tuned(t5_1_1(), 1), tmp_path / f"once-{number}"), "cars")
+        assert not {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} & once.keys()
+        longer = align(twice, once)
+        assert longer.keys() == twice.keys()
+        assert torch.equal(longer["decoder.embed_tokens.weight"], once["shared.weight"])
+        assert align(once, twice).keys() == once.keys()
+        assert torch.equal(align(once, twice)[HEAD], twice[HEAD])

@@ -120,6 +120,15 @@ def test_headers_are_read_from_afar_where_only_they_are_wanted(online) -> None:
         opened["w"]
 
 
+def test_headers_for_open_clip_are_read_from_afar_too_and_those_of_pickles_are_not(tmp_path, online) -> None:
+    served = tmp_path / "served/models/org/name"
+    (served / "model.safetensors").rename(served / "open_clip_model.safetensors")
+    assert open_checkpoint("org/name", headers_only=True).specs["w"] == TensorSpec((4, 2), torch.float32)
+    (served / "open_clip_model.safetensors").unlink()
+    with pytest.raises(InputError, match="holds no safetensors whose headers could be read from afar"):
+        open_checkpoint("org/name", headers_only=True)
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

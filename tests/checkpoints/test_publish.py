@@ -14,7 +14,14 @@ import torch
 from checkpoints.models import llama, save
 
 from mergekit_lab import InputError
-from mergekit_lab.checkpoints import check_out, copy_model_files, copy_tokenizer_files, new_folder, publish
+from mergekit_lab.checkpoints import (
+    OPEN_CLIP,
+    check_out,
+    copy_model_files,
+    copy_tokenizer_files,
+    new_folder,
+    publish,
+)
 from mergekit_lab.checkpoints.publish import RECORD
 
 
@@ -156,9 +163,11 @@ def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
     (source / "training_args.bin").write_bytes(b"secret")
     (source / "modeling_mine.py").write_text("")
     (source / "LICENSE").write_text("mine")
+    plain = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "gptq"}}))
     (source / "chat_template.jinja").write_text("{{ x }}")
     (tmp_path / "out").mkdir()
-    copy_model_files(source, tmp_path / "out", torch.float16, 40)
+    copy_model_files(source, tmp_path / "out", None, torch.float16, 40)
     copy_tokenizer_files(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [
@@ -173,6 +182,19 @@ def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == "float16"
     assert config["vocab_size"] == 40
+    assert "quantization_config" not in config
+
+
+def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "config.json").write_text("{}")
+    config = {"model_cfg": {"text_cfg": {"vocab_size": 36, "width": 8}}}
+    (source / "open_clip_config.json").write_text(json.dumps(config))
+    assert copy_model_files(source, out, OPEN_CLIP, vocabulary=38) == ["open_clip_config.json"]
+    copied = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]["text_cfg"]
+    assert copied == {"vocab_size": 38, "width": 8}
 
 
 def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(tmp_path) -> None:

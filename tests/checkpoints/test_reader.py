@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_a_whole_module_is_refused_with_the_way_out(tmp_path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(InputError, match=r"save `model.state_dict\(\)` instead"):
         open_checkpoint(tmp_path / "module.pt")
+
+
+def test_a_program_is_told_from_a_file_that_was_cut(tmp_path) -> None:
+    """OpenAI gives CLIP away as TorchScript."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(tmp_path / "jit.pt"))
+    with pytest.raises(InputError, match=r"is a TorchScript archive.*torch\.jit\.load"):
+        open_checkpoint(tmp_path / "jit.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"cannot be read \(EOFError\)"):
+        open_checkpoint(tmp_path / "empty.pt")
 
 
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path, tensors) -> None:
@@ -175,10 +188,11 @@ def test_weights_that_share_memory_are_tied(tmp_path) -> None:
     ("content", "message"),
     [
         ({3: torch.zeros(2)}, r"names that are not text \(3\)"),
+        ({"w": torch.empty(2, device="meta")}, "w is on the device meta"),
         ({"w": torch.eye(2).to_sparse()}, r"sparse or quantised tensors \(w\)"),
     ],
 )
 def test_a_state_dict_of_other_things_is_named(content, message: str, tmp_path) -> None:
     torch.save(content, tmp_path / "odd.pt")
     with pytest.raises(InputError, match=message):
-        open_checkpoint(tmp_path / "odd.pt")
+        dict(open_checkpoint(tmp_path / "odd.pt"))

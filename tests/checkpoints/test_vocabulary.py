@@ -6,7 +6,7 @@ from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import reconcile
-from mergekit_lab.checkpoints.vocabulary import read_tokens
+from mergekit_lab.checkpoints.tokens import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -74,6 +74,7 @@ def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
         reconcile(base, [longer, mixed], "pad")
     same = reconcile(base, [longer, mixed], "pad", mixed.folder)
     assert same.rows == 37
+    assert "36 tokens of the base have other rows in the result (t0, t1, t10, t11" in same.notes[-1]
     for position, token in ((0, 35), (35, 0)):
         assert torch.equal(same.base[EMBED][position], base[EMBED][token])
         assert torch.equal(same.experts[0][EMBED][position], longer[EMBED][token])
@@ -144,6 +145,47 @@ def test_positions_and_patches_are_no_vocabulary(name: str) -> None:
     assert reconcile(base, [other], "pad").experts == (other,)
 
 
+@pytest.mark.parametrize("name", ["head.weight", "output.weight"])
+def test_a_head_has_a_row_a_token_only_beside_an_embedding_of_as_many(name: str) -> None:
+    def checkpoint(rows: int, tokens: int | None):
+        state = {name: torch.zeros(rows, 4)}
+        return open_checkpoint(
+            state if tokens is None else state | {"tok_embeddings.weight": torch.zeros(tokens, 4)}
+        )
+
+    for tokens in (None, 7):
+        base, other = checkpoint(10, tokens), checkpoint(12, tokens)
+        assert reconcile(base, [other], "pad").experts == (other,)
+    with pytest.raises(InputError, match="the vocabularies differ in"):
+        reconcile(checkpoint(10, 10), [checkpoint(12, 12)])
+    assert reconcile(checkpoint(10, 10), [checkpoint(12, 12)], "pad").experts[0].specs[name].shape == (12, 4)
+
+
 def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
     assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        ('{"a": -1, "b": 0}', r"impossible rows to \('a'\)"),
+        ('{"a": 99999999999999999999}', "impossible rows"),
+        ('{"a": 1e400}', "cannot be read"),
+        ('{"a": null}', "cannot be read"),
+        ("[3]", "cannot be read"),
+        ("{" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_tokenizer_with_rows_that_cannot_be_is_refused(vocabulary: str, message: str, tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocabulary}}}}}')
+    with pytest.raises(InputError, match=message):
+        read_tokens(tmp_path)
+
+
+def test_a_tokenizer_that_knows_no_token_of_the_others_is_no_match(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    tokens = [f"other{n}" for n in range(38)]
+    alien = open_checkpoint(write_tensors_of(llama(vocabulary=38), tmp_path / "alien", tokens), "alien")
+    with pytest.raises(InputError, match="no token of 'alien' is in the vocabulary of the result"):
+        reconcile(base, [alien], "intersect")

@@ -5,7 +5,7 @@ from typing import Any
 
 import open_clip
 import torch
-from checkpoints.models import bert, gpt2, llama, t5
+from checkpoints.models import bert, clip, gpt2, llama, t5
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -72,6 +72,26 @@ def vit() -> Case:
     return Case(Tower(), (noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
 
 
+class Encoder(nn.Module):
+    """Hugging Face's vision tower of CLIP, whose class token has one dimension, with a frozen head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = clip()
+        self.register_buffer("head", noise(4, 8) * 3)
+        for name, p in self.tower.named_parameters():
+            nothing = name.endswith("k_proj.bias")  # which softmax does not see: rounding alone
+            p.requires_grad_(name.startswith("vis") and not nothing)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled = self.tower.vision_model(pixel_values=images).pooler_output
+        return functional.normalize(self.tower.visual_projection(pooled), dim=-1) @ self.head.T
+
+
+def hf_clip() -> Case:
+    return Case(Encoder(), (noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
+
+
 def llama_case(tied: bool) -> Case:
     tokens = _tokens(7)
     return Case(llama(tied=tied), {"input_ids": tokens, "labels": _answers(tokens)}, causal=True)
@@ -106,6 +126,7 @@ def gpt2_case() -> Case:
 
 CASES = {
     "open_clip ViT": vit,
+    "Hugging Face's CLIP": hf_clip,
     "Llama": lambda: llama_case(False),
     "Llama, tied": lambda: llama_case(True),
     "Llama, padded": padded_llama,

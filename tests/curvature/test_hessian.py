@@ -119,8 +119,10 @@ def test_too_few_iterations_are_reported_and_the_residual_bounds_the_error() -> 
 
 
 def test_a_start_inside_an_invariant_space_ends_early() -> None:
-    found = top_eigenvalues(lambda v: 3 * v, torch.ones(9).double(), iterations=5)
-    assert (found.values, found.iterations, found.converged) == ([pytest.approx(3.0)], 1, True)
+    for factor, product in ((3.0, lambda v: 3 * v), (1.0, lambda v: v)):
+        found = top_eigenvalues(product, torch.ones(9).double(), iterations=5)
+        assert (found.values, found.iterations, found.converged) == ([pytest.approx(factor)], 1, True)
+        assert float(found.vectors.norm()) == pytest.approx(1.0)
 
 
 def test_hutch_plus_plus_is_exact_for_low_rank_and_unbiased_otherwise() -> None:

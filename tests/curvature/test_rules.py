@@ -222,6 +222,19 @@ def test_drawn_tokens_stand_in_the_places_of_answers_alone() -> None:
     assert all(v.any() for v in something.values())
 
 
+def test_drawn_tokens_do_not_depend_on_padding_or_on_chunks() -> None:
+    case = CASES["Llama, padded"]()
+    whole = diagonal_fisher(case.model, [case.batch], causal=True, sampled=True)
+    longer = {
+        "input_ids": functional.pad(case.batch["input_ids"], (0, 3)),
+        "attention_mask": functional.pad(case.batch["attention_mask"], (0, 3)),
+        "labels": functional.pad(case.batch["labels"], (0, 3), value=-100),
+    }
+    other = diagonal_fisher(case.model, [longer], causal=True, sampled=True, chunk=2)
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5 * float(value.max()))
+
+
 @pytest.mark.parametrize(
     ("batch", "match"),
     [

@@ -236,6 +236,21 @@ def test_a_result_that_its_dtype_cannot_hold_is_refused() -> None:
     refuse("'w' overflows torch.float16: set dtype", base=large, experts=[large], dtype=torch.float16)
 
 
+def test_what_stays_the_bases_is_no_less_checked_for_overflow() -> None:
+    large = state(w=torch.full((3, 2), 1e5), mask=torch.tensor([0.0, -torch.inf]))
+    refuse(
+        "'w' overflows torch.float16", base=large, experts=[large], dtype=torch.float16, exclude=["w", "mask"]
+    )
+    kept = {"dtype": torch.float16, "exclude": ["mask"]}
+    merged = merge_state_dicts(
+        large | {"w": torch.ones(3, 2)}, [large | {"w": torch.ones(3, 2)}], WeightAverage(), **kept
+    )
+    assert torch.equal(merged["mask"], large["mask"].half())
+    double = {name: tensor.double() * 1e300 for name, tensor in large.items()}
+    kept["dtype"] = torch.float32
+    refuse("'w' overflows torch.float32: set dtype to float64", base=double, experts=[double], **kept)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8_is_merged_as_far_as_it_reaches(dtype: torch.dtype) -> None:
     """The cast to float8 gives its largest number for all beyond it, so overflow must be seen before."""
@@ -253,6 +268,14 @@ def test_float8_is_merged_as_far_as_it_reaches(dtype: torch.dtype) -> None:
 def test_quantised_weights_are_refused_with_what_to_do(scale: str) -> None:
     packed = state(w=torch.ones(3, 2).to(torch.float8_e4m3fn), **{scale: torch.ones(3)})
     refuse(r"the base is quantised \(1 tensors: w\).* dequantise it first", base=packed, experts=[packed])
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"), [("q.weight", "q.weight.absmax"), ("q.weight", "q.SCB"), ("q.qweight", "q.qzeros")]
+)
+def test_packed_weights_are_known_by_their_names_where_no_configuration_is(name: str, beside: str) -> None:
+    packed = state(**{name: torch.ones(3, 2, dtype=torch.int8), beside: torch.ones(3)})
+    refuse(rf"the base is quantised \(1 tensors: {name}\)", base=packed, experts=[packed])
 
 
 def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mergekit_lab.merging import DARE, TIES, TSVM, blocks, merge_state_dicts, stream
 from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.merging.jobs import jobs_of
 
 
 def models(experts: int = 3) -> tuple[dict, list[dict]]:
@@ -90,3 +91,18 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
     method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
     found = merge_state_dicts(base, experts, method)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_accelerator_gets_stacks_of_one_shape_the_longest_first_and_the_rest_pooled(monkeypatch) -> None:
+    """Jobs are planned from names and shapes alone, so this needs no GPU."""
+    monkeypatch.setattr("mergekit_lab.merging.jobs.STACK_BYTES", 2 * 4 * 2 * 30 * 20)
+    shapes = {"a.norm": (20,), "embed": (90, 20), "scale": ()}
+    shapes |= {f"{n}.mlp": (30, 20) for n in range(5)} | {f"{n}.bias": (20,) for n in range(3)}
+    base = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    inputs = open_inputs(base, [base, base], TSVM(), None, None, ())
+    jobs = jobs_of(blocks.Reader(inputs, TSVM(), torch.device("cuda")))
+    assert sorted(name for job in jobs for name in job) == sorted(shapes)
+    assert jobs[0] == ["embed"]
+    assert [{shapes[name] for name in job} for job in jobs[1:-1]] == [{(30, 20)}] * 3
+    assert [len(job) for job in jobs[1:-1]] == [2, 2, 1]
+    assert jobs[-1] == ["a.norm", "scale", "0.bias", "1.bias", "2.bias"]

@@ -485,6 +485,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypat
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
-    monkeypatch.setattr(stream, "_jobs", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(stream, "jobs_of", lambda reader: [list(reader.inputs.merged)])
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -45,3 +46,12 @@ def test_a_configuration_names_every_field_at_the_default_of_the_class(option: s
     assert optimizer.base.defaults["lr"] == cfg.training.lr
     assert optimizer.base.defaults["weight_decay"] == cfg.training.weight_decay
     assert getattr(optimizer, "steps", 7) == 7
+
+
+@pytest.mark.parametrize("option", ["mergopt", "wasam"])
+def test_a_method_takes_another_base_with_the_options_of_that_base(option: str) -> None:
+    cfg, _ = composed(option, "optimizer@optimizer.base=sgd", "training.lr=0.25")
+    optimizer = instantiate(cfg.optimizer)(list(Net().named_parameters()))
+    assert type(optimizer.base) is torch.optim.SGD
+    assert optimizer.defaults["lr"] == 0.25
+    assert optimizer.defaults["momentum"] == 0.9

@@ -1,9 +1,11 @@
+import math
 import struct
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
-from mergekit_lab.reporting import comparison_table, drawing, plots
+from mergekit_lab.reporting import comparison_table, drawing, figures, plots
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
@@ -160,3 +162,20 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
     assert size(tmp_path / "cost.png")[0] > 1.4 * seconds_alone[0]  # memory has a panel of its own
     unknown = [record(merger="x", model_seconds=None), record(merger="y", model_seconds=1.0)]
     assert plots.cost_figure(comparison_table(unknown), tmp_path) == []
+
+
+def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_missing(tmp_path) -> None:
+    grey = int(figures._MISSING[1:3], 16)
+
+    def missing(values: list[list[float]]) -> int:
+        (png, _) = figures.analysis_figure(
+            "title", [figures.Plane("panel", values)], tmp_path / "plane", alphas=[0.0, 1.0, 2.0]
+        )
+        return sum(number for number, pixel in Image.open(png).convert("RGB").getcolors(1 << 20)
+                   if pixel == (grey, grey, grey))  # fmt: skip
+
+    whole = [[float(x + y) for y in range(3)] for x in range(3)]
+    lost = [[math.nan, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, math.inf]]
+    edge = missing(whole)  # of the panel
+    assert edge + 10_000 < missing(lost) < missing([[math.nan] * 3] * 3)
+    assert figures._levels([value for row in lost for value in row]) == [1.0, 2.0, 3.0]

@@ -43,6 +43,22 @@ def test_values_and_tasks_can_be_the_measure_and_the_columns(study) -> None:
     assert sliced(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean == record.value
 
 
+def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
+    found = sliced(records, "optimizer×task@merger:merger1@seed:1", "value")
+    assert (found.rows, found.columns) == (
+        ("optimizer0", "optimizer1", "optimizer2"), ("task0", "task1", "task2"),
+    )  # fmt: skip
+    for row, cells in zip(found.rows, found.cells, strict=True):
+        for column, cell in zip(found.columns, cells, strict=True):
+            (one,) = [
+                r.value for r in records
+                if (r.label, r.optimizer, r.task, r.seed) == ("merger1", row, column, 1)
+            ]  # fmt: skip
+            assert (cell.mean, cell.sd) == (one, None)
+    assert "merger merger1, seed 1" in found.note
+    assert sliced(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
+
+
 def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
     values = {"sgd": 0.8, "adamw": 0.9, "sam": 0.7}
     records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
@@ -89,7 +105,12 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
         ("optimizer×optimizer", "value", "must be two dimensions"),
         ("optimizer×merger", "accuracy", "metric is 'accuracy'"),
         ("merger×task", "value", "leaves optimizer open"),
-        ("optimizer×task", "value", "leaves merger open"),
+        ("optimizer×task", "value", "leaves merger open.*@merger:VALUE"),
+        ("optimizer×task@merger:merger9", "value", "no record has merger 'merger9'"),
+        ("optimizer×task@mergr:merger1", "value", "'mergr' is no dimension.*'merger'"),
+        ("optimizer×task@task:task1@merger:merger1", "value", "after @ stands another dimension"),
+        ("optimizer×task@merger:merger1@merger:merger2", "value", "after @ stands another dimension"),
+        ("optimizer×task@merger", "value", "after @ stands another dimension"),
     ],
 )
 def test_what_would_mix_or_is_misspelt_is_refused(records, table, measure, match) -> None:

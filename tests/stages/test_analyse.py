@@ -18,7 +18,9 @@ from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
-from mergekit_lab.stages.analyses import contract
+from mergekit_lab.stages.analyses import contract, distribution, sweeps, vectors
+from mergekit_lab.stages.checking import build
+from mergekit_lab.stages.context import Context
 
 OTHER = (
     "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "
@@ -153,6 +155,39 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
     assert made == ["digits", "latin"]
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "what", "pieces"),
+    [
+        ("task_vectors", vectors.TaskVectors, "_spectrum", 2),
+        ("distribution", distribution.EntryDistribution, "_fitted", 3),
+        ("curvature_gain", sweeps, "merge_experts", 2),
+    ],
+)
+def test_what_was_finished_of_one_that_was_cut_is_read_back(
+    name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
+) -> None:
+    cfg, choices = composed(
+        [*TINY, f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
+    )
+    context, analysis = Context(cfg, tmp_path, choices), build(cfg.analysis)
+    real, calls = getattr(where, what), []
+
+    def cut(*args, **named):
+        calls.append(what)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    for place in ("cut", "whole"):
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr(where, what, cut)
+    with pytest.raises(KeyboardInterrupt):
+        analysis.compute(context, tmp_path / "cut")
+    resumed = analysis.compute(context, tmp_path / "cut")
+    assert len(calls) == pieces + 1  # one was begun twice
+    assert resumed == analysis.compute(context, tmp_path / "whole")
+
+
 def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
     folder, store = trained
@@ -237,7 +272,7 @@ def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     contract.keep(file, {"loss": [math.inf]})
     assert file.read_text() == '{"loss": [null, 1.0]}\n{"loss": [null]}\n'
     panel = contract.plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
-    assert panel.values == [[1.0, 3.0], [3.0, 2.0]]
+    assert math.isnan(panel.values[0][1])
     assert panel.title == "loss (1 of 4 not finite)"
     assert math.isnan(barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
 

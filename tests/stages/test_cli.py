@@ -84,7 +84,7 @@ def test_a_misspelt_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
 def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fails(tmp_path) -> None:
     done = cli(
         tmp_path, "-m", *TINY, "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
-        "merger=average,ties,tsvm", "training.clip_norm=1.0,-1.0",
+        "merger=average,ties,tsvm", "training.clip_norm=1.0,-1.0", "table=optimizer×merger",
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
@@ -93,6 +93,11 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
     assert {(r.optimizer, r.merger) for r in records if r.merger} == {
         (o, m) for o in ("adamw", "sam") for m in ("average", "ties", "tsvm")
     }
+    titles, _, adamw, sam, *_ = (tmp_path / "sweep/slice.md").read_text().splitlines()
+    assert titles == "| optimizer × merger | zero-shot | experts | average | ties | tsvm |"
+    for line, optimizer in ((adamw, "adamw"), (sam, "sam")):
+        shares = [r.normalised for r in records if (r.optimizer, r.merger) == (optimizer, "ties")]
+        assert f"{100 * sum(shares) / len(shares):.1f}" in line.split(" | ")[4]
     summary = (tmp_path / "sweep/summary.md").read_text()
     assert summary.count("training.clip_norm is -1.0") == 6
     assert (tmp_path / "sweep/report.html").is_file()
@@ -105,5 +110,13 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
 
 
 def test_a_table_of_two_dimensions_may_be_asked_for_with_a_multiplication_sign(tmp_path) -> None:
-    done = cli(tmp_path, "+experiment=quickstart", "table=optimizer×merger", "--cfg", "job")
-    assert "table: optimizer*merger" in done.stdout
+    asked = "table=optimizer×task@merger:tsvm"
+    done = cli(tmp_path, "+experiment=quickstart", asked, "--cfg", "job")
+    assert "table: optimizer*task@merger:tsvm" in done.stdout
+
+
+def test_a_stage_on_checkpoints_takes_its_own_configuration(tmp_path) -> None:
+    done = cli(tmp_path, "stage=diagnose", "base=nowhere", "experts=[a,b]", "run_dir=run")
+    assert done.returncode == 1
+    assert "nowhere" in done.stdout + done.stderr
+    assert "not in struct" not in done.stdout + done.stderr

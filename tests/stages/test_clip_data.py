@@ -23,7 +23,8 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
-from mergekit_lab.stages.preflight import list_missing
+from mergekit_lab.stages.preflight import list_missing, refuse_missing
+from mergekit_lab.store import content_key
 from mergekit_lab.tasks import decoding
 
 ONE_TASK = [
@@ -152,6 +153,20 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     cfg.joint = True
     with pytest.raises(InputError, match="set joint=false"):
         run(cfg, tmp_path / "run", choices, [])
+
+
+def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
+    torch.save(OpenClip("glyph-clip", None, seed=5).model().state_dict(), tmp_path / "eurosat.pt")
+    given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
+
+    def fisher(*more: str) -> str:
+        return content_key(context(data, tmp_path / "store", *given, *more).side_content("fisher", "eurosat"))
+
+    found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearised")]
+    write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
+    found.append(fisher())
+    assert len(set(found)) == 4
+    assert fisher() == found[-1]
 
 
 def _cached(cache: Path, kind: str, repo: str) -> Path:
@@ -290,21 +305,43 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
     assert context(tmp_path / "carried" / "data", tmp_path / "store").tasks["eurosat"].count("train") == 18
 
 
-def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -> None:
+def without_a_network(experiment: str, tmp_path: Path) -> str:
+    """What a command says that must fail."""
     done = subprocess.run(
-        [sys.executable, "-m", "mergekit_lab", "+experiment=vit_b32_saft", f"run_dir={tmp_path}/run"],
+        [sys.executable, "-m", "mergekit_lab", f"+experiment={experiment}", f"run_dir={tmp_path}/run"],
         cwd=conf_dir().parent,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert (
-        "9 things this run needs are not here, and the hub cannot be reached (HF_HUB_OFFLINE is set)"
-        in done.stderr
-    )
-    assert "cars: data set tanganke/stanford_cars of the hub, or sources.cars=FOLDER" in done.stderr
-    assert "weights 'openai' of ViT-B-32-quickgelu" in done.stderr
-    assert "stage=fetch fetch_to=FOLDER" in done.stderr
-    assert "+experiment=quickstart" in done.stderr
+    return done.stderr
+
+
+def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -> None:
+    said = without_a_network("vit_b32_saft", tmp_path)
+    assert "9 things this run needs are not here, and the hub cannot be reached (HF_HUB_OFFLINE is set)" in said
+    assert "cars: data set tanganke/stanford_cars of the hub, or sources.cars=FOLDER" in said
+    assert "weights 'openai' of ViT-B-32-quickgelu" in said
+    assert "stage=fetch fetch_to=FOLDER" in said
+    assert "+experiment=quickstart" in said
     assert not (tmp_path / ".cache" / "mergekit_lab").exists()
+
+
+def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tmp_path) -> None:
+    said = without_a_network("epimer_table6", tmp_path)
+    assert said.count("35 things this sweep needs are not here") == 1  # data, and weights and experts of three
+    assert said.count("+experiment=quickstart") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("mergekit_lab.stages.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    lacking = [composed([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]
+    here = composed([*ONE_TASK, f"data_root={data}", "backbone=glyph_clip"])[0]
+    refuse_missing(here, *lacking)
+    assert "some jobs will be refused: 3 things this sweep needs are not here" in caplog.text
+    with pytest.raises(InputError, match="3 things this sweep needs are not here"):
+        refuse_missing(*lacking)

@@ -17,7 +17,7 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting.published import read_beside, read_published
 from mergekit_lab.stages import report, run
 from mergekit_lab.stages.checking import build
-from mergekit_lab.stages.config import check
+from mergekit_lab.stages.config import check, with_chosen_merger
 from mergekit_lab.stages.context import Context
 from mergekit_lab.tasks import HubImages
 
@@ -162,11 +162,26 @@ def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tm
     rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
     setup = Context(cfg, tmp_path, choices)
     assert all(report._holds(setup, row.when) for row in rows)
-    cfg, choices = composed(
-        [f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null", "merger=ties"]
+
+
+@pytest.mark.parametrize(
+    ("more", "holds"), [([], True), (["merger.coefficient=0.4"], False), (["merger.preset=mergekit"], False)]
+)
+def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
+    given = ["+experiment=vit_b32_public_experts", "backbone.weights=null", "merger=ties", *more]
+    cfg, choices = composed(given)
+    setup = Context(with_chosen_merger(cfg, given), tmp_path, choices)
+    assert list(setup.mergers) == ["ties"]
+    (row,) = (
+        r for r in read_published("fusion_bench 8 tasks") if (r.backbone, r.row) == ("clip_vit_b32", "ties")
     )
-    setup = Context(cfg, tmp_path, choices)
-    assert not any(report._holds(setup, row.when) for row in rows if row.row == "ties")
+    assert report._holds(setup, row.when) is holds
+
+
+def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
+    given = ["+experiment=vit_b32_adamw", "merger=breadcrumbs", "merger.density=0.5"]
+    cfg, _ = composed(given)
+    assert with_chosen_merger(cfg, given) is cfg
 
 
 def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Stage diagnose: from checkpoints people have to tables and JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_layers_are_told_apart_in_a_narrow_terminal_and_leading_singular_values_
         assert sorted(values, reverse=True) == values
         assert len(values) == min(16, matrix["rank"])
         assert sum(v * v for v in values) <= energy * norm**2 * 1.001
+
+
+def test_the_documentation_tells_of_everything_a_layer_has(folders, tmp_path) -> None:
+    base, experts = folders
+    found = go(tmp_path, f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]", "include=['*mlp*']")
+    text = (Path(__file__).parents[2] / "docs/diagnose.md").read_text()
+    for name in {*found["layers"][0], *found["overall"]} - {"name", "shape"}:
+        assert f"`{name}`" in text or f"| {name.replace('_', ' ')} |" in text, name
 
 
 def test_one_expert_and_chosen_tensors(folders, tmp_path) -> None:

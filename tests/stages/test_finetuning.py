@@ -86,6 +86,12 @@ def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> No
     assert len(keys) == len(cases)
 
 
+def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> None:
+    assert context(tmp_path, tmp_path, "optimizer=sam").optimizer_name == "sam"
+    more = ["optimizer=sam", "optimizer@optimizer.base=sgd", "+optimizer@optimizer_of.digits=mergopt"]
+    assert context(tmp_path, tmp_path, *more).optimizer_name == "sam over sgd, mergopt digits"
+
+
 def planned(*overrides: str) -> Settings:
     cfg, _ = composed([*TINY, *overrides])
     return Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
@@ -151,6 +157,13 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
             "1 gradient evaluations do not allow one step, which takes 2",
         ),
         (["training.budget=seconds", "training.seconds=3", "optimizer=swa"], "SWA plans over its number"),
+        (
+            ["training.budget=seconds", "training.seconds=3", "+optimizer@optimizer_of.digits=ssamd"],
+            "SSAMD plans over its number",
+        ),
+        (["trainer=fsdp", "finetuning=linearised"], "Linearised needs them whole: take trainer=ddp"),
+        (["trainer=fsdp", "finetuning=lora"], "LoRA needs them whole"),
+        (["trainer=fsdp", "+optimizer@optimizer_of.digits=rwp"], "RWP needs them whole"),
         (["training.accumulate=0"], r"training\.accumulate is 0; it must be at least 1"),
         (["training.accumulate=17"], r"at most training\.batch_size = 16"),
         (["optimizer=mergopt", "optimizer.scale=fit", "finetuning=lora"], "trains factors of them"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from hub_repos import pictures, write_parquet, write_repository
+from hub_repos import pictures, write_parquet, write_repository, write_tar
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.preflight import list_missing
 from mergekit_lab.stages.published_experts import expert_missing, expert_source
+from mergekit_lab.tasks.hub import cached_data, download_data
 
 NAME = "tiny-clip"
 CONFIG = {
@@ -130,6 +131,21 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
         assert torch.equal(here.model()(pixels), wanted)
     assert len(evaluated(tmp_path, *more)) == 3  # the backbone, the expert and the merged model
     assert online == []
+
+
+def test_shards_without_a_count_are_whole_once_the_last_file_is_there(online, published, tmp_path) -> None:
+    repository = published / "datasets/clip-benchmark/wds_fer2013"
+    for number, name in enumerate(("train/0", "train/1", "test/0", "test/1")):
+        write_tar(repository / f"{name}.tar", pictures(4, 7, number))
+    (repository / ".gitattributes").touch()
+    asked = "clip-benchmark/wds_fer2013", ["train", "test"]
+    cached = download_data(*asked, None)
+    assert cached_data(*asked, None) == cached
+    (cached / ".gitattributes").unlink()
+    (cached / "test/1.tar").unlink()  # as a download that was cut leaves them
+    assert cached_data(*asked, None) is None
+    assert len(list(download_data(*asked, None).glob("test/*.tar"))) == 2
+    assert cached_data(*asked, None) == cached
 
 
 def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:

@@ -4,15 +4,16 @@ import json
 
 import pytest
 import torch
-from language import save_tiny
+from language import Colours, save_tiny, tiny_backbone
 from stages.conftest import composed
 
 from mergekit_lab import InputError
+from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
-from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.context import Context, load_state
 
 SMALL = [
     *("suite=word_problems", "training=language", "joint=false", "progress=false", "device=cpu"),
@@ -142,6 +143,51 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     mixed, alone = Context(cfg, tmp_path, choices), Context(plain, tmp_path, choices)
     assert mixed.expert_content("stories") == alone.expert_content("stories")
     assert mixed.expert_content("quantities") != alone.expert_content("quantities")
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
+    asked = ["stages=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
+    cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
+    run(cfg, tmp_path / "run", choices, [])
+    context = Context(cfg, tmp_path, choices)
+    (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
+    found, objective = open_checkpoint(file), context.objective("stories")
+    context.model.load_state_dict(load_state(context.expert("stories")))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
+    alone = [objective.batch("train", place[None]) for place in order]
+    assert len({each["input_ids"].shape for each in alone}) > 1
+    layer = max(n for n in found if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
+    rows: list[torch.Tensor] = []
+    module = context.model.get_submodule(layer)
+    handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for each in alone:
+            context.model(**each)
+    handle.remove()
+    entered = torch.cat(rows)
+    wanted = entered.T @ entered / len(entered)
+    assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
+    model, objective = backbone.model(), backbone.objective(Colours())
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ends = {}
+    for name in "ab":
+        torch.manual_seed(ord(name))
+        ends[name] = {n: t + 0.2 * torch.randn_like(t) for n, t in base.items()}
+    weights, samples = Weights(model, base, ends), [Sample(objective, "train", torch.arange(5))]
+    blocks = blocks_of(model) | ({"decoder.block.0": model.decoder.block[0]} if kind == "t5" else {})
+
+    def ctl(size: int) -> dict[str, float]:
+        return cross_task_linearity(model, blocks, weights, ("a", "b"), samples, batch_size=size)
+
+    alone = ctl(1)
+    assert all(value > 1e-5 for value in alone.values())
+    assert ctl(5) == pytest.approx(alone, rel=1e-4)
 
 
 def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:

@@ -1,10 +1,11 @@
 """A spectral merge stored as factors: what comes back is the dense merge, or some experts' shares of it."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from checkpoints.models import llama, open_clip_model, three, tuned
+from checkpoints.models import OPEN_CLIP, VOCABULARY, llama, open_clip_model, three, tuned, write_tokenizer
 from stages.conftest import composed
 
 import mergekit_lab
@@ -188,3 +189,83 @@ def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
         cfg, choices = composed([*overrides, "progress=false"])
         run(cfg, tmp_path / "run", choices, overrides)
     assert equal(tmp_path / "dense", tmp_path / "out")
+
+
+def test_a_tokenizer_that_was_chosen_comes_back_with_the_expanded_model(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    write_tokenizer(experts["svhn"], [f"u{n}" for n in range(VOCABULARY)])
+    for wanted, holder in (("svhn", experts["svhn"]), (None, base)):
+        factors = mergekit_lab.merge(
+            base, experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank", tokenizer_from=wanted,
+            overwrite=True,
+        )  # fmt: skip
+        out = mergekit_lab.expand(factors, base, tmp_path / "out", overwrite=True)
+        assert (out / "tokenizer.json").read_bytes() == (holder / "tokenizer.json").read_bytes()
+        assert f"| tokenizer | {wanted or 'base'} |" in (out / "README.md").read_text()
+
+
+def test_the_model_of_factors_is_for_the_library_of_its_base(tmp_path) -> None:
+    import open_clip
+
+    base, expert = tmp_path / "base", {n: t * 1.01 for n, t in open_clip_model().state_dict().items()}
+    base.mkdir()
+    write_tensors(base / "open_clip_model.safetensors", open_clip_model().state_dict())
+    (base / "open_clip_config.json").write_text(json.dumps({"model_cfg": OPEN_CLIP, "preprocess_cfg": {}}))
+    dense, factors = merged(base, {"cars": expert}, TSVM(), tmp_path)
+    out = mergekit_lab.expand(factors, base, tmp_path / "out", max_shard_bytes=1000)
+    assert equal(dense, out)
+    loaded = open_clip.create_model(f"local-dir:{out}").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in open_checkpoint(dense).items())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A base with a matrix and a vector, and what two experts add to it."""
+    made = torch.Generator().manual_seed(0)
+    base, *experts = (
+        {"a": torch.rand(6, 4, generator=made), "c": torch.rand(3, generator=made)} for _ in range(3)
+    )
+    folder = tmp_path_factory.mktemp("small")
+    return base, mergekit_lab.merge(base, experts, folder / "f", TSVM(rank=1), device="cpu", format="low_rank")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "load"), ("dtype", "int8"), ("dtype", ["float32"]),
+        ("coefficient", "1"), ("coefficient", float("inf")),
+        ("experts", "ab"), ("experts", [1]), ("tied", [1]), ("tied", {"a": 3}), ("base", 3), ("base", {}),
+    ],
+)  # fmt: skip
+def test_a_record_that_no_merge_wrote_is_refused(key: str, value, small, tmp_path) -> None:
+    base, folder = small
+    shutil.copytree(folder, tmp_path / "f")
+    record = json.loads((folder / "low_rank.json").read_text())
+    (tmp_path / "f/low_rank.json").write_text(json.dumps(record | {key: value}))
+    with pytest.raises(InputError, match=rf"damaged, or not a merge's \({key}\)"):
+        mergekit_lab.expand(tmp_path / "f", base, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a.u": None}, "factors of a do not make"),
+        ({"a.u": torch.ones(3, 2)}, "factors of a do not make"),
+        ({"a.u": torch.ones(6, 2, dtype=torch.int32)}, "factors of a do not make"),
+        ({"a.coordinates": torch.ones(3)}, "factors of a do not make"),
+        ({"c.parts": torch.ones(3, 3)}, "factors of c do not make"),
+        ({"d.u": torch.ones(2, 2)}, r"tensors the base lacks \(d\.u\)"),
+        ({"a.v": torch.full((4, 2), torch.nan)}, "a comes out with NaN"),
+        ({"c.divisor": torch.tensor(0.0)}, "c comes out with NaN or infinite"),
+    ],
+)
+def test_factors_that_are_damaged_are_named_and_nothing_is_written(
+    change, message: str, small, tmp_path
+) -> None:
+    base, folder = small
+    shutil.copytree(folder, tmp_path / "f")
+    factors = dict(open_checkpoint(folder / "factors.safetensors")) | change
+    write_tensors(tmp_path / "f/factors.safetensors", {n: t for n, t in factors.items() if t is not None})
+    with pytest.raises(InputError, match=message):
+        mergekit_lab.expand(tmp_path / "f", base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]

@@ -10,9 +10,12 @@ from checkpoints.models import (
     VOCABULARY,
     bert,
     clip,
+    gpt2,
     llama,
     open_clip_model,
+    save,
     t5,
+    t5_1_1,
     three,
     tuned,
     write_tensors_of,
@@ -36,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 IDS = torch.tensor([[3, 7, 11, 5, 2], [9, 1, 4, 8, 6]])
 PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 METHOD = TIES(preset="mergekit", density=0.4, weights=[0.6, 0.9])
+METHOD_OF_ONE = TaskArithmetic(coefficient=0.5)
 
 
 def text_logits(model):
@@ -54,6 +58,8 @@ HF = {
     "llama": (llama, "AutoModelForCausalLM", text_logits),
     "tied llama": (lambda: llama(tied=True), "AutoModelForCausalLM", text_logits),
     "t5": (t5, "AutoModelForSeq2SeqLM", t5_logits),
+    "t5 1.1": (t5_1_1, "AutoModelForSeq2SeqLM", t5_logits),
+    "gpt2": (gpt2, "AutoModelForCausalLM", text_logits),
     "bert": (bert, "AutoModelForMaskedLM", text_logits),
     "clip": (clip, "AutoModel", clip_logits),
 }
@@ -133,6 +139,105 @@ def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind
     with torch.no_grad():
         for ours, theirs in zip(loaded(PIXELS, text), wanted(PIXELS, text), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def for_both_libraries(folder: Path, seed: int) -> Path:
+    """As some folders on the hub are: one model for transformers and one for open_clip."""
+    tuned(clip(), seed).save_pretrained(folder)
+    write_tensors(folder / "open_clip_model.safetensors", tuned(open_clip_model(), seed).state_dict())
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": OPEN_CLIP, "preprocess_cfg": {}}))
+    return folder
+
+
+def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configuration(tmp_path) -> None:
+    import open_clip
+    from transformers import CLIPModel
+
+    base, *experts = (for_both_libraries(tmp_path / name, seed) for seed, name in enumerate(("base", "a", "b")))
+    out = mergekit_lab.merge(base, experts, tmp_path / "hf", METHOD_OF_ONE, device="cpu")
+    assert {"model.safetensors", "config.json"} <= {file.name for file in out.iterdir()}
+    assert not list(out.glob("open_clip*"))
+    assert CLIPModel.from_pretrained(out, output_loading_info=True)[1]["missing_keys"] == set()
+    assert "the base is the model for transformers; open_clip_model.safetensors beside it" in _card(out)
+    file = base / "open_clip_model.safetensors"
+    out = mergekit_lab.merge(file, experts, tmp_path / "oc", METHOD_OF_ONE, device="cpu")
+    assert sorted(file.name for file in out.iterdir()) == [
+        "README.md", "mergekit_lab.json", "open_clip_config.json", "open_clip_model.safetensors",
+    ]  # fmt: skip
+    loaded = open_clip.create_model(f"local-dir:{out}")
+    wanted = merge_state_dicts(file, [e / "open_clip_model.safetensors" for e in experts], METHOD_OF_ONE)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in wanted.items())
+    assert "the base is the model for open_clip; model.safetensors beside it" in _card(out)
+    assert "| base | base/open_clip_model.safetensors |" in _card(out)
+    with pytest.raises(InputError, match=r"shares few names with the base.*give base=.*open_clip_model"):
+        mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD)
+
+
+def _card(out: Path) -> str:
+    return (out / "README.md").read_text()
+
+
+def sentence_transformer(folder: Path, seed: int) -> Path:
+    save(tuned(bert(), seed), folder)
+    for name in ("1_Pooling", "2_Dense", "cache"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"of": name}))
+    write_tensors(folder / "2_Dense/model.safetensors", {"linear.weight": torch.full((2, 2), float(seed))})
+    modules = [{"idx": n, "path": path} for n, path in enumerate(("", "1_Pooling", "2_Dense", "3_Normalize"))]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for name in ("config_sentence_transformers.json", "sentence_bert_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_the_modules_of_sentence_transformers_come_along(tmp_path) -> None:
+    base, expert = (sentence_transformer(tmp_path / name, seed) for seed, name in ((3, "base"), (4, "expert")))
+    out = mergekit_lab.merge(base, [expert], tmp_path / "out", METHOD_OF_ONE, device="cpu")
+    for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert {"config_sentence_transformers.json", "sentence_bert_config.json"} <= {f.name for f in out.iterdir()}
+    assert not (out / "cache").exists()
+    assert "2_Dense: weights of sentence-transformers beside the model, the base's own" in _card(out)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([{"path": "../expert"}], r"names folders outside its own \(\.\./expert\)"),
+        ([{"path": "/etc"}], "outside its own"),
+        ([{"path": ".."}], "outside its own"),
+        ({"path": "1_Pooling"}, "does not list modules"),
+        ([{}], "does not list modules"),
+    ],
+)
+def test_a_list_of_modules_that_leads_elsewhere_is_refused_before_anything(modules, message, tmp_path) -> None:
+    base, expert = (sentence_transformer(tmp_path / name, 0) for name in ("base", "expert"))
+    (base / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(InputError, match=message):
+        mergekit_lab.merge(base, [expert], tmp_path / "out", METHOD_OF_ONE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_model_computes_is_not_merged(tmp_path) -> None:
+    """As older versions wrote GPT-2: causal masks among the weights."""
+    from transformers import GPT2LMHeadModel
+
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    older = {f"transformer.h.{n}.attn.bias": mask for n in range(2)}
+    older |= {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e4) for n in range(2)}
+    base, expert = (save(tuned(gpt2(), seed), tmp_path / str(seed), "1MB") for seed in (0, 1))
+    state = dict(open_checkpoint(expert))
+    write_tensors(base / "model.safetensors", dict(open_checkpoint(base)) | older)
+    masks = {name: torch.tensor(-1e9) if "masked" in name else mask.float() for name in older}
+    write_tensors(tmp_path / "other.safetensors", state | masks)
+    for experts in ([expert], [tmp_path / "other.safetensors"]):
+        out = mergekit_lab.merge(base, experts, tmp_path / "out", METHOD_OF_ONE, device="cpu", overwrite=True)
+        merged = open_checkpoint(out)
+        assert all(torch.equal(merged[name], value) for name, value in older.items())
+        _, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"]
+        name = "transformer.wte.weight"
+        torch.testing.assert_close(merged[name], (open_checkpoint(base)[name] + state[name]) / 2)
 
 
 def test_an_adapter_and_a_folder_merge_like_the_dense_models_they_stand_for(tmp_path) -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints.models import llama, save, t5, three, tuned
+from checkpoints.models import llama, save, t5, three, tuned, write_tensors_of
 from stages.conftest import composed
 
 import mergekit_lab
@@ -22,6 +22,7 @@ from mergekit_lab.checkpoints import Checkpoint, write_tensors
 from mergekit_lab.merging import (
     DARE,
     TIES,
+    TSVM,
     WUDI,
     AdaMerging,
     Learning,
@@ -35,6 +36,7 @@ from mergekit_lab.stages.estimate import report
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
+METHOD_OF_ONE = TaskArithmetic(coefficient=0.5)
 
 
 def damage(folder: Path, how: str) -> None:
@@ -92,6 +94,12 @@ def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_
         (["cars"], {"include": ["*.nope"]}, r"'\*.nope' matches no"),
         (["cars"], {"tokenizer_from": "nowhere"}, "is no folder and no expert"),
         (["cars"], {"max_shard_bytes": 0}, "max_shard_bytes is 0"),
+        (["cars"], {"max_shard_bytes": "5GB"}, "max_shard_bytes is '5GB'; it must be a whole number"),
+        (["cars"], {"dtype": torch.int8}, "must be a floating-point dtype"),
+        (["cars"], {"metrics": {"accuracy": "high"}}, "metrics: accuracy is 'high'; it must be a number"),
+        ("cars", {}, r"experts is one path \(cars\)"),
+        ([None], {}, "0 is a NoneType: give a state dict"),
+        (["x" * 5000], {}, "is no path"),
         (["cars"], {"fishers": ["cars", "cars"]}, "2 fisher inputs were given for 1 experts"),
         (["cars"], {"fishers": {"svhn": "cars"}}, r"for \(svhn\), the experts are \(cars\)"),
     ],
@@ -104,6 +112,38 @@ def test_mistakes_are_named_and_leave_nothing(experts, keywords, message, tmp_pa
     with pytest.raises(InputError, match=message):
         mergekit_lab.merge("base", experts, "out", TaskArithmetic(), **{"device": "cpu", **keywords})
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_tokenizer_must_fit_the_rows_that_come_out(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    longer = write_tensors_of(tuned(llama(vocabulary=38), 3), tmp_path / "longer", [f"t{n}" for n in range(38)])
+    for models, options in ((experts, {}), ([longer], {"embeddings": "intersect"})):
+        with pytest.raises(InputError, match="tokens reach row 37, and the result has 36 rows"):
+            mergekit_lab.merge(base, models, tmp_path / "out", METHOD, tokenizer_from=longer, **options)
+    out = mergekit_lab.merge(base, experts, tmp_path / "out", METHOD, tokenizer_from="cars", device="cpu")
+    assert (out / "tokenizer.json").read_bytes() == (experts["cars"] / "tokenizer.json").read_bytes()
+
+
+def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tmp_path) -> None:
+    base = {"w": torch.ones(2), "e.position_ids": torch.arange(3)[None], "steps": torch.tensor(1)}
+    expert = {name: base[name] for name in ("w", "steps")}
+    said = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
+    assert said.works
+    assert "1 buffers that the model computes, copied whatever experts have: e.position_ids" in said.text()
+    assert "1 integer buffers, copied; the experts' must be equal: steps" in said.text()
+    assert "buffers that a model computes are taken from the base: e.position_ids" in said.text()
+
+
+def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
+    base, experts = three(llama, tmp_path)
+    method = TSVM(rank=2)
+    factors = mergekit_lab.merge(base, experts, tmp_path / "out", method, device="cpu", format="low_rank")
+    specs = open_checkpoint(factors / "factors.safetensors").specs
+    size = sum(spec.nbytes for spec in specs.values())
+    said = report(
+        prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o", format="low_rank"
+    ).text()
+    assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in said
 
 
 def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
@@ -180,6 +220,9 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["base=base", "out=o", "merger=ties"], "experts is not set"),
         (["base=base", "experts=[]", "out=o", "merger=ties"], "experts is not set"),
         (["base=base", "experts=cars", "out=o", "merger=ties"], r"give a list, experts=\[cars\]"),
+        (["base=base", "experts=[null]", "out=o", "merger=ties"], "experts holds None, which is no path"),
+        (["base=base", "experts=@binary.txt", "out=o", "merger=ties"], r"binary\.txt cannot be read"),
+        (["base=base", "experts=[cars]", f"out={'o' * 300}", "merger=ties"], "is no place for a folder"),
         (["base=base", "experts=@nowhere.txt", "out=o", "merger=ties"], r"there is no file nowhere\.txt"),
         (["base=base", "experts=[cars]", "out=o"], "no merger is set"),
         (["base=base", "experts=[cars]", "merger=ties"], "out is not set"),
@@ -203,6 +246,7 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     save(llama(), tmp_path / "base")
     save(tuned(llama(), 1), tmp_path / "cars")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=message):
         command(tmp_path, *arguments)
     assert not (tmp_path / "o").exists()
@@ -267,6 +311,10 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     command(tmp_path, f"base={base}", two, f"out={tmp_path / 'out'}", "merger=tsvm", "dry_run=true")
     said = capsys.readouterr().out
     facts = ["rsLoRA of rank 3 on 4 tensors: 2 × q_proj, 2 × v_proj", "tied by the configuration"]
+    facts += [
+        "model.embed_tokens.weight: 36 × 16, float32\n",
+        "layers.*.mlp.up_proj.weight: 24 × 16, float32 (2 of",
+    ]
     needs = ["host memory: at most", "time: about", "The merge would work."]
     for text in [*facts, "vocabulary: 36, 36 tokens", *needs]:
         assert text in said

@@ -21,7 +21,8 @@ from mergekit_lab.checkpoints import open_checkpoint as opened
 from mergekit_lab.merging import merged_tensors
 from mergekit_lab.stages import run
 from mergekit_lab.stages.checkpoint_inputs import prepare
-from mergekit_lab.stages.recipe import evaluate, read_recipe
+from mergekit_lab.stages.recipe import read_recipe
+from mergekit_lab.stages.recipe_parameters import evaluate
 
 MERGEKIT = sys.executable if importlib.util.find_spec("mergekit") else os.environ.get("MERGEKIT_PYTHON")
 needs_mergekit = pytest.mark.skipif(not MERGEKIT, reason="mergekit is not installed (see MERGEKIT_PYTHON)")
@@ -52,7 +53,8 @@ def mergekits(text: str, out: Path):
     Path("recipe.yml").write_text(text)
     code = "import sys; from mergekit.scripts.run_yaml import main; sys.argv[0] = 'mergekit-yaml'; main()"
     subprocess.run(
-        [str(MERGEKIT), "-c", code, "recipe.yml", str(out), "--quiet", "--no-write-model-card"],
+        [str(MERGEKIT), "-c", code, "recipe.yml", str(out), "--quiet", "--no-write-model-card",
+         "--random-seed", "1"],
         check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     return opened(out)
@@ -146,6 +148,10 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: a}]", "gives no t"),
         (START + "models: [{model: a, parameters: {weight: heavy}}]", "'heavy'; it must be a finite number"),
         (START + "models: [{model: a, parameters: {weight: [1, .nan]}}]", "must be a finite number"),
+        (START + "models: [{model: a, parameters: {weight: 1%s}}]" % ("0" * 400), "must be a finite number"),
+        (START + "models: [{model: [a], parameters: {weight: 1}}]", r"model reference \['a'\] is no path"),
+        (START + "models: [{model: null, parameters: {weight: 1}}]", "model reference None has no path"),
+        ("[" * 5000, "cannot be read"),
         (START + "models: 3", "models is 3; it must be a list"),
         (START + "slices: 3", "slices is 3; it must be a list"),
         (START + "slices: [{sources: 3}]", "sources is 3; it must be a list"),
@@ -277,6 +283,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
     card = (tmp_path / "out/README.md").read_text()
     assert "merge_method: ties" in card
+    assert "2 experts of one base, merged by mergekit's **ties**." in card
     assert "| merge_method | ties |" in card
     assert "the recipe's gamma has no effect on ties" in card
     assert str(folder) not in card

@@ -156,6 +156,19 @@ def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
     assert "stage=merge" in failure["overrides"]
 
 
+def test_a_mistake_leaves_an_earlier_run_in_its_folder_as_it_was(finished, tmp_path) -> None:
+    folder, store = finished
+    run_dir = shutil.copytree(folder, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    for wrong in (["+sede=1"], ["training.steps=0"], ["stage=merge", "seed=7"], ["stage=analyse", "seed=7"]):
+        with pytest.raises(InputError):
+            go(run_dir, store, *wrong)
+        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError):  # in a job of a sweep they would pass for its own results
+        go(run_dir, store, "+sede=1", "hydra.job.num=0")
+    assert "sede" in json.loads((run_dir / "failure.json").read_text())["error"]
+
+
 def test_wandb_offline_runs_the_same_path_and_writes_no_token(finished, tmp_path, monkeypatch) -> None:
     _, store = finished
     for name, value in TOKENS.items():
@@ -182,7 +195,7 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
             assert f"{100 * record.value:.1f}" in ties
     for wrong, match in (
         ("table=mergers*task", "no dimension.*'merger'"),
-        ("table=optimizer*task", "make merger one of the two"),
+        ("table=optimizer*task", "make merger one of the two, or fix one"),
         ("metric=values", "metric is 'values'.*'value'"),
     ):
         with pytest.raises(InputError, match=match):

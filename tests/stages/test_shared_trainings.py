@@ -27,6 +27,12 @@ class Elsewhere:
 
 
 def sweep(folder: Path, *arguments: str) -> None:
+    sweeper, fixed = sweeper_of(folder)
+    sweeper.sweep([*fixed, *arguments])
+
+
+def sweeper_of(folder: Path):
+    """The sweeper of a small run, with a launcher that is not Hydra's; and what its jobs have in common."""
     GlobalHydra.instance().clear()
     hydra = Hydra.create_main_hydra2("main", create_config_search_path(str(conf_dir())))
     fixed = [*TINY, "~suite.tasks.latin", "joint=false", f"store.root={folder}/store", f"run_dir={folder}/run"]
@@ -36,7 +42,18 @@ def sweep(folder: Path, *arguments: str) -> None:
         config=hydra.compose_config("main", fixed, RunMode.MULTIRUN),
     )
     sweeper.launcher = Elsewhere(sweeper.launcher.launch)
-    sweeper.sweep([*fixed, *arguments])
+    return sweeper, fixed
+
+
+def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("mergekit_lab.stages.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    sweeper, fixed = sweeper_of(tmp_path)
+    jobs = sweeper._jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
+    assert list(sweeper._contexts(jobs)) == [1]
+    assert "#0 will be refused: 1 things this run needs are not here" in caplog.text
 
 
 def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_need_it(

@@ -100,6 +100,43 @@ def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
     assert Store(tmp_path).obtain("experts", CONTENT, make).reused is False
 
 
+def test_one_whose_lock_was_taken_over_lets_the_other_work_and_has_what_it_made(tmp_path) -> None:
+    """As of a process that was suspended: its folder is cleared away under it by the one that took over."""
+    store, tries = Store(tmp_path), []
+    lock, work = (tmp_path / where / name for where, name in (
+        ("locks", f"experts-{content_key(CONTENT)}"), ("work/experts", content_key(CONTENT))))  # fmt: skip
+
+    def make(place):
+        tries.append(1)
+        shutil.rmtree(lock)
+        assert not Store(tmp_path).obtain("experts", CONTENT, weights(2.0)).reused
+        return weights(1.0)(place)
+
+    assert store.obtain("experts", CONTENT, make).info["val_accuracy"] == 2.0
+    assert len(tries) == 1
+    assert not work.exists()
+
+
+def test_a_folder_that_is_deleted_while_it_is_worked_in_is_named(tmp_path) -> None:
+    def make(place):
+        shutil.rmtree(place.out.parent)
+        return {"size": len((place.out / "model.safetensors").read_bytes())}
+
+    with pytest.raises(InputError, match=r"out-.* was deleted while .*run the same command again"):
+        Store(tmp_path).obtain("experts", CONTENT, make)
+    assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+
+
+def test_kinds_on_different_file_systems_are_refused_by_name(tmp_path, monkeypatch) -> None:
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    real = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *paths: (refuse if "out-" in paths[0].name else real)(*paths))
+    with pytest.raises(InputError, match=r"experts lies on another file system .*link the whole store"):
+        Store(tmp_path).obtain("experts", CONTENT, weights())
+
+
 def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothing(
     tmp_path, monkeypatch
 ) -> None:
@@ -162,6 +199,7 @@ def test_the_nearest_artefact_and_its_first_difference_say_why_nothing_was_found
     assert [(d.path, d.wanted, d.stored) for d in parts] == [("training.lr", 2e-4, 1e-4)]
     assert nearest(store, "merged", wanted) is None
     assert differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
+    assert [d.path for d in differences({"lr": 1}, {"lr": 1.0})] == ["lr"], "keys tell them apart"
 
 
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
@@ -211,6 +249,8 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         ({"schema": 99}, "has schema 99"),
         ({"files": {"model.safetensors": "0" * 64}}, "is damaged"),
         ({"files": 3}, "cannot be used"),
+        ({"info": None}, "cannot be used"),
+        ({"content": CONTENT | {"seed": 7}}, "was changed: its content has the key"),
     ):
         (folder / "manifest.json").write_text(json.dumps(manifest | change))
         with pytest.raises(InputError, match=match):

@@ -1,5 +1,6 @@
 """One holder at a time; a lock whose holder is gone is taken over, whatever the clocks say."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -78,6 +79,25 @@ def test_a_beating_lock_is_waited_for_though_the_clocks_of_the_hosts_differ(tmp_
     assert taken.wait(5)
     holder.join()
     waiter.join()
+
+
+def test_a_full_disk_takes_no_lock_from_its_holder(tmp_path, monkeypatch) -> None:
+    """A beat takes no room, and one that is refused is tried again."""
+    written, real = [], Path.open
+
+    def full(self: Path, mode: str = "r", *more, **named):
+        if self.name == "beat" and mode != "r":
+            written.append(mode)
+            if "w" in mode or len(written) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, mode, *more, **named)
+
+    with FolderLock(tmp_path / "lock", "it", stale_after=0.3) as lock:
+        monkeypatch.setattr(Path, "open", full)
+        while (tmp_path / "lock/beat").read_text() in ("0", "1"):
+            assert set(written) <= {"r+"}
+            time.sleep(0.02)
+        assert lock.held
 
 
 def _hold(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_repos import encoded, pictures, published, write_folders, write_parquet, write_tar
+from hub_repos import encoded, pictures, published, write_folders, write_parquet, write_repository, write_tar
 from PIL import Image
 
 from mergekit_lab import InputError
@@ -28,6 +28,13 @@ def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
     assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
 
 
+def test_a_test_image_that_is_none_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-0.parquet", pictures(20, 10))
+    write_parquet(tmp_path / "test-0.parquet", [*pictures(10, 10, 1), (b"no image", 0)])
+    with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
+        published("eurosat", tmp_path).fingerprint()
+
+
 def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_parquet(tmp_path / f"{part}-0.parquet", pictures(20, 10))
@@ -36,6 +43,13 @@ def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Pa
         file.write(b"\xff" * 2000)
     with pytest.raises(InputError, match=r"test-0.parquet is no readable parquet file"):
         published("eurosat", tmp_path).split("test")
+
+
+def test_a_copy_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
+    write_repository(published("eurosat", tmp_path), tmp_path)
+    (tmp_path / "data" / "test-00001-of-00002.parquet").unlink()
+    with pytest.raises(InputError, match=r"lacks 1 of 2 files data/test-…: was the copy cut short"):
+        published("eurosat", tmp_path).count("test")
 
 
 def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:

@@ -213,6 +213,17 @@ def test_the_check_names_corrupt_images_and_those_that_stand_in_two_parts(tmp_pa
         task.split("test")
 
 
+def test_a_run_is_warned_of_test_images_that_are_trained_on(tmp_path: Path, caplog) -> None:
+    train, test = pictures(SIZES["train"], 10), pictures(SIZES["test"], 10, 1)
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", train)
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", test)
+    eurosat(source=str(tmp_path)).fingerprint()
+    assert not caplog.records
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", [*test, *train[:3]])
+    eurosat(source=str(tmp_path)).fingerprint()
+    assert "eurosat: 3 images of the test part stand in the training or validation part too" in caplog.text
+
+
 def test_the_check_sets_label_names_that_differ_beside_ours(tmp_path: Path) -> None:
     names = ["AnnualCrop", "Forest", "HerbaceousVegetation", "Highway", "Industrial", "Pasture"]
     names += ["PermanentCrop", "Residential", "River", "SeaLake"]

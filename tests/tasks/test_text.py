@@ -78,6 +78,8 @@ def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) ->
         ({"sizes": {"validation": 4}}, "sizes.test must say how many"),
         ({"source": "nowhere"}, "nowhere has no train.jsonl"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": "{text"}, r"prompt is '\{text', which is no template"),
+        ({"prompt": "{text:.1f}"}, r"the template '\{text:.1f\}' does not fit a row: .*'text': 'text "),
     ],
 )
 def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -> None:
@@ -88,6 +90,36 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
             "sizes": {"validation": 4, "test": 5}}  # fmt: skip
     with pytest.raises(InputError, match=match):
         TextFile(**base | options).split("train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "match"),
+    [
+        (".jsonl", '{"text": null, "label": 0}\n', "a row has nothing in the column 'text'"),
+        (".csv", "text,label\na long,1\nshort\n", "a row has nothing in the column 'label'.*short"),
+        (".jsonl", "[1, 2]\n", r"is no list of rows with columns: row 1 is '\[1, 2\]'"),
+        (".json", '{"data": [{"text": "a", "label": 1}]}', "names 'text'; known: data"),
+        (".csv", f"text,label\n{'x' * 200_000},1\n", "cannot be read as a table: field larger than"),
+    ],
+)
+def test_rows_that_are_not_whole_are_refused_by_name(kind, text, match, tmp_path) -> None:
+    (tmp_path / f"train{kind}").write_text(text)
+    with pytest.raises(InputError, match=match):
+        TextFile(name="t", source=str(tmp_path), prompt="{text}", answer="{label}").split("train")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_columns_name(tmp_path) -> None:
+    (tmp_path / "train.csv").write_text("prompt,answer\na,b\n", encoding="utf-8-sig")
+    assert TextFile(name="t", source=str(tmp_path)).split("train").prompts == ("a",)
+
+
+def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
+    write(tmp_path / "data", ".jsonl")
+    write(tmp_path / "data", ".jsonl", "validation", [{"text": f"other {i}", "label": 1} for i in range(4)])
+    write(tmp_path / "data", ".jsonl", "test", [*ROWS[:3], {"text": "new", "label": 1}])
+    made = TextFile(name="t", source=str(tmp_path / "data"), prompt="{text}", answer="{label}")
+    made.fingerprint()
+    assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test stand in train too"]
 
 
 def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from language import Colours, tiny_backbone
 from tiny import TinyEncoder, tiny_objective
 
-from mergekit_lab.optim import ASAM, SAM, MergOPT
+from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
 from mergekit_lab.training import Settings, finetune
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -17,28 +17,41 @@ OPTIMIZERS: dict[str, Any] = {
     "sam": partial(SAM, base=ADAMW, rho=0.1),
     "asam": partial(ASAM, base=ADAMW, scaling="saft"),
     "mergopt": partial(MergOPT, base=ADAMW, scale=0.01),
+    "wasam": partial(WASAM, base=ADAMW, steps=6, start=0.2),
 }
-SHARDED = ("mergopt", "asam")
+SHARDED = ("mergopt", "asam", "wasam")
+RESUMED = ("mergopt", "wasam")
 SETTINGS = Settings(steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last")
 LANGUAGE = ("llama", "t5")
 """Kinds of `save_tiny`; the Llama decodes its answers, the T5 chooses them."""
 
 
-def train(name: str, resume: Path, seen: list[float] | None = None, **trainer: Any) -> dict[str, Any] | None:
-    """Weights after six steps; `seen` gets a checksum of them after every one."""
+class Cut(Exception):
+    pass
+
+
+def train(
+    name: str, resume: Path, seen: list[float] | None = None, cut: int | None = None, **trainer: Any
+) -> dict[str, Any] | None:
+    """Weights after six steps; `seen` gets a checksum of them after every one; None if `cut` at one."""
     model = TinyEncoder()
     model.body[3].p = 0.0  # masks depend on a batch's shape
     head = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
     def look(metrics: Any, step: int) -> None:
+        if step == cut:
+            raise Cut
         if seen is not None and "train_loss" in metrics:
             seen.append(sum(float(p.detach().abs().sum()) for p in model.parameters()))
 
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
-    done = finetune(
-        model, {"a": tiny_objective(head)}, OPTIMIZERS[name], SETTINGS, seed=0, resume=resume, trainer=options,
-        on_metrics=look,
-    )  # fmt: skip
+    try:
+        done = finetune(
+            model, {"a": tiny_objective(head)}, OPTIMIZERS[name], SETTINGS, seed=0, resume=resume,
+            trainer=options, on_metrics=look,
+        )  # fmt: skip
+    except Cut:
+        return None
     return None if done is None else {"state": done.state, "curve": done.curve}
 
 
@@ -70,6 +83,10 @@ def both(folder: str, models: str) -> None:
         found[f"ddp {name}"] = {"seen": seen, "done": done}
     for name in SHARDED:
         found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
+    for name in RESUMED:
+        place = Path(folder, "fsdp", f"{name} cut")
+        train(name, place, cut=5, strategy="fsdp", devices=2)
+        found[f"fsdp {name} resumed"] = {"done": train(name, place, strategy="fsdp", devices=2)}
     for strategy in ("ddp", "fsdp"):
         for kind in LANGUAGE:
             place = Path(folder, strategy, kind)

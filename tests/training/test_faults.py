@@ -2,8 +2,11 @@
 
 import logging
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -17,12 +20,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
 
 
-def train(resume: Path, head, on_metrics=None):
+def train(resume: Path, head, on_metrics=None, keep: str = "last"):
     return finetune(
         TinyEncoder(),
         {"a": tiny_objective(head)},
         lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
-        SETTINGS,
+        replace(SETTINGS, keep=keep),
         seed=0,
         resume=resume,
         trainer={"accelerator": "cpu", "enable_progress_bar": False},
@@ -30,13 +33,17 @@ def train(resume: Path, head, on_metrics=None):
     )
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGINT, 11)])
+@pytest.mark.parametrize(
+    ("number", "at"), [(signal.SIGTERM, 6), (signal.SIGINT, 6), (signal.SIGTERM, 7), (signal.SIGINT, 11)]
+)
 def test_a_signal_stops_after_the_step_and_training_goes_on_bit_for_bit(tmp_path, head, number, at) -> None:
-    """Also where that step was the last, which is made again to be validated."""
+    """Also where a validation is due after that step, where it was the last, which is then made again, and
+    where the signal comes twice at once: from a terminal and from the process that employs this one."""
 
     def look(metrics, step: int) -> None:
         if step == at and "train_loss" in metrics:
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
@@ -50,14 +57,71 @@ def test_a_signal_stops_after_the_step_and_training_goes_on_bit_for_bit(tmp_path
     assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
 
 
-def test_a_checkpoint_cut_short_is_told_and_training_starts_again(tmp_path, head, caplog) -> None:
-    whole = train(tmp_path / "whole", head)
-    file = tmp_path / "cut/last.ckpt"
-    file.parent.mkdir()
-    file.write_bytes((tmp_path / "whole/last.ckpt").read_bytes()[:2000])
-    with caplog.at_level(logging.WARNING, "mergekit_lab"):
-        again = train(tmp_path / "cut", head)
-    assert "cannot be read" in caplog.text
+def cut_short(folder: Path) -> None:
+    (folder / "last.ckpt").write_bytes((folder / "last.ckpt").read_bytes()[:2000])
+
+
+def flip_a_bit_of_the_weights(folder: Path) -> None:
+    saved = bytearray((folder / "last.ckpt").read_bytes())
+    with ZipFile(folder / "last.ckpt") as archive:
+        (largest,) = sorted(archive.infolist(), key=lambda each: each.file_size)[-1:]
+    saved[largest.header_offset + 200] ^= 1
+    (folder / "last.ckpt").write_bytes(saved)
+
+
+def put_another_model_there(folder: Path) -> None:
+    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    torch.save(saved | {"state_dict": {"model.other": torch.zeros(2)}}, folder / "last.ckpt")
+
+
+def lose_the_best(folder: Path) -> None:
+    (folder / "best.ckpt").unlink()
+
+
+def empty_the_best(folder: Path) -> None:
+    (folder / "best.ckpt").write_bytes(b"")
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+@pytest.fixture(scope="module")
+def whole_and_cut(tmp_path_factory, head):
+    """What training gives, and the folder of one that was stopped after its best weights."""
+    folder = tmp_path_factory.mktemp("best")
+
+    def stop(metrics, step: int) -> None:
+        if step == 6 and "train_loss" in metrics:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(folder / "cut", head, stop, keep="best")
+    return train(folder / "whole", head, keep="best"), folder / "cut"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (cut_short, "last.ckpt cannot be gone on from"),
+        (flip_a_bit_of_the_weights, "in it is damaged"),
+        (put_another_model_there, "of another model"),
+        (lose_the_best, "best.ckpt cannot be gone on from"),
+        (empty_the_best, "best.ckpt cannot be gone on from"),
+        (move, ""),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_undisturbed_training(
+    tmp_path, head, caplog, whole_and_cut, damage, told: str
+) -> None:
+    whole, cut = whole_and_cut
+    shutil.copytree(cut, tmp_path / "cut")
+    damage(tmp_path / "cut")
+    with caplog.at_level(logging.INFO, "mergekit_lab"):
+        again = train(next(tmp_path.iterdir()), head, keep="best")
+    assert told in caplog.text
+    assert ("resuming from" in caplog.text) == (not told)
+    assert (again.step, again.val_accuracy) == (whole.step, whole.val_accuracy)
     assert all(torch.equal(value, whole.state[name]) for name, value in again.state.items())
 
 

@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny import TinyEncoder, tiny_objective
 from mergekit_lab import InputError
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
 from mergekit_lab.training import Settings, finetune
-from mergekit_lab.training.module import rate_at
+from mergekit_lab.training.module import FinetuneModule, rate_at
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 OPTIMIZERS = {
@@ -131,6 +132,17 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     settings = Settings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
     run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
     assert norms[0] > 1e-2
+
+
+def test_processes_draw_their_own_dropout_and_one_alone_draws_by_seed_and_step() -> None:
+    def drawn(world: int, rank: int, step: int = 3) -> float:
+        module = FinetuneModule(TinyEncoder(), {}, ADAMW, steps=9, seed=2)
+        module.trainer = SimpleNamespace(world_size=world, global_rank=rank, global_step=step)
+        module.on_train_batch_start({}, 0)
+        return float(torch.rand(()))
+
+    assert drawn(1, 0) == drawn(1, 0)
+    assert len({drawn(2, 0), drawn(2, 1), drawn(2, 0, 4), drawn(2, 1, 4)}) == 4
 
 
 def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:

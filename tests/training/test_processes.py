@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from language import save_tiny
-from training.processes import LANGUAGE, OPTIMIZERS, SHARDED, both, train, train_language
+from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, both, train, train_language
 
 from mergekit_lab.stages.workers import together
 
@@ -44,6 +44,14 @@ def test_sharded_weights_give_what_one_process_gives(ranks, name, tmp_path) -> N
     found = ranks[0][f"fsdp {name}"]["done"]["state"]
     for key, value in train(name, tmp_path)["state"].items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_sharded_run_that_was_cut_goes_on_bit_for_bit(ranks, name) -> None:
+    whole, resumed = (ranks[0][f"fsdp {name}{how}"]["done"] for how in ("", " resumed"))
+    assert resumed["curve"] == whole["curve"]
+    for key, value in whole["state"].items():
+        assert torch.equal(resumed["state"][key], value), key
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

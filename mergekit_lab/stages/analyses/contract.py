@@ -170,15 +170,12 @@ def without(left_out: Iterable[str]) -> str:
 def plane_panel(
     title: str, values: Sequence[Sequence[float]], points: Mapping[str, tuple[float, float]] | None = None
 ) -> Plane:
-    """A panel over two coefficients; cells that are not finite stand at the highest value, and are counted."""
+    """A panel over two coefficients, whose title counts the cells that are not finite."""
     from mergekit_lab.reporting.figures import Plane
 
     cells = [value for row in values for value in row]
-    found = [value for value in cells if math.isfinite(value)]
-    lost = len(cells) - len(found)
+    lost = sum(not math.isfinite(value) for value in cells)
     if lost:
-        top = max(found, default=0.0)
-        values = [[value if math.isfinite(value) else top for value in row] for row in values]
         title = f"{title} ({lost} of {len(cells)} not finite)"
     return Plane(title, values, points or {})
 

@@ -18,7 +18,9 @@ from mergekit_lab.stages.analyses.contract import (
     Data,
     Drawing,
     experts_content,
+    keep,
     require_whole,
+    resumed,
     states,
 )
 from mergekit_lab.stages.context import Context
@@ -58,11 +60,15 @@ class EntryDistribution(Analysis):
         ends = states(run, run.tasks)
         base = {name: tensor for name, tensor in run.base_state.items() if tensor.is_floating_point()}
         moved = [n for n, t in base.items() if any(not torch.equal(end[n], t) for end in ends.values())]
-        found: Data = {}
-        for task, end in ends.items():
-            found[task] = self._fitted(torch.cat([(end[n] - base[n]).flatten().float() for n in moved]))
-        total = [torch.stack([end[n] - base[n] for end in ends.values()]).sum(dim=0) for n in moved]
-        found[SUM] = self._fitted(torch.cat([t.flatten().float() for t in total]))
+        kept = resume / "vectors.jsonl"
+        found: Data = dict(resumed(kept))
+        for name in [*ends, SUM]:
+            if name in found:
+                continue
+            added = list(ends.values()) if name == SUM else [ends[name]]
+            deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in moved]
+            found[name] = self._fitted(torch.cat([delta.flatten().float() for delta in deltas]))
+            keep(kept, [name, found[name]])
         return found
 
     def _fitted(self, entries: Tensor) -> Data:

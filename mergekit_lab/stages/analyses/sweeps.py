@@ -298,16 +298,21 @@ class CurvatureGain(Analysis):
         merger = self._merger(run)
         assert isinstance(merger.method, EpiMer)
         chosen: dict[str, Sample] = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
-        notes: dict[str, dict[str, Any]] = {}
-        losses = {}
+        kept = resume / "merges.jsonl"
+        done: dict[str, Any] = dict(resumed(kept))
         for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
-            kept = notes if name == "curved" else {}
-            unit = merge_experts(run, method.at(1.0), notes=kept)
+            if name in done:
+                continue
+            notes: dict[str, dict[str, Any]] = {}
+            unit = merge_experts(run, method.at(1.0), notes=notes)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
             scores = line(run.model, weights, name, [self.coefficient], chosen, size)
-            losses[name] = {task: scores[task]["loss"][0] for task in run.tasks}
-        gains = {name: float(note["eta"]) for name, note in notes.items() if "eta" in note}
+            gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
+            done[name] = {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
+            keep(kept, [name, done[name]])
+        gains = done["curved"]["eta"]
+        losses = {name: done[name]["losses"] for name in ("curved", "flat")}
         return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
 
     def draw(self, data: Data) -> Drawing:

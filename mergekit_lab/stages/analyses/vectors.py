@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,36 @@ class TaskVectors(Analysis):
 
     def compute(self, run: Context, resume: Path) -> Data:
         ends = states(run, run.tasks)
-        found = Interference(tuple(ends), has_fishers=False)
         inputs = open_inputs(run.base_state, ends, TaskArithmetic())
-        for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
-            found.add(layer, traces)
-        deltas = {t: {n: state[n] - run.base_state[n] for n in inputs.merged} for t, state in ends.items()}
+        kept = resume / "parts.jsonl"
+        done: dict[str, Any] = dict(resumed(kept))
+
+        def part(name: str, make: Callable[[], Any]) -> Any:
+            if name not in done:
+                done[name] = make()
+                keep(kept, [name, done[name]])
+            return done[name]
+
+        def measured() -> Data:
+            found = Interference(tuple(ends), has_fishers=False)
+            for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
+                found.add(layer, traces)
+            layers = [layer.plain() for layer in found.layers]
+            return {"overall": plain_sums(found.total), "base_norm": found.base_norm, "layers": layers}
+
+        def of_one(state: Mapping[str, Tensor]) -> Data:
+            delta = {name: state[name] - run.base_state[name] for name in inputs.merged}
+            entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
+            fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
+            return {"spectrum": self._spectrum(delta), "fits": fits}
+
+        between = part("+all", measured)
+        alone = {task: part(task, partial(of_one, state)) for task, state in ends.items()}
         return {
             "experts": list(ends),
-            "overall": plain_sums(found.total),
-            "base_norm": found.base_norm,
-            "layers": [layer.plain() for layer in found.layers],
-            "spectra": {task: self._spectrum(delta) for task, delta in deltas.items()},
-            "fits": {
-                task: {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
-                for task, delta in deltas.items()
-                for entries in [torch.cat([d.flatten() for d in delta.values()])]  # one pass, not one a tensor
-            },
+            **between,
+            "spectra": {task: each["spectrum"] for task, each in alone.items()},
+            "fits": {task: each["fits"] for task, each in alone.items()},
         }
 
     def _spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
@@ -149,6 +164,7 @@ class CrossTaskLinearity(Analysis):
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
             "analysis": "ctl",
+            "features": "unpadded",
             "pairs": pairs,
             "coefficient": self.coefficient,
             **data_content(run, names),

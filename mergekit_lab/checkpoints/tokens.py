@@ -1,0 +1,57 @@
+"""Which row of an embedding is which token's, by the tokenizer's own files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError, listing
+
+_MOST_ROWS = 1 << 31
+
+
+def read_tokens(folder: Path | None) -> dict[str, int] | None:
+    """Row of each token, by the tokenizer's own files; None where none is readable as text.
+
+    Raises:
+        InputError: such a file is damaged, or gives a token a row that cannot be.
+    """
+    if folder is None:
+        return None
+    try:
+        tokens = _tokens(folder)
+        wrong = [token for token, row in (tokens or {}).items() if not 0 <= row < _MOST_ROWS]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
+    if wrong:
+        raise InputError(
+            f"the tokenizer files of {folder} give impossible rows to ({listing(map(repr, wrong))})"
+        )
+    return tokens
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    def content(name: str) -> Any:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+
+    if (folder / "tokenizer.json").is_file():
+        return _fast_tokens(content("tokenizer.json"))
+    tokens = None
+    if (folder / "vocab.json").is_file():
+        tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
+    elif (folder / "vocab.txt").is_file():
+        with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
+            tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
+    if tokens is not None and (folder / "added_tokens.json").is_file():
+        tokens |= {str(token): int(row) for token, row in content("added_tokens.json").items()}
+    return tokens
+
+
+def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        tokens = {str(entry[0]): row for row, entry in enumerate(vocabulary)}
+    else:
+        tokens = {str(token): int(row) for token, row in vocabulary.items()}
+    return tokens | {str(t["content"]): int(t["id"]) for t in content.get("added_tokens") or ()}

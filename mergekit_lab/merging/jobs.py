@@ -1,0 +1,62 @@
+"""Which tensors of a merge are worked on together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from mergekit_lab.merging.blocks import Reader
+from mergekit_lab.merging.spectral import SpectralMethod
+
+STACK_BYTES = 1 << 30
+"""Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
+
+
+def jobs_of(reader: Reader) -> list[list[str]]:
+    """The merged tensors in groups that are worked on together.
+
+    They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
+    """
+    names, specs = reader.inputs.merged, reader.inputs.base.specs
+    method = reader.method
+    if reader.device.type == "cpu":
+        return [[name] for name in names]
+    if isinstance(method, SpectralMethod):
+        groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        others: list[str] = []
+        for name in names:
+            shape = specs[name].shape
+            alike = shape, name in reader.inputs.transposed
+            (groups.setdefault(alike, []) if method.is_matrix(name, shape) else others).append(name)
+        experts = len(reader.experts)
+        stacks = [
+            list(part)
+            for (shape, _), members in groups.items()
+            for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
+        ]
+        # the longest first, or several devices would wait for the one that has it
+        stacks.sort(key=lambda part: len(part) * math.prod(specs[part[0]].shape) * min(specs[part[0]].shape))
+        return [*reversed(stacks), *_pooled(others, reader)]
+    return _pooled(names, reader) if reader.pools else [[name] for name in names]
+
+
+def _pooled(names: Sequence[str], reader: Reader) -> list[list[str]]:
+    """Neighbours together up to a block's size."""
+    specs = reader.inputs.base.specs
+    jobs: list[list[str]] = []
+    room = 0
+    for name in names:
+        size = specs[name].numel
+        if size > room or not jobs:
+            jobs.append([])
+            room = reader.block
+        jobs[-1].append(name)
+        room -= size
+    return jobs
+
+
+def _chunks(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
+    iterator = iter(names)
+    while part := tuple(islice(iterator, max(1, size))):
+        yield part

@@ -1,0 +1,78 @@
+"""Weights spread over processes (FSDP2), with checkpoints that one process could have written.
+
+Lightning's own strategy asks torch for the state of an optimizer, and torch keeps moments and groups alone: not
+what our optimizers add to them, such as the number of steps that offsets depend on. To load, it first makes a
+step without a closure, which optimizers of two evaluations cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from mergekit_lab.optim.sharded import is_sharded, spread_like
+from mergekit_lab.optim.wrapper import STATE_KEY, WrappedOptimizer
+
+
+class Sharded(ModelParallelStrategy):
+    """FSDP2 over all processes; weights and optimizers are saved whole and spread again when they are loaded.
+
+    Args:
+        processes: how many.
+    """
+
+    def __init__(self, processes: int) -> None:
+        super().__init__(processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict with whole tensors on the CPU; empty in all processes but the first."""
+        state = tree_map(self._gathered, optimizer.state_dict())
+        return state if self.is_global_zero else {}
+
+    def _gathered(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+        return whole.cpu() if self.is_global_zero else None
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning does, but for the optimizers, which `load_optimizer_state_dict` loads."""
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            self.optimizers = optimizers
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(_spread(state, optimizer))
+
+
+def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict with what has a parameter's shape sharded as the parameter is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def like_parameter(place: int, value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.shape == parameters[place].shape
+        return spread_like(value, parameters[place]) if fits else value
+
+    found = dict(state)
+    found["state"] = {
+        place: {name: like_parameter(place, value) for name, value in own.items()}
+        for place, own in state["state"].items()
+    }
+    if isinstance(optimizer, WrappedOptimizer):
+        found[STATE_KEY] = dict(state[STATE_KEY])
+        for name in optimizer.saved_tensors:
+            by_place = state[STATE_KEY][name]
+            found[STATE_KEY][name] = {place: like_parameter(place, t) for place, t in by_place.items()}
+    return found
