@@ -155,13 +155,14 @@ class Encoding:
         if self.positions is None:
             return
         says = 0 if self.reading.chooses(task) else task.max_new_tokens
-        longest = max(
-            len(p) + max(len(a), says) for p, a in zip(found.prompts, found.answers, strict=True)
-        )  # also of a row that is decoded
+        read = [len(p) for p in found.prompts]
+        said = [max(len(a), says) for a in found.answers]
+        rows = [sum(pair) for pair in zip(read, said, strict=True)] if self.causal else [*read, *said]
+        longest = max(rows)
         if longest > self.positions:
             raise InputError(
-                f"task {task.name!r}: prompts of {part} with their answers take up to {longest} tokens, and "
-                f"this model has {self.positions} positions: lower backbone.max_length"
+                f"task {task.name!r}: rows of {part} with their answers take up to {longest} tokens, and this "
+                f"model has {self.positions} positions: lower backbone.max_length"
             )
 
     def _tokens(self, texts: Sequence[str], special: bool = False) -> list[Tensor]:

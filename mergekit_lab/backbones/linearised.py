@@ -71,11 +71,17 @@ class Tangent(nn.Module):
         keep_differentiable(self)
         return self
 
+    def get_base_model(self) -> nn.Module:
+        """The wrapped model, whose weights are θ; by the name that peft has for it."""
+        return self.model
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expansion of each tensor that the model returns.
 
+        A model with an encoder takes `labels` for what its decoder reads, and returns no loss.
+
         Raises:
-            InputError: `labels`, for a loss is no output to expand, or `use_cache=True`.
+            InputError: `labels` of another model, for a loss is no output to expand, or `use_cache=True`.
         """
         kwargs = self._accepted(kwargs)
         weights = dict(self.model.named_parameters())
@@ -91,7 +97,11 @@ class Tangent(nn.Module):
         return tree_map(torch.add, value, slope)
 
     def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if kwargs.get("labels") is not None:
+        labels = kwargs.get("labels")
+        if labels is not None and hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+            read: Any = self.model.prepare_decoder_input_ids_from_labels
+            kwargs = {"decoder_input_ids": read(labels=labels), **kwargs, "labels": None}
+        elif labels is not None:
             raise InputError(
                 "a linearised model does not take labels, because its loss would be linearised too: compute "
                 "the loss of the logits that it returns"

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
+from mergekit_lab.backbones.linearised import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
 from mergekit_lab.backbones.rows import apart, first_fit, padded
-from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
 
@@ -121,31 +122,13 @@ class TextObjective(ScoredText):
         """log p(choice | prompt), summed over the choice's tokens, `[N, C]`."""
 
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
-        """Greedy answers, with prompts padded at their start and a cache of keys and values."""
-        from transformers import GenerationConfig
-
-        if not hasattr(model, "generate"):
-            raise InputError(
-                f"a {type(model).__name__} cannot decode a text: set backbone.answering=choices for tasks that "
-                "have choices"
-            )
+        """Greedy answers."""
         tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
-        own: Any = model.generation_config
-        ends = {*_listed(own.eos_token_id), *_listed(self.tokenizer.eos_token_id)}
-        plain = GenerationConfig(
-            max_new_tokens=self.task.max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=self._pad,
-            decoder_start_token_id=own.decoder_start_token_id,
-            bos_token_id=own.bos_token_id,
-        )
-        kept, model.generation_config = own, plain  # type: ignore[assignment]
-        try:
-            made = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)  # type: ignore[operator]
-        finally:
-            model.generation_config = kept
-        new = made[:, tokens.shape[1] :] if self.causal else made
+        end = self.tokenizer.eos_token_id
+        new = decode(
+            model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
+            ends=() if end is None else (end,), pad=self._pad,
+        )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
 
@@ -268,48 +251,56 @@ class Seq2SeqObjective(TextObjective):
         return (batch["labels"] != IGNORED).sum().clamp_min(1)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
-        logits = model(**batch).logits
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        logits = model(**inputs, decoder_input_ids=_shifted(model, batch["labels"])).logits
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(),
             ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
         )  # fmt: skip
 
     def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """The encoder reads every prompt once; the decoder scores all choices for it."""
+        """The encoder reads every prompt once, and the decoder scores all choices for it.
+
+        An expansion is one of encoder and decoder together: a linearised model reads a prompt once a choice.
+        """
         from transformers.modeling_outputs import BaseModelOutput
 
         assert self._choices is not None
         device = device_of(model)
         tokens, mask = padded(prompts, self._pad, device)
-        first = torch.full_like(
-            tokens[:, :1], self._pad
-        )  # the whole model is called, for its weights may be spread
-        read = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=first)
-        hidden = read.encoder_last_hidden_state
+        whole = isinstance(model, Tangent)
+        first = torch.full_like(tokens[:, :1], self._pad)
+        read = (
+            tokens if whole  # the whole model is called, for its weights may be spread
+            else model(input_ids=tokens, attention_mask=mask, decoder_input_ids=first).encoder_last_hidden_state
+        )  # fmt: skip
         labels, _ = padded(self._choices, IGNORED, device)
         count = len(self._choices)
+        size = max(1, _ROWS // count)
         scores = []
-        for state, seen in zip(
-            hidden.split(max(1, _ROWS // count)), mask.split(max(1, _ROWS // count)), strict=True
-        ):
+        for state, seen in zip(read.split(size), mask.split(size), strict=True):
             every = labels.repeat(len(state), 1)
-            outputs = BaseModelOutput(last_hidden_state=state.repeat_interleave(count, dim=0))
-            seen = seen.repeat_interleave(count, dim=0)
-            logits = model(encoder_outputs=outputs, attention_mask=seen, labels=every).logits.float()
+            state = state.repeat_interleave(count, dim=0)
+            logits = model(
+                **{"input_ids": state} if whole else {"encoder_outputs": BaseModelOutput(state)},
+                attention_mask=seen.repeat_interleave(count, dim=0),
+                decoder_input_ids=_shifted(model, every),
+            ).logits.float()
             losses = functional.cross_entropy(
                 logits.transpose(1, 2), every, ignore_index=IGNORED, reduction="none"
             )
-            scores.append(-losses.sum(dim=1).view(len(state), count))
+            scores.append(-losses.sum(dim=1).view(len(seen), count))
         return torch.cat(scores)
+
+
+def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
+    """What a decoder reads where `labels` are wanted of it, as the model itself shifts them."""
+    found: Tensor = bare(model).prepare_decoder_input_ids_from_labels(labels=labels)
+    return found
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(bare(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]
-
-
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
-    return () if ids is None else (ids,) if isinstance(ids, int) else ids

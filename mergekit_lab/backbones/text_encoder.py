@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.heads import prototypes
-from mergekit_lab.backbones.language import loaded, tokenizer
+from mergekit_lab.backbones.language import loaded, positions, tokenizer
 from mergekit_lab.backbones.objective import Backbone, Batch, device_of
 from mergekit_lab.backbones.pretrained import find
 from mergekit_lab.backbones.rows import padded
@@ -182,6 +182,12 @@ class EncoderObjective(ScoredText):
                 if len(ids) > most:
                     ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
                 rows.append(torch.tensor(ids, dtype=torch.int64))
+            longest, limit = max(map(len, rows)), positions(self.encoder.source)
+            if limit is not None and longest > limit:
+                raise InputError(
+                    f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
+                    f"has {limit} positions: lower backbone.max_length"
+                )
             self.truncated[part] = cut
             if cut:
                 log.info(

@@ -51,7 +51,11 @@ def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) 
     """
     dead = [task for task, value in expert_values.items() if value == 0]
     if dead:
-        raise InputError(f"the experts of {', '.join(dead)} score 0, so no value can be divided by theirs")
+        raise InputError(
+            f"the experts of {', '.join(dead)} score 0, so no value can be divided by theirs: train them "
+            f"longer, leave the task out ('~suite.tasks.{dead[0]}'), or fix the coefficient, so that none is "
+            "searched (merger.coefficient=1, mergers.NAME.coefficient=1)"
+        )
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.backbones import LoRA, Parametrisation
+from mergekit_lab.backbones import Linearised, LoRA, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
@@ -259,6 +259,11 @@ def check(cfg: DictConfig) -> None:
         raise InputError(
             "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
             "give the scale as a number"
+        )
+    if isinstance(finetuning, Linearised) and cfg.backbone.get("checkpointing"):
+        raise InputError(
+            "backbone.checkpointing=true computes activations again in a backward pass, which forward-mode "
+            "derivatives do not allow: set it to false with finetuning=linearised"
         )
     for task, node in cfg.optimizer_of.items():
         if wants_fit(node):

@@ -24,6 +24,7 @@ from mergekit_lab.stages.published_experts import import_expert
 from mergekit_lab.stages.workers import together
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
+from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import Settings, TrainingCost, finetune
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def stage_finetune(run: Context) -> None:
     if run.cfg.experts:
         _import(run)
         return
+    _decode(run)
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
     if run.place.strategy == "auto":
         run.spread(stage_finetune, _missing(run))
@@ -51,6 +53,18 @@ def stage_finetune(run: Context) -> None:
         title = f"joint model of {len(run.tasks)} tasks"
         joint = Training(run, run.cfg.optimizer, run.joint_settings, fit)
         _say(title, run.obtain("joint", run.joint_content(), joint.maker(title, list(run.tasks))))
+
+
+def _decode(run: Context) -> None:
+    """Have the images of what is to be trained decoded first, those of the test part too.
+
+    One that cannot be is told of before hours went into training; without it an expert has another key.
+    """
+    wanted = _missing(run)
+    for name, task in run.tasks.items():
+        if isinstance(task, HubImages) and (name in wanted or "+joint" in wanted):
+            for part in PARTS:
+                task.split(part)
 
 
 def _missing(run: Context) -> list[str]:

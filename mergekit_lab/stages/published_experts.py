@@ -1,14 +1,16 @@
 """Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
 
 `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names that FusionBench publishes under;
-`experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else `FOLDER/<task>`, a folder or a file;
-`experts={task: SOURCE}` names each.
+`experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else `FOLDER/<task>`, a folder or a file, or what task
+arithmetic and its successors have at `FOLDER/ViT-B-32/CarsVal/finetuned.pt`; `experts={task: SOURCE}` names
+each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.tasks import HubImages, Task
 
 _SUFFIXES = ("", ".safetensors", ".pt", ".pth", ".bin")
+_FINETUNED = ("nonlinear_finetuned.pt", "finetuned.pt")
 HUB = "hub:"
 
 
@@ -52,13 +55,26 @@ def expert_source(given: str | Mapping[str, str], backbone: Any, task: Task) -> 
     if not folder.is_dir():
         raise InputError(f"experts={given}: there is no such folder; the hub's are hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
-    for inside in dict.fromkeys((expert_folder(folder, backbone), folder)):
-        for place in (inside / f"{name}{suffix}" for name in names for suffix in _SUFFIXES):
-            if place.exists():
-                return str(place)
+    inside = expert_folder(folder, backbone)
+    plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
+    places = list(dict.fromkeys((inside, plain, folder)))
+    for place in (within / f"{name}{suffix}" for within in places for name in names for suffix in _SUFFIXES):
+        if place.exists():
+            return str(_finetuned(place) or place)
+    for place in (place for within in places if within.is_dir() for place in sorted(within.iterdir())):
+        if _plain(place.name).removesuffix("val") in map(_plain, names) and (file := _finetuned(place)):
+            return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
     )
+
+
+def _finetuned(folder: Path) -> Path | None:
+    return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name.lower())
 
 
 def expert_folder(root: Path, backbone: Any) -> Path:

@@ -21,7 +21,7 @@ class Clock(Callback):
     follows.
 
     A result under a clock is not reproducible bit for bit: how many steps fit in depends on the machine and on
-    what else it does.
+    what else it does. Processes that train together go by the first one's clock, as it was after a step.
 
     Args:
         seconds: the budget, positive.
@@ -34,12 +34,21 @@ class Clock(Callback):
         self._spent = 0.0
         self._since: float | None = None
         self._validated = 0
+        self._agreed: float | None = None
 
     @property
     def fraction(self) -> float:
         """The part of the budget that is spent, in [0, 1]."""
+        return self._measured if self._agreed is None else self._agreed
+
+    @property
+    def _measured(self) -> float:
         running = 0.0 if self._since is None else time.monotonic() - self._since
         return min(1.0, (self._spent + running) / self.seconds)
+
+    def _agree(self, trainer: lightning.Trainer) -> None:
+        if trainer.world_size > 1:
+            self._agreed = trainer.strategy.broadcast(self._measured)
 
     def _run(self) -> None:
         self._since = time.monotonic()
@@ -52,7 +61,8 @@ class Clock(Callback):
         self._since = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        trainer.should_stop = self._spent >= self.seconds
+        self._agree(trainer)
+        trainer.should_stop = self.fraction >= 1
         self._run()
 
     def on_train_batch_end(
@@ -63,6 +73,7 @@ class Clock(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._agree(trainer)
         part = self.fraction
         trainer.should_stop = part >= 1
         due = int(part * self.validations)

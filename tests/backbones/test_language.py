@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from language import Colours, save_tiny, tiny_backbone
+from torch import nn
 from torch.nn import functional
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import LanguageModel, LoRA
+from mergekit_lab.backbones import LanguageModel, Linearised, LoRA
 from mergekit_lab.backbones.encoding import Encoding
 from mergekit_lab.backbones.language import Reading, tokenizer
 from mergekit_lab.evaluation import score
@@ -72,6 +73,32 @@ def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(f
     for row, prompt in zip(found, split.prompts, strict=False):
         for value, choice in zip(row, Colours().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
+
+
+def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
+    """Hidden states of an expanded encoder in an expanded decoder would be no expansion of the model."""
+    backbone = tiny_backbone(folders["t5"], "t5")
+    objective, model = backbone.objective(Colours()), Linearised().trainable(backbone.model())
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.03 * torch.randn(p.shape, generator=draw))
+    split, tok = Colours().split("train"), tokenizer(backbone.source)
+
+    def likelihood(prompt, answer):
+        target = torch.tensor([*tok(answer, add_special_tokens=False).input_ids, 256])
+        read = torch.cat([torch.tensor([259]), target[:-1]])
+        logits = model(input_ids=prompt[None], decoder_input_ids=read[None]).logits[0]
+        return logits.log_softmax(-1)[torch.arange(len(target)), target].sum()
+
+    prompts, choices = objective.encoded("train").prompts[:3], Colours().choices
+    with torch.no_grad():
+        found = objective.choice_scores(model, prompts)
+        loss = objective.loss(model, objective.batch("train", torch.arange(3)))
+        wanted = torch.stack([torch.stack([likelihood(p, c) for c in choices]) for p in prompts])
+        wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, split.answers, strict=False))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-4, atol=1e-4)
 
 
 def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
@@ -291,6 +318,83 @@ def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders)
         loss, objective.loss(backbone.model(), objective.batch("train", torch.arange(4)))
     )
     assert lora.folded(model).keys() == backbone.model().state_dict().keys()
+
+
+def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
+    backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
+    objective = backbone.objective(Colours())
+    wanted = score(backbone.model(), objective, "test").predictions
+    for model in (backbone.model(), LoRA(rank=2).trainable(backbone.model(), seed=0)):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner.generation_config.repetition_penalty = 9.0
+        inner.generation_config.suppress_tokens = list(range(100))
+        assert score(model, objective, "test").predictions == wanted
+        assert inner.generation_config.repetition_penalty == 9.0
+
+
+class Uncached(nn.Module):
+    """A language model without transformers' own way to decode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.get_base_model = lambda: model
+        self.own = list(model.parameters())[:1]
+
+    def parameters(self, recurse: bool = True):
+        return iter(self.own)
+
+    def forward(self, **inputs):
+        return self.get_base_model()(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+    objective, model = backbone.objective(Colours(max_new_tokens=9)), backbone.model()
+    index = torch.arange(8)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+        found = objective.predict(Uncached(model), "test", index)
+        assert found == objective.predict(model, "test", index)
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -> None:
+    index = torch.arange(4)
+    for answering in ("choices", "generate"):
+        backbone = tiny_backbone(folders[kind], kind, answering=answering)
+        objective, model = backbone.objective(Colours()), backbone.model()
+        tangent = Linearised().trainable(backbone.model())
+        loss = objective.loss(tangent, objective.batch("train", index))
+        loss.backward()
+        torch.testing.assert_close(loss, objective.loss(model, objective.batch("train", index)))
+        with torch.no_grad():
+            assert objective.predict(tangent, "test", index) == objective.predict(model, "test", index)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_choices_of_a_linearised_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
+    """Not by one of the decoder around what the encoder's expansion gives."""
+    objective = tiny_backbone(folders[kind], kind).objective(Colours())
+    tangent = Linearised().trainable(tiny_backbone(folders[kind], kind).model())
+    torch.manual_seed(0)
+    prompts, choices = objective.encoded("test").prompts[:3], objective._choices
+    with torch.no_grad():
+        for p in tangent.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        found = objective.choice_scores(tangent, prompts)
+        wanted = torch.zeros_like(found)
+        for i, prompt in enumerate(prompts):
+            for j, choice in enumerate(choices):
+                if kind == "t5":
+                    logits = tangent(input_ids=prompt[None], labels=choice[None]).logits[0]
+                else:
+                    logits = tangent(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted[i, j] = logits.log_softmax(1).gather(1, choice[:, None]).sum()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:

@@ -1,5 +1,6 @@
 """Text encoders with a frozen head of class means, against the same written out for one text at a time."""
 
+import json
 import logging
 
 import pytest
@@ -15,7 +16,7 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.reporting import read_records
 from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
-from mergekit_lab.tasks import WordProblems
+from mergekit_lab.tasks import TextFile, WordProblems
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +133,16 @@ def test_a_run_over_a_text_encoder_merges_and_reports(folder, tmp_path) -> None:
     assert len(heads) == 2
 
 
-def test_what_an_encoder_cannot_do_is_said(folder) -> None:
+def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
     with pytest.raises(InputError, match=r"chooses among answers, and task 'stories' has no choices"):
         TextEncoder(source=str(folder)).check(WordProblems())
+    (tmp_path / "rows").mkdir()
+    for part in ("train", "validation", "test"):
+        rows = [{"prompt": "red " * 50, "answer": a} for a in ("no", "yes")]
+        (tmp_path / "rows" / f"{part}.json").write_text(json.dumps(rows))
+    long = TextFile(name="long", source=str(tmp_path / "rows"), choices=("no", "yes"))
+    with pytest.raises(InputError, match=r"texts of train take up to 200 tokens, and this encoder has 128"):
+        TextEncoder(source=str(folder)).objective(long)
     with pytest.raises(InputError, match=r"backbone\.temperature is 0; it must be positive"):
         TextEncoder(source=str(folder), temperature=0)
     with pytest.raises(InputError, match="needs a text of every class, and 'colours' has none of 'no idea'"):

@@ -155,6 +155,17 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
         run(cfg, tmp_path / "run", choices, [])
 
 
+@pytest.mark.parametrize("place", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
+def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(place, data, tmp_path) -> None:
+    file = tmp_path / "checkpoints" / place
+    file.parent.mkdir(parents=True)
+    (file.parent / "zeroshot.pt").touch()
+    file.touch()
+    (file.parents[1] / "MNISTVal").mkdir()
+    one = context(data, tmp_path, f"experts={tmp_path}/checkpoints", "backbone=clip_vit_b32")
+    assert one.expert_source("eurosat") == str(file)
+
+
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
     torch.save(OpenClip("glyph-clip", None, seed=5).model().state_dict(), tmp_path / "eurosat.pt")
     given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
@@ -264,6 +275,17 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
     assert list((tmp_path / "cut").glob("work/experts/*/resume/last.ckpt"))
     monkeypatch.setattr(training.FinetuneModule, "training_step", steps)
     assert experts(tmp_path / "cut") == whole
+
+
+def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tmp_path) -> None:
+    rows = pictures(3, 10, 1)
+    rows[2] = (rows[2][0][:60], 2)  # its header can be read
+    write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
+    given = overrides(data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2")
+    cfg, choices = composed([*given, "training.warmup_steps=0", "training.batch_size=4"])
+    with pytest.raises(InputError, match=r"test-00000-of-00002.parquet, row 2 cannot be decoded"):
+        run(cfg, tmp_path / "run", choices, [])
+    assert not (tmp_path / "store" / "experts").exists()
 
 
 def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, tmp_path, capsys) -> None:

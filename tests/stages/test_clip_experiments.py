@@ -173,7 +173,9 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
     setup = Context(with_chosen_merger(cfg, given), tmp_path, choices)
     assert list(setup.mergers) == ["ties"]
     (row,) = (
-        r for r in read_published("fusion_bench 8 tasks") if (r.backbone, r.row) == ("clip_vit_b32", "ties")
+        r
+        for r in read_published("fusion_bench 8 tasks")
+        if (r.backbone, r.row, r.column) == ("clip_vit_b32", "ties", "average")
     )
     assert report._holds(setup, row.when) is holds
 

@@ -134,6 +134,11 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
         Context(*_args(made, tmp_path))
 
 
+def test_a_linearised_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
+    with pytest.raises(InputError, match=r"set it to false with finetuning=linearised"):
+        configured(folders["llama"], "llama", tmp_path, "finetuning=linearised", "backbone.checkpointing=true")
+
+
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     more = ["+optimizer@optimizer_of.quantities=mergopt", "merger=average"]
     cfg, choices = configured(folders["llama"], "llama", tmp_path / "store", *more)

@@ -193,6 +193,9 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
     for record in records:
         if record.merger == "ties":
             assert f"{100 * record.value:.1f}" in ties
+    go(tmp_path / "job", store, "stage=report", "table=optimizer*task@merger:slerp")  # another job's
+    assert (tmp_path / "job/records.jsonl").is_file()
+    assert not (tmp_path / "job/slice.md").exists()
     for wrong, match in (
         ("table=mergers*task", "no dimension.*'merger'"),
         ("table=optimizer*task", "make merger one of the two, or fix one"),

@@ -1,7 +1,10 @@
 """What two processes do in tests/training/test_processes.py."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from language import Colours, tiny_backbone
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import Settings, clock, finetune
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 OPTIMIZERS: dict[str, Any] = {
@@ -31,7 +34,12 @@ class Cut(Exception):
 
 
 def train(
-    name: str, resume: Path, seen: list[float] | None = None, cut: int | None = None, **trainer: Any
+    name: str,
+    resume: Path,
+    seen: list[float] | None = None,
+    cut: int | None = None,
+    settings: Settings = SETTINGS,
+    **trainer: Any,
 ) -> dict[str, Any] | None:
     """Weights after six steps; `seen` gets a checksum of them after every one; None if `cut` at one."""
     model = TinyEncoder()
@@ -47,7 +55,7 @@ def train(
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
     try:
         done = finetune(
-            model, {"a": tiny_objective(head)}, OPTIMIZERS[name], SETTINGS, seed=0, resume=resume,
+            model, {"a": tiny_objective(head)}, OPTIMIZERS[name], settings, seed=0, resume=resume,
             trainer=options, on_metrics=look,
         )  # fmt: skip
     except Cut:
@@ -71,6 +79,19 @@ def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dic
     return None if done is None else {"state": done.state, "value": done.val_accuracy}
 
 
+def train_by_a_clock_of_its_own(resume: Path, rank: int) -> list[float]:
+    """Checksums of the weights after every step of one rank, whose seconds are longer than the other's."""
+    seen: list[float] = []
+    ticks = count()
+    settings = replace(SETTINGS, budget="seconds", seconds=20.0)
+    kept, clock.time = clock.time, SimpleNamespace(monotonic=lambda: (1.0 + 0.7 * rank) * next(ticks))  # type: ignore
+    try:
+        train("sam", resume, seen, settings=settings, strategy="ddp", devices=2)
+    finally:
+        clock.time = kept
+    return seen
+
+
 def both(folder: str, models: str) -> None:
     """Every optimizer under DDP, some under FSDP2, language models under both; a file a rank."""
     import os
@@ -81,6 +102,7 @@ def both(folder: str, models: str) -> None:
         seen: list[float] = []
         done = train(name, Path(folder, "ddp", name), seen, strategy="ddp", devices=2)
         found[f"ddp {name}"] = {"seen": seen, "done": done}
+    found["clock"] = train_by_a_clock_of_its_own(Path(folder, "clock"), int(os.environ["RANK"]))
     for name in SHARDED:
         found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
     for name in RESUMED:

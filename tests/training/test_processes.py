@@ -39,6 +39,12 @@ def test_ranks_agree_after_every_step_and_give_what_one_process_gives(ranks, nam
     assert [p["step"] for p in first["done"]["curve"]] == [p["step"] for p in alone["curve"]]
 
 
+def test_ranks_whose_clocks_differ_take_the_same_steps(ranks) -> None:
+    first, second = (rank["clock"] for rank in ranks)
+    assert len(first) > 3
+    assert first == second
+
+
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_weights_give_what_one_process_gives(ranks, name, tmp_path) -> None:
     found = ranks[0][f"fsdp {name}"]["done"]["state"]
