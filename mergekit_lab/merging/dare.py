@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
 from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, pack, unpacked
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
@@ -27,7 +28,8 @@ class DARE(Method):
     Args:
         drop: probability that an entry is dropped, in [0, 1); 0 is the inner method.
         seed: of the masks.
-        rescale: `"inverse"` (the paper) or `"l1"` (mergekit).
+        rescale: `"inverse"` (the paper) or `"l1"` (mergekit), which takes an inner method that works tensor by
+            tensor.
         inner: the method that merges what is left; coefficient and weights are the inner method's.
     """
 
@@ -78,13 +80,7 @@ class DARE(Method):
         self.inner.check_tensors(names)
 
     def survey(self, stream: Stream) -> Any:
-        require(
-            self.rescale == "inverse" or type(self.inner).survey is Method.survey,
-            "rescale",
-            self.rescale,
-            "'inverse' when the inner method surveys the whole model",
-        )
-        return self.inner.survey(stream.map(self._thin))
+        return self.inner.survey(stream.map(self._thin if self.rescale == "inverse" else self._refuse))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         restored = None if self.rescale == "inverse" else self._restored(entries, blocks)
@@ -98,6 +94,12 @@ class DARE(Method):
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         inner_site = replace(site, tensor=site.tensor[1] if site.tensor else None)
         return self.inner.merge(name, base, self._thin(name, deltas, site), inner_site)
+
+    def _refuse(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+        raise InputError(
+            f"rescale is {self.rescale!r}, which takes whole tensors; it must be 'inverse' where "
+            f"{type(self.inner).__name__} surveys the task vectors of the whole model"
+        )
 
     def _restored(self, entries: int, blocks: Blocks) -> _Restored:
         before = after = torch.zeros(())
@@ -118,9 +120,10 @@ class DARE(Method):
             return deltas
         restored = site.tensor[0] if site.tensor else None
         if restored is not None:
-            bits = restored.bits
-            kept = self._keep(deltas, site) if bits is None else unpacked(bits, site.offset, deltas)
-            return kept.mul_(deltas).mul_(restored.factors.to(kept).view(-1, *[1] * (kept.dim() - 1)))
+            if restored.bits is not None:
+                return unpacked(restored.bits, site.offset, deltas, restored.factors).mul_(deltas)
+            factors = restored.factors.to(deltas).view(-1, *[1] * (deltas.dim() - 1))
+            return self._keep(deltas, site).mul_(deltas).mul_(factors)
         kept = self._keep(deltas, site).mul_(deltas)
         if self.rescale == "inverse":
             return kept.div_(1 - self.drop)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Segment
-from mergekit_lab.merging.kernels import as_array
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -57,19 +56,24 @@ def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counte
 
 def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), 53 bits each: float64, the counters' entries end to end."""
-    return ((_random_bits(draws, device) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    if device.type != "cpu":
+        return ((_random_bits(draws, device) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    out = torch.empty(sum(each.count for each in draws), dtype=torch.float64)
+    for place, bits in _bits_in_cache(draws):
+        numpy.multiply(bits >> numpy.uint64(11), 2.0**-53, out=out.numpy()[place])
+    return out
 
 
 def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
     """Make `out`, which is contiguous, 1 where `counter_uniform` is at least `drop`, else 0."""
-    flat = as_array(out.view(-1))
-    bound = _signed((math.ceil(drop * 2.0**53) << 11) ^ (1 << 63))
-    first = 0
-    for group in ([part] for part in _cache_sized(draws)) if out.device.type == "cpu" else (draws,):
-        bits = as_array(_random_bits(group, out.device))
-        bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
-        flat[first : first + len(bits)] = bits >= bound
-        first += len(bits)
+    flat, bound = out.view(-1), math.ceil(drop * 2.0**53) << 11
+    if out.device.type == "cpu":
+        for place, bits in _bits_in_cache(draws):
+            numpy.greater_equal(bits, numpy.uint64(bound), out=flat.numpy()[place], casting="unsafe")
+        return
+    bits = _random_bits(draws, out.device)
+    bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
+    flat.copy_(bits >= _signed(bound ^ (1 << 63)))
 
 
 def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
@@ -78,73 +82,78 @@ def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
     bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
 
 
-def unpacked(bits: Tensor, offset: int, like: Tensor) -> Tensor:
-    """What was packed at a flat index, in the shape and dtype of `like`."""
+def unpacked(bits: Tensor, offset: int, like: Tensor, kept: Tensor) -> Tensor:
+    """What was packed at a flat index, in the shape and dtype of `like`: `kept` `[T]` for one, 0 for zero."""
+    out = torch.empty_like(like)
     size = like.shape[1]
+    whole = size // 8
     part = bits.numpy()[:, offset // 8 : -(-(offset + size) // 8)]
-    return torch.from_numpy(numpy.unpackbits(part, axis=1, count=size)).to(like.dtype)
+    bytes_ = numpy.unpackbits(numpy.arange(256, dtype=numpy.uint8)[:, None], axis=1)
+    for row, packed, value in zip(out.numpy(), part, kept.to(like).numpy(), strict=True):
+        table = bytes_ * value
+        numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
+        if size % 8:
+            row[8 * whole :] = table[packed[whole], : size % 8]
+    return out
 
 
-_CACHE_SIZED = 1 << 17
-
-
-def _cache_sized(draws: Sequence[Counters]) -> Iterator[Counters]:
-    for each in draws:
-        for first in range(0, each.count, _CACHE_SIZED):
-            yield Counters(each.key, each.start + first, min(_CACHE_SIZED, each.count - first))
+_IN_CACHE = 1 << 15
+"""Entries that a CPU draws at a time: three times so many 64-bit numbers stay in a core's own cache."""
+_ROUNDS = ((30, _MIX_1), (27, _MIX_2), (31, None))
+"""SplitMix64's: how far a state is shifted before it is combined with itself, and what it is multiplied by."""
 
 
 @lru_cache(maxsize=1)
-def _first_states() -> Tensor:
-    return _states(_CACHE_SIZED, torch.device("cpu"))
-
-
-def _states(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN_GAMMA))
+def _first_states() -> Any:
+    return numpy.arange(1, _IN_CACHE + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN_GAMMA)
 
 
 class _Scratch(threading.local):
     """Memory that a CPU's threads draw random bits in, again and again: new pages cost as much as drawing."""
 
     def __init__(self) -> None:
-        self.rows = torch.empty(2, _CACHE_SIZED, dtype=torch.int64)
+        self.state, self.other = numpy.empty((2, _IN_CACHE), dtype=numpy.uint64)
 
 
 _scratch = _Scratch()
 
 
+def _bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
+    """SplitMix64's outputs on a CPU, as NumPy's uint64, and their place among all; valid until the next."""
+    first = 0
+    for each in draws:
+        for start in range(0, each.count, _IN_CACHE):
+            count = min(_IN_CACHE, each.count - start)
+            shift = (each.key + (each.start + start) * _GOLDEN_GAMMA) % (1 << 64)
+            state, other = _scratch.state[:count], _scratch.other[:count]
+            numpy.add(_first_states()[:count], numpy.uint64(shift), out=state)
+            for places, factor in _ROUNDS:
+                numpy.right_shift(state, numpy.uint64(places), out=other)
+                numpy.bitwise_xor(state, other, out=state)
+                if factor is not None:
+                    numpy.multiply(state, numpy.uint64(factor), out=state)
+            yield slice(first, first + count), state
+            first += count
+
+
 def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
-    """SplitMix64's outputs, 64 bits each, as int64; on a CPU valid until this thread draws again."""
+    """SplitMix64's outputs, 64 bits each, as int64, by torch's operations."""
     total = sum(each.count for each in draws)
     before, shifts = 0, []
     for each in draws:
         shifts.append(_signed(each.key + (each.start - before) * _GOLDEN_GAMMA))
         before += each.count
-    if device.type == "cpu" and len(draws) == 1 and total <= _CACHE_SIZED:
-        state, other = _scratch.rows[:, :total]
-        torch.add(_first_states()[:total], shifts[0], out=state)
-    else:
-        lengths = torch.tensor([each.count for each in draws], device=device)
-        state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
-        state += _states(total, device)
-        other = torch.empty_like(state)
-    values, spare = as_array(state), as_array(other)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
-        _shift_right(values, shift, spare)
-        values ^= spare
+    lengths = torch.tensor([each.count for each in draws], device=device)
+    state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
+    state += torch.arange(1, total + 1, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN_GAMMA))
+    other = torch.empty_like(state)
+    for places, factor in _ROUNDS:
+        torch.bitwise_right_shift(state, places, out=other)
+        other &= (1 << (64 - places)) - 1  # zeros come in at the left
+        state ^= other
         if factor is not None:
-            values *= _signed(factor)
+            state *= _signed(factor)
     return state
-
-
-def _shift_right(values: Any, places: int, out: Any) -> None:
-    """Zeros come in at the left."""
-    if isinstance(values, Tensor):
-        torch.bitwise_right_shift(values, places, out=out)
-        out &= (1 << (64 - places)) - 1
-    else:
-        unsigned = numpy.uint64
-        numpy.right_shift(values.view(unsigned), unsigned(places), out=out.view(unsigned))
 
 
 def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:

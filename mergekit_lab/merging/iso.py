@@ -103,19 +103,20 @@ def _own_triplets(deltas: Tensor, sites: Sequence[Site], u: Tensor, rank: int) -
         found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
         own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
     else:
-        each = zip(*(top_triplets(matrices, rank) for matrices in apart), strict=True)
+        each = zip(*(top_triplets(matrices, rank, overwrite=True) for matrices in apart), strict=True)
         own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)
     return own_u if basis is None else basis[:, None] @ own_u, own_s, own_v
 
 
 def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`[B, m, n]` without what lies in the columns of `u`, or `[B, m−c, n]` in the coordinates of `basis`."""
-    return (_apart(delta, u) if basis is None else basis.mT @ delta).to(dtype)
+    apart = _apart(delta, u) if basis is None else basis.mT @ delta
+    return apart.to(dtype) if apart.is_cuda else apart
 
 
 def _apart(matrices: Tensor, u: Tensor) -> Tensor:
-    """`[B, m, n]` without what lies in the columns of `u` `[B, m, c]`."""
-    return torch.baddbmm(matrices, u, u.mT @ matrices, alpha=-1)
+    """`[B, m, n]`, column by column in memory, without what lies in the columns of `u` `[B, m, c]`."""
+    return torch.baddbmm(matrices.mT, matrices.mT @ u, u.mT, alpha=-1).mT
 
 
 def _complement(u: Tensor) -> Tensor:

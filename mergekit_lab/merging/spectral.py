@@ -143,14 +143,15 @@ def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, vh.mT
 
 
-def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The `rank` largest singular triplets of a batch `[B, m, n]`, in float64: `U` `[B, m, k]`, `S`, `V`.
 
     On a CUDA device single-precision matrices go through cuSOLVER's batched `gesvda`, thirty times faster
     than one by one and right to 1e-7; what it does not solve to that accuracy is solved again by `svd`.
+    `overwrite` gives the matrices' memory away.
     """
     if not matrices.is_cuda or matrices.dtype == torch.float64:
-        return _first_triplets(matrices, rank)
+        return _first_triplets(matrices, rank, overwrite)
     if matrices.shape[1] < matrices.shape[2]:
         v, s, u = top_triplets(matrices.mT, rank)
         return u, s, v
@@ -160,22 +161,22 @@ def top_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, v
 
 
-def _first_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _first_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """By `svd`, one matrix at a time: all triplets of one are in memory, and the first ones of all."""
     batch, m, n = matrices.shape
     u, v = (matrices.new_empty(batch, rank, size, dtype=torch.float64).mT for size in (m, n))
     s = matrices.new_empty(batch, rank, dtype=torch.float64)
     for i, matrix in enumerate(matrices):
         if m < n:
-            v[i], s[i], u[i] = _leading_triplets(matrix.mT, rank)
+            v[i], s[i], u[i] = _leading_triplets(matrix.mT, rank, overwrite)
         else:
-            u[i], s[i], v[i] = _leading_triplets(matrix, rank)
+            u[i], s[i], v[i] = _leading_triplets(matrix, rank, overwrite)
     return u, s, v
 
 
-def _leading_triplets(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _leading_triplets(matrix: Tensor, rank: int, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of one matrix `[m, n]`, `m ≥ n`."""
-    triangle = _Triangle(matrix)
+    triangle = _Triangle(matrix, overwrite)
     u, s, v = svd(triangle.factor)
     return triangle.raised(u[:, :rank]), s[:rank], v[:, :rank]
 

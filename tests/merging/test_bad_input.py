@@ -203,7 +203,7 @@ def test_hyper_parameters_out_of_range_are_refused_by_name(make, match: str) -> 
 
 
 def test_l1_rescaling_refuses_an_inner_method_that_surveys_the_model() -> None:
-    refuse("surveys the whole model", method=DARE(rescale="l1", inner=TIES()))
+    refuse("TIES surveys the task vectors of the whole model", method=DARE(rescale="l1", inner=TIES()))
 
 
 def test_methods_of_so_many_experts_say_how_many_they_take() -> None:

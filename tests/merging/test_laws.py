@@ -44,6 +44,8 @@ METHODS: dict[str, Method] = {
     "dare": DARE(drop=0.5),
     "dare_l1": DARE(drop=0.5, rescale="l1"),
     "dare_ties": DARE(drop=0.5, inner=TIES(density=0.3)),
+    "dare_l1_ties": DARE(drop=0.5, rescale="l1", inner=TIES(preset="mergekit", density=0.7)),
+    "dare_l1_fisher": DARE(drop=0.5, rescale="l1", inner=Fisher(normalise=True)),
     "fisher": Fisher(),
     "fisher_normalised": Fisher(normalise=True),
     "fisher_favor_target": Fisher(favor_target=True, floor=0.5),
@@ -79,7 +81,16 @@ DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
     "slerp_asymmetric",  # t counts from the first expert
 }
-NO_COEFFICIENT = ("average", "fisher", "della_fisher", "regmean", "adamerging", "slerp", "model_stock")
+NO_COEFFICIENT = (
+    "average",
+    "fisher",
+    "dare_l1_fisher",
+    "della_fisher",
+    "regmean",
+    "adamerging",
+    "slerp",
+    "model_stock",
+)
 EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
 IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES = {
     "average": WeightAverage(),
@@ -335,6 +346,15 @@ def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     found = counter_uniform([Counters(1234567, 0, 4)], torch.device("cpu"))
     assert [int(v * 2**53) for v in found.tolist()] == [p >> 11 for p in published]
     assert torch.equal(counter_uniform([Counters(1234567, 2, 2)], torch.device("cpu")), found[2:])
+
+
+def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
+    from mergekit_lab.merging.dropping import _IN_CACHE, Counters, _bits_in_cache, _random_bits
+
+    draws = [Counters(-3, 5, _IN_CACHE + 9), Counters(7, 2**40, 11)]
+    by_torch = _random_bits(draws, torch.device("cpu"))
+    for place, bits in _bits_in_cache(draws):
+        assert torch.equal(torch.from_numpy(bits.view("int64")), by_torch[place])
 
 
 def test_equal_curvature_makes_epimer_tsvm() -> None:
