@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod, polar_factor, precise_triplets, top_triplets
+from mergekit_lab.merging.factorizations import polar_factor, precise_triplets, top_triplets
+from mergekit_lab.merging.spectral import SpectralMethod
 
 
 @dataclass(frozen=True, kw_only=True)

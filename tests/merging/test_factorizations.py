@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mergekit_lab.merging.spectral import (
+from mergekit_lab.merging.factorizations import (
     _tall_triplets,
     polar_by_iteration,
     polar_factor,
