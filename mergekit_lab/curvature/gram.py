@@ -40,6 +40,8 @@ class _Inputs(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if id(weight) in self.keys:
                 self._add(self.keys[id(weight)], args[0] if args else kwargs["input"])
+        if func is torch.addmm and id(args[2]) in self.keys:  # transformers' Conv1D, with weights [in, out]
+            self._add(self.keys[id(args[2])], args[1])
         if func is ATTENTION:
             try:
                 with self:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from curvature.models import CASES, noise
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from mergekit_lab import InputError
 from mergekit_lab.curvature import input_grams
@@ -17,7 +18,8 @@ def entering(model: nn.Module, run) -> dict[str, torch.Tensor]:
     def keep(name):
         return lambda module, args: rows.setdefault(name, []).append(args[0].flatten(0, -2).double())
 
-    handles = [m.register_forward_pre_hook(keep(n)) for n, m in model.named_modules() if type(m) is nn.Linear]
+    linear = [(n, m) for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
+    handles = [m.register_forward_pre_hook(keep(n)) for n, m in linear]
     with torch.no_grad():
         run()
     for handle in handles:
@@ -25,7 +27,7 @@ def entering(model: nn.Module, run) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
+@pytest.mark.parametrize("name", ["Llama", "T5", "BERT", "GPT-2"])
 def test_every_linear_module_has_the_gram_of_its_inputs(name: str) -> None:
     case = CASES[name]()
     batches = [case.batch, {k: v[:2] for k, v in case.batch.items()}]
