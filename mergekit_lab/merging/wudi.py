@@ -31,7 +31,7 @@ _OPTIMISED = re.compile(
     r"|mlp\.c_(fc|proj)\.weight$"
     r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
     r"|(^|\.)([qkvo]|qkv|out)_proj\.weight$"
-    r"|(^|\.)(fc[12]|(gate|up|gate_up|down)_proj)\.weight$"
+    r"|(^|\.)(fc[12]|w[123]|(gate|up|gate_up|down)_proj)\.weight$"
 )
 
 
@@ -45,8 +45,8 @@ class WUDI(SpectralMethod):
         all_2d: optimise every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
             Otherwise 2-D tensors with the names of attention and MLP weights are optimised (OpenCLIP's
             `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
-            transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `gate/up/gate_up/down_proj`, `c_attn`), others
-            keep the base.
+            transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to `w3`, `gate/up/gate_up/down_proj`,
+            `c_attn`), others keep the base.
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
 

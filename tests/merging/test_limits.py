@@ -545,6 +545,11 @@ def test_a_stack_of_matrices_merges_as_each_does_alone(method: SpectralMethod) -
         assert relative_error(stacked[i], alone) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["q_proj", "fc2", "gate_up_proj", "experts.0.w3", "attn.c_attn", "lm_head"])
+def test_wudi_knows_the_names_of_attention_and_mlp_weights(name: str) -> None:
+    assert WUDI().is_matrix(f"layers.0.{name}.weight", (4, 4)) == (name != "lm_head")
+
+
 # --- weights that are stored as [in, out] ----------------------------------------------------------------
 
 
