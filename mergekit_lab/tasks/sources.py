@@ -263,7 +263,6 @@ class Fer2013Rows(Rows):
         wanted = _FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
-        csv.field_size_limit(1 << 24)
         with file.open(newline="") as opened:
             table = csv.DictReader(opened)
             try:

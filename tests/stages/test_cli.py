@@ -44,7 +44,7 @@ def test_the_composed_configuration_can_be_read(tmp_path) -> None:
         (["optimzer=sam"], ["optimzer"]),
         (["training.lrr=1"], ["lrr"]),
         (["+training.lrr=1"], ["unknown key 'training.lrr'", "from the command line", "did you mean 'lr'"]),
-        (["merger=ties", "merger.density=2"], ["density is 2; it must be in (0, 1]"]),
+        (["merger=ties", "merger.density=2"], ["density is 2.0; it must be in (0, 1]"]),
         (["+experiment=quickstat"], ["quickstat", "quickstart"]),
         (["backbone.weights=nowhere.pt"], ["nowhere.pt"]),
     ],
