@@ -125,7 +125,8 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
         given = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
         given += ["merger.density", "merger.coefficient"]
         overrides = [f"++{name}={one}" for name in given] + [f"search.coefficients=[{one},2.5]"]
-        cfg, _ = composed(["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", *overrides])
+        kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
+        cfg, _ = composed([*kinds, *overrides])
         made = with_floats(cfg, Main)
         assert OmegaConf.is_struct(made) == OmegaConf.is_struct(cfg)
         assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
