@@ -35,9 +35,13 @@ def jobs_of(reader: Reader) -> list[list[str]]:
             for (shape, _), members in groups.items()
             for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
         ]
+
+        def work(part: list[str]) -> int:
+            shape = specs[part[0]].shape
+            return len(part) * math.prod(shape) * min(shape)
+
         # the longest first, or several devices would wait for the one that has it
-        stacks.sort(key=lambda part: len(part) * math.prod(specs[part[0]].shape) * min(specs[part[0]].shape))
-        return [*reversed(stacks), *_pooled(others, reader)]
+        return [*sorted(stacks, key=work, reverse=True), *_pooled(others, reader)]
     return _pooled(names, reader) if reader.pools else [[name] for name in names]
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.blocks import Notes, Reader, shaped
+from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
+from mergekit_lab.merging.flat import shaped
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.jobs import STACK_BYTES, jobs_of
 from mergekit_lab.merging.spectral import SpectralMethod

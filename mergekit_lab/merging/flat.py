@@ -1,0 +1,83 @@
+"""Flat ranges of a merge's inputs, and how they reach a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from mergekit_lab.merging.contract import Segment
+from mergekit_lab.merging.inputs import Inputs
+
+
+class Flat:
+    """Base and experts, of which flat ranges are read.
+
+    Args:
+        inputs: where they are read.
+        keep: keep them all open, which costs nothing where they lie in the device's memory anyway; else only
+            those of the tensor that was read last.
+    """
+
+    def __init__(self, inputs: Inputs, keep: bool) -> None:
+        self._checkpoints = (inputs.base, *inputs.experts.values())
+        self._keep = keep
+        self._rows: dict[str, list[Tensor]] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    def empty(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
+        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than what is
+        done with them."""
+        if device.type != "cpu":
+            return torch.empty((rows, size), dtype=compute, device=device)
+        if use not in self._memory or self._memory[use].numel() < rows * size:
+            self._memory[use] = torch.empty(rows * size, dtype=compute)
+        return self._memory[use][: rows * size].view(rows, size)
+
+    def parts(self, segment: Segment) -> list[Tensor]:
+        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
+        rows = self._rows.get(segment.name)
+        if rows is None:
+            if not self._keep:
+                self._rows.clear()
+            rows = [checkpoint[segment.name] for checkpoint in self._checkpoints]
+            if segment.stop - segment.start < rows[0].numel():
+                rows = [row.reshape(-1) for row in rows]
+            self._rows[segment.name] = rows
+        if segment.stop - segment.start == rows[0].numel():
+            return rows
+        return [row[segment.start : segment.stop] for row in rows]
+
+
+def fill(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy the parts, end to end, into the flat `out`."""
+    if parts[0].device != out.device:
+        out.copy_(sent(parts, out.device))
+    elif len(parts) == 1:
+        out.copy_(parts[0].reshape(-1))
+    else:
+        torch._foreach_copy_(shaped(out, parts), list(parts))
+
+
+def sent(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The parts, end to end, on another device, in their own dtype: converted there, half as much is sent.
+
+    From the host they go through pinned memory, so that nobody waits for the transfer.
+    """
+    from_host = parts[0].device.type == "cpu" and device.type == "cuda"
+    kind = reduce(torch.promote_types, {part.dtype for part in parts})
+    size = sum(part.numel() for part in parts)
+    whole = torch.empty(size, dtype=kind, device=parts[0].device, pin_memory=from_host)
+    first = 0
+    for part in parts:
+        whole[first : first + part.numel()].copy_(part.reshape(-1))
+        first += part.numel()
+    return whole.to(device, non_blocking=from_host)
+
+
+def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the flat tensor, end to end, in the shapes of others."""
+    return list(_unflatten_dense_tensors(flat, like))
