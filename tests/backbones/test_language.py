@@ -207,6 +207,30 @@ def test_prompts_that_show_a_model_nothing_are_refused_before_any_loss(folders, 
     assert len(tiny_backbone(folders["llama"], "llama").objective(task).encoded("train").prompts[1]) == 3
 
 
+TELLS_THE_DATE = (
+    "{%- if strftime_now is defined %}{%- set day = strftime_now('%d %b %Y') %}{%- endif %}"
+    "<|user|>Today: {{ day }}. {{ messages[0]['content'] | trim }}<|end|><|assistant|>"
+)
+
+
+def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands_still(
+    folders, tmp_path, monkeypatch
+) -> None:
+    task = lines(tmp_path, [{"prompt": " is red warm?\n", "answer": "no"}])
+    backbone, tok = tiny_backbone(folders["llama"], "llama"), tokenizer(str(folders["llama"]))
+    shown = lambda: tok.decode(backbone.objective(task).encoded("train").prompts[0])  # noqa: E731
+    assert shown() == "<|user|> is red warm?\n<|end|><|assistant|>"
+    monkeypatch.setattr(tok, "chat_template", TELLS_THE_DATE)
+    assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
+    for odd, complaint in (
+        (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "another one tomorrow"),
+        (TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"), "does not show a user's message as it is"),
+    ):
+        monkeypatch.setattr(tok, "chat_template", odd)
+        with pytest.raises(InputError, match=complaint):
+            backbone.objective(task)
+
+
 def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, monkeypatch) -> None:
     task = lines(tmp_path, [{"prompt": "is red warm?", "answer": "it is not"}])
     tiny = tiny_backbone(folders["llama"], "llama", max_length=8)
