@@ -26,7 +26,7 @@ class Settings:
         lr, weight_decay: for the optimizers, whose configurations refer to them.
         budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
             whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
-        gradient_evaluations: that budget's size; None takes as many as `steps`.
+        gradient_evaluations: that budget's size; None takes as many as `steps`, or as the steps of the epochs.
         seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
         warmup_steps: linear warm-up, at most `steps`. It takes the same part of every budget.
         epochs: passes over a task's training part, in place of `steps`; `steps` then only says which part
@@ -103,8 +103,11 @@ class Settings:
         for name, value in given.items():
             if not 0 < value < math.inf:
                 raise InputError(f"training.{name} is {value}; it must be positive, and finite")
-        if given and self.budget != "steps":
-            raise InputError(f"training.{next(iter(given))} says how long: leave training.budget at 'steps'")
+        size = next((name for name in BUDGETS[1:] if getattr(self, name) is not None), None)
+        if given and size:
+            raise InputError(
+                f"training.{next(iter(given))} and training.{size} both say how long: leave one of them null"
+            )
 
     def _check_budget(self) -> None:
         if self.budget not in BUDGETS:

@@ -4,6 +4,7 @@ import json
 from string import Formatter
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
 from stages.conftest import composed, plain
 
@@ -18,6 +19,10 @@ LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
 """How experiments over language models begin."""
 EXPERIMENTS = [
     f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
+]
+
+SWEEPS = [
+    name for name in EXPERIMENTS if "sweeper:" in (conf_dir() / "experiment" / f"{name}.yaml").read_text()
 ]
 
 
@@ -91,6 +96,16 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
     measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
     assert measured == {name for name, rows in beside.items() if rows}
     assert measured or not cfg.published
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
+    """Every option of every swept key, with its budget and its epochs, which runs on tiny models leave out."""
+    composed([f"+experiment={name}"])
+    swept = {key: values.split(",") for key, values in HydraConfig.get().sweeper.params.items()}
+    for place in range(max(map(len, swept.values()))):
+        job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
+        check(composed([f"+experiment={name}", *job])[0])
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
