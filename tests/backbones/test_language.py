@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language import Colours, save_tiny, tiny_backbone
+from language import Colours, byte_tokenizer, save_tiny, tiny_backbone
 from torch import nn
 from torch.nn import functional
 
@@ -330,6 +330,39 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     assert objective.packed == (12, rows)
     assert f"12 samples of the first batch in {rows} rows" in caplog.text
     assert objective.batch("train", index)["labels"].shape[0] == 12
+
+
+@pytest.mark.parametrize("name", ["mistral", "mpt", "lfm2", "gpt_neo"])
+def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, tmp_path) -> None:
+    """A window, positions of their own, layers without attention, attention without torch's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {
+        "mistral": shape | {"num_key_value_heads": 2, "sliding_window": 8},
+        "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 4},
+        "lfm2": shape | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        "gpt_neo": {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    }[name]
+    config = AutoConfig.for_model(name, vocab_size=260, eos_token_id=256, pad_token_id=259, **own)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    backbone = tiny_backbone(tmp_path, name)
+    model, objective = backbone.model(), backbone.objective(Colours())
+    prompts = objective.encoded("test").prompts[:4]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+        found = objective.choice_scores(model, prompts)
+        for row, prompt in zip(found, prompts, strict=True):
+            for value, choice in zip(row, objective._choices, strict=True):
+                logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted = -functional.cross_entropy(logits, choice, reduction="sum")
+                torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+        packed = tiny_backbone(tmp_path, name, packing=True).objective(Colours())
+        with pytest.raises(InputError, match="would let one see another: set it to false"):
+            packed.loss(model, packed.training_batch(torch.arange(12)))
 
 
 def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders) -> None:
