@@ -467,6 +467,8 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
         tiny_backbone(folders["llama"], "llama").objective(Digits())
     with pytest.raises(InputError, match="task 'stories' has none"):
         tiny_backbone(folders["llama"], "llama", answering="choices").check(WordProblems())
+    with pytest.raises(InputError, match=r"backbone\.source is not set: name a folder"):
+        LanguageModel(source=None).identity()  # as backbone=hf_causal alone has it
     with pytest.raises(InputError, match="there is no model 'nowhere at all'"):
         LanguageModel(source="nowhere at all").model()
     with pytest.raises(InputError, match="does not load as a seq2seq model"):
