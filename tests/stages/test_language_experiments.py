@@ -10,7 +10,7 @@ from stages.conftest import composed, plain
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.published import read_beside
+from mergekit_lab.reporting.published import conditions, read_beside, read_published
 from mergekit_lab.stages import report, run
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context
@@ -106,6 +106,15 @@ def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
     for place in range(max(map(len, swept.values()))):
         job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
         check(composed([f"+experiment={name}", *job])[0])
+
+
+def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
+    """Which has accuracies of 0 and 2 % on a task of two label words: choosing between them cannot."""
+    accuracies = [row.value for row in read_published("saft_glue C6") if row.column == "rte"]
+    assert min(accuracies) < 10
+    cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
+    assert cfg.backbone.answering == "generate"
+    assert "backbone.answering=generate" in conditions("saft_glue C6")[1]
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
