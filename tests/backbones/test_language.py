@@ -365,16 +365,21 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
             packed.loss(model, packed.training_batch(torch.arange(12)))
 
 
-def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders) -> None:
-    backbone = tiny_backbone(folders["llama"], "llama")
+def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
     lora, objective = LoRA(rank=2), backbone.objective(Colours())
-    model = lora.trainable(backbone.model(), seed=0)
-    loss = objective.loss(model, objective.batch("train", torch.arange(4)))
+    model, batch = lora.trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
+    loss = objective.loss(model, batch)
     loss.backward()
-    torch.testing.assert_close(
-        loss, objective.loss(backbone.model(), objective.batch("train", torch.arange(4)))
-    )
-    assert lora.folded(model).keys() == backbone.model().state_dict().keys()
+    torch.testing.assert_close(loss, objective.loss(backbone.model(), batch))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1)
+        folded, plain = lora.folded(model), backbone.model()
+        assert folded.keys() == plain.state_dict().keys()
+        plain.load_state_dict(folded)
+        torch.testing.assert_close(objective.loss(plain, batch), objective.loss(model, batch))
 
 
 def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:

@@ -1,6 +1,7 @@
 """Every experiment over language models composes and runs to a report, on tiny models and a dozen rows."""
 
 import json
+from functools import partial
 from string import Formatter
 
 import pytest
@@ -10,7 +11,7 @@ from stages.conftest import composed, plain
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.published import conditions, read_beside, read_published
+from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
 from mergekit_lab.stages import report, run
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context
@@ -78,7 +79,7 @@ def small(name, folders, tmp_path, store):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
     real = report._setting
-    as_published = {"training.steps": 8000}
+    as_published = {"training.steps": 8000, "training.batch_size": 8}
     monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
@@ -115,6 +116,31 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
     cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
     assert cfg.backbone.answering == "generate"
     assert "backbone.answering=generate" in conditions("saft_glue C6")[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "tables"),
+    [
+        ([], "1 12 14 20 22 24"),
+        (["optimizer=adamw"], "1 20 22 24"),
+        (["optimizer.loc=-0.1"], "12"),
+        (["optimizer.distribution=gaussian"], "22"),
+        (["optimizer@optimizer.base=sgd"], "18"),
+        (["training.lr=4e-5"], "24"),
+    ],
+)
+def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
+    suite = ["suite=trace2", "suite.name=c_stance+fomc"]
+    cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
+    made = Context(cfg, tmp_path, choices)
+    axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    found = {
+        (row.table, row.setting)
+        for name in cfg.published
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(report._holds, made), made.tasks)
+    }
+    assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
+    assert len([setting for table, setting in found if table == "22"]) <= 1
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
