@@ -101,7 +101,7 @@ class TextObjective(ScoredText):
         device = device_of(model)
         found: list[str] = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.compute == "bfloat16"):
-            for few in self._within_memory(prompts):
+            for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None
                     best = self.choice_scores(model, few).argmax(dim=1).tolist()
@@ -110,11 +110,20 @@ class TextObjective(ScoredText):
                     found += self._generate(model, few)
         return found
 
-    def _within_memory(self, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Prompts in parts that one forward pass can hold."""
+    def _within_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Prompts in parts that one forward pass can hold.
+
+        What decodes with a cache makes the logits of one token at a time, what has none those of a whole row.
+        """
         longest = max(len(p) for p in prompts)
-        block = sum(map(len, self._choices)) if self._choices else self.task.max_new_tokens
-        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * (block + 1)))
+        if self.reading.chooses(self.task):
+            assert self._choices is not None
+            block = sum(map(len, self._choices))
+            places = block + 1
+        else:
+            block = self.task.max_new_tokens
+            places = 1 if hasattr(model, "generate") else longest + block
+        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * places))
         size = max(1, rows)
         return (prompts[i : i + size] for i in range(0, len(prompts), size))
 
