@@ -144,6 +144,11 @@ def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None
         check(composed(lines)[0])
 
 
+def test_runs_that_are_started_in_the_same_second_have_a_folder_each() -> None:
+    first, second = (composed([])[0].run_dir for _ in range(2))
+    assert first != second
+
+
 def test_an_objective_is_refused_where_nothing_is_merged() -> None:
     with pytest.raises(InputError, match="objective=value is that of merged models: set merger=NAME"):
         check(composed(["objective=value"])[0])
