@@ -177,12 +177,13 @@ class StorePlace:
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
-        action: "list"; "verify" hashes; "explain" why what the composed run wants is not there; "prune";
-            "export" one artefact as a folder; "import" such a folder.
+        action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
+            is not there; "prune"; "export" one artefact as a folder; "import" such a folder.
         kind, key: narrow it to a kind ("experts"), or to keys that begin so.
         older_than: narrow it to what was made more than so many days ago, at least 0.
-        which: prune "all", what the composed "run" wants, or all "others".
-        confirm: prune; otherwise what would go is listed.
+        which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
+            goes where `kind` names it.
+        confirm: verify and prune remove; otherwise they say what would go.
         path: of the folder exported or imported.
     """
 

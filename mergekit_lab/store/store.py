@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,20 +38,25 @@ SCHEMA = 1
 
 _MANIFEST = "manifest.json"
 _KEY_DIGITS = 24
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _VERSIONED = ("torch", "open_clip_torch", "lightning")
 log = logging.getLogger(__name__)
 
 
-def content_key(content: Mapping[str, Any]) -> str:
+def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     """A hash of a JSON-able mapping that does not depend on the order of its keys.
+
+    Args:
+        content: what decides an artefact.
+        schema: of the version that names it.
 
     Raises:
         InputError: the content holds something JSON has no form for, or a NaN.
     """
     try:
-        text = json.dumps({"schema": SCHEMA, **content}, sort_keys=True, allow_nan=False)
+        text = json.dumps({"schema": schema, **content}, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"this content cannot name an artefact ({error}): {content!r}") from None
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
@@ -68,6 +74,7 @@ class Artefact:
         files: SHA-256 of its files by name, as published.
         content: what its key is a hash of.
         created: when, UTC, ISO 8601.
+        schema: of the version that made it.
     """
 
     kind: str
@@ -78,6 +85,7 @@ class Artefact:
     files: Mapping[str, str] = field(default_factory=dict)
     content: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
+    schema: int = SCHEMA
 
     def file(self, name: str) -> Path:
         """A file's path; its bytes are compared with the hash in the manifest, once in a process.
@@ -89,7 +97,10 @@ class Artefact:
         if name in self.files and path not in _sound:
             wrong = self.damage(name)
             if wrong:
-                raise InputError(f"{wrong}: delete the folder {self.folder}, and it is made again")
+                raise InputError(
+                    f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
+                    "store.confirm=true), and it is made again"
+                )
             _sound.add(path)
         return path
 
@@ -153,7 +164,7 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
-                "to make it again"
+                "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
     def artefacts(self) -> Iterator[Artefact]:
@@ -225,6 +236,7 @@ class Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.__enter__()
+            lock.clear_around()
         except OSError as error:
             raise InputError(
                 f"the store {self.root} cannot be written ({error}): set store.root=PATH"
@@ -269,7 +281,7 @@ class Store:
                 "python": platform.python_version(),
                 **{name: metadata.version(name) for name in _VERSIONED},
             },
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "created": time.strftime(_TIME, time.gmtime()),
         }
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in out.rglob("*"):
@@ -305,7 +317,8 @@ def read_artefact(folder: Path) -> Artefact:
         dict(manifest["info"]),
         files=dict(manifest["files"]),
         content=dict(manifest["content"]),
-        created=str(manifest["created"]),
+        created=datetime.fromisoformat(manifest["created"]).strftime(_TIME),
+        schema=int(manifest["schema"]),
     )
 
 
