@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
@@ -243,6 +244,19 @@ def no_file_over(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
+    from hydra_plugins.mergekit_lab.run_folder import RunFolder
+
+    config = OmegaConf.create({"hydra": {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}})
+    begin = RunFolder()
+    with no_file_over(1 << 16):
+        for told_of in (begin.on_run_start, begin.on_multirun_start):
+            with pytest.raises(SystemExit, match=r"run of what this run leaves cannot be written .*run_dir="):
+                told_of(config)
+    begin.on_run_start(config)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize(
