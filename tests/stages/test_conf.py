@@ -26,7 +26,8 @@ EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_every_target_takes_its_keys(group: str, option: str) -> None:
-    cfg, choices = composed([f"{group}={option}"])
+    named = ["backbone.source=org/name"] if option.startswith("hf_") else []  # there is no default
+    cfg, choices = composed([f"{group}={option}", *named])
     check(cfg)
     assert choices[group] == option
 
@@ -101,6 +102,13 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("evaluation_batch_size=0", "evaluation_batch_size is 0; it must be at least 1"),
         ("training.lr=nan", "training.lr is nan; it must be at least 0, and finite"),
         ("optimizer.base.betas=[0.9,1.5]", "the optimizer cannot be built: Invalid beta"),
+        ("optimizer.base.betas=[]", r"optimizer.base.betas is \[\]; it must be of type tuple"),
+        ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float \| torch.Tensor"),
+        ("optimizer.base.weight_decay=inf", "optimizer.base.weight_decay is inf; it must be finite"),
+        ("optimizer.rho=null", "optimizer.rho is None; it must be of type float"),
+        ("merger.density=[0.1]", r"merger.density is \[0.1\]; it must be of type"),
+        ("backbone=hf_causal", "backbone.source is None; it must be of type str"),
+        ("training.clip_norm=nan", "training.clip_norm is nan; it must be positive and finite"),
         ("training.steps=many", "training.steps is 'many'; it must be of type int"),
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
         ("training.precision=16-mixed", "fp16 gradient scaling"),
