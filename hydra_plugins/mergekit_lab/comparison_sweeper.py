@@ -89,11 +89,11 @@ class ComparisonSweeper(BasicSweeper):
             self.config.hydra.overrides.hydra.append(f"+hydra.job.env_set.{PLACE}='{quoted}'")
         return self._given_up
 
-    def _tell_launcher(self, what: str, *arguments: Any) -> None:
+    def _tell_launcher(self, what: str) -> None:
         """What a launcher with workers of its own knows; `isinstance` fails, for Hydra loads plugins twice."""
         method = getattr(self.launcher, what, None)
         if method is not None:
-            method(*arguments)
+            method()
 
     def _refuse_missing(self, arguments: list[str]) -> None:
         """Ask once for all jobs whether data and weights can be had: asked by each, it takes a second a job."""
@@ -121,6 +121,7 @@ class ComparisonSweeper(BasicSweeper):
             raise CompactHydraException(str(error)) from error
 
     def _launch_all(self, arguments: list[str]) -> Any:
+        self._tell_launcher("ready")
         jobs = self._jobs(arguments)
         self._asked = len(jobs)
         self._train_first(jobs)
@@ -173,7 +174,6 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.stages.given_up import SHARED, give_up
         from mergekit_lab.stages.plan import shared_training, unmade
 
-        self._tell_launcher("ready", len(jobs))
         here = isinstance(self.launcher, BasicLauncher)
         if (
             here

@@ -22,7 +22,7 @@ from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.given_up import KINDS, give_up, given_up
 from mergekit_lab.stages.setup import Setup
-from mergekit_lab.stages.workers import Pool
+from mergekit_lab.stages.workers import Pool, import_ahead
 from mergekit_lab.store import Artefact, content_key
 
 log = logging.getLogger(__name__)
@@ -176,6 +176,7 @@ class Context(Setup):
         if len(self.devices) < 2 or len(names) < 2:
             return
         if self._pool is None:
+            import_ahead([function.__module__])
             self._pool = Pool(self.devices)
         log.info("%s on %d devices, a process each", ", ".join(names), len(self.devices))
         jobs = [(function, self._for_worker(), str(self.folder), dict(self.choices), name) for name in names]

@@ -12,9 +12,9 @@ from stages.conftest import composed, plain
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages import STAGES
 from mergekit_lab.stages.checking import build, stage_list, with_floats
 from mergekit_lab.stages.config import Main, check, optimizer_factory
+from mergekit_lab.stages.run import STAGES
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),

@@ -18,7 +18,7 @@ from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.stages import STAGES, run
+from mergekit_lab.stages.run import STAGES, run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 

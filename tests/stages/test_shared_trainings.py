@@ -19,7 +19,7 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab.__main__ import main
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 ONE_TASK = [*TINY, "~suite.tasks.latin", "joint=false"]
 BAD = "1e30"

@@ -14,8 +14,8 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.stages import run
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 from mergekit_lab.store import Store, content_key
 
 
