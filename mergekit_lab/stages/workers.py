@@ -6,6 +6,7 @@ worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jo
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -17,10 +18,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from mergekit_lab.errors import InputError
 
@@ -132,14 +133,17 @@ class Pool:
         return _ending(worker.process.exitcode)
 
     def dismiss(self) -> None:
-        """Let idle workers end, which takes a process with torch in it some seconds; none is waited for."""
+        """Let idle workers end; none is waited for."""
         for worker in self._workers:
             if worker is not None and worker.job is None:
                 worker.channel.close()
 
     def close(self) -> None:
         """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
-        stop([w.process for w in self._workers if w is not None], [w for w in self._workers if w is not None])
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.channel.close()
+        stop([worker.process for worker in workers])
         self._workers = [None] * len(self.devices)
 
 
@@ -167,25 +171,45 @@ def raise_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def _serve(channel: Connection, parent: int, modules: Sequence[str] = ()) -> None:
+def leave(code: int) -> NoReturn:
+    """End this process at once, after what asked to be done at its end.
+
+    Python would first take apart all that torch and its like have made: over a second, and many on a busy
+    machine, of the ten that a run has which is told to stop.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody may read it any more
+            stream.flush()
+    os._exit(code)
+
+
+def _serve(channel: Connection, parent: int, modules: Sequence[str] = ()) -> NoReturn:
     """Do what the channel asks for, until it is closed; `modules` are imported before it asks."""
     _end_with(parent)
     raise_on_sigterm()
+    try:
+        leave(_answer(channel, modules))
+    except KeyboardInterrupt:
+        leave(130)
+
+
+def _answer(channel: Connection, modules: Sequence[str]) -> int:
     while True:
         try:
             for module in modules:
                 importlib.import_module(module)
             function, arguments = channel.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
+        except EOFError:
+            return 0
         begun = time.monotonic()
         value, error, mistake = None, None, False
         try:
             value = function(*arguments)
         except InputError as problem:
             error, mistake = str(problem), True
-        except KeyboardInterrupt:
-            sys.exit(130)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
             traceback.print_exc()
@@ -247,16 +271,13 @@ def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
     return [found[rank] for rank in range(len(channels))]
 
 
-def stop(processes: Sequence[Any], workers: Sequence[_Worker] = ()) -> None:
-    """End processes: idle ones by closing their channel, busy ones by SIGTERM, then SIGKILL."""
-    for worker in workers:
-        worker.channel.close()
-        if worker.job is not None and worker.process.is_alive():
-            worker.process.terminate()
+def stop(processes: Sequence[Any]) -> None:
+    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 9 s."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
     deadline = time.monotonic() + _PATIENCE
     for process in processes:
-        if not workers and process.is_alive():
-            process.terminate()
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
