@@ -95,6 +95,8 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("trainer.devices=2", "one process trains an expert: choose trainer=ddp"),
         ("mergers=ties", "mergers is 'ties'; it must be of type"),
         ("+suite.tasks.foo=digits", r"suite.tasks is .*; it must be|suite.tasks.foo is 'digits'; it must be"),
+        ("trainer.accelerator=cdua", "trainer.accelerator is 'cdua'; did you mean 'cuda'"),
+        ("store.older_than=nan", "store.older_than is nan; it must be at least 0 days, and finite"),
         ("store.root=5", "store.root is 5; it must be of type"),
         ("stages=null", "stages is None; it must be of type"),
         ("search.coefficients=0.5", "search.coefficients is 0.5; it must be of type"),

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from stages.jobs import employ, rank, work
 
 from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
-from mergekit_lab.stages.workers import Pool, together
+from mergekit_lab.stages.workers import Pool, stop, together
 
 
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
@@ -53,6 +54,40 @@ def test_what_workers_are_forked_from_has_touched_no_gpu() -> None:
     lines += "if os.fork() == 0: os._exit(torch.cuda._is_in_bad_fork())\n"
     lines += "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
     assert subprocess.run([sys.executable, "-c", lines]).returncode == 0
+
+
+class Told:
+    """A process that ends when it is waited for, if it was told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.told = log, False
+
+    def is_alive(self) -> bool:
+        return "waited" not in self.log or not self.told
+
+    def terminate(self) -> None:
+        self.told = True
+        self.log.append("told")
+
+    def join(self, seconds: float | None = None) -> None:
+        self.log.append("waited")
+
+    def kill(self) -> None:
+        self.log.append("killed")
+
+
+def test_processes_are_all_told_to_stop_before_one_is_waited_for() -> None:
+    log: list[str] = []
+    stop([Told(log) for _ in range(3)])
+    assert log == ["told"] * 3 + ["waited"] * 3
+
+
+def test_a_worker_that_is_still_importing_is_ended_and_not_waited_for() -> None:
+    pool = Pool(["cpu"])
+    pool.start(1, ["stages.long_import"])
+    (worker,) = pool._workers
+    pool.close()
+    assert worker.process.exitcode in (130, -signal.SIGTERM), "it had to be killed"
 
 
 def alive(pid: int) -> bool:
