@@ -7,8 +7,10 @@ worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jo
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -170,6 +172,7 @@ def leave(code: int) -> NoReturn:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    logging.disable(logging.INFO)  # what libraries count, they tell at the end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may read it any more
@@ -185,6 +188,7 @@ def import_ahead(modules: Sequence[str]) -> None:
     """
     if _FORKED:
         multiprocessing.set_forkserver_preload(list(modules))
+        multiprocessing.resource_tracker.ensure_running()  # which lets signals through again
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's to answer
         try:
             multiprocessing.forkserver.ensure_running()
