@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from mergekit_lab.errors import InputError
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork of a process that holds threads or CUDA is broken
-_PATIENCE = 9.0
+_PATIENCE = 8.0
 """Seconds that a worker which is told to stop has for its checkpoint."""
 
 
@@ -139,7 +139,7 @@ class Pool:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
+        """End all workers; what they are doing is told to stop, and killed if it does not within 8 s."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.channel.close()
@@ -272,7 +272,7 @@ def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
 
 
 def stop(processes: Sequence[Any]) -> None:
-    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 9 s."""
+    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 8 s."""
     for process in processes:
         if process.is_alive():
             process.terminate()
