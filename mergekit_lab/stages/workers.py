@@ -29,7 +29,7 @@ from mergekit_lab.errors import InputError
 
 _FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
-_PATIENCE = 9.0
+_PATIENCE = 8.0
 """Seconds that a worker which is told to stop has for its checkpoint."""
 
 
@@ -136,7 +136,7 @@ class Pool:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
+        """End all workers; what they are doing is told to stop, and killed if it does not within 8 s."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.channel.close()
@@ -293,7 +293,7 @@ def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
 
 
 def stop(processes: Sequence[Any]) -> None:
-    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 9 s."""
+    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 8 s."""
     for process in processes:
         if process.is_alive():
             process.terminate()

@@ -217,8 +217,7 @@ class Store:
         work = self.root / "work" / kind / key
         place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
         with self._writing(place):
-            # without a manifest it is no artefact
-            shutil.rmtree(self.root / kind / key, ignore_errors=True)
+            discard(self.root / kind / key)  # without a manifest it is no artefact
             for left in work.glob("out-*"):
                 shutil.rmtree(left, ignore_errors=True)
             place.out.mkdir(parents=True)
@@ -283,6 +282,7 @@ class Store:
             },
             "created": time.strftime(_TIME, time.gmtime()),
         }
+        manifest["digest"] = manifest_digest(manifest)
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in out.rglob("*"):
             _fsync(path)
@@ -310,6 +310,8 @@ def read_artefact(folder: Path) -> Artefact:
         ValueError, KeyError, TypeError: its manifest is damaged.
     """
     manifest = json.loads((folder / _MANIFEST).read_text())
+    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
+        raise ValueError("it is not as it was published")
     return Artefact(
         folder.parent.name,
         folder.name,
@@ -320,6 +322,19 @@ def read_artefact(folder: Path) -> Artefact:
         created=datetime.fromisoformat(manifest["created"]).strftime(_TIME),
         schema=int(manifest["schema"]),
     )
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """A hash of all that a manifest says: what an evaluation found stands in no other file."""
+    said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, as far as that can be done; of a link, the link."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def says_full(error: BaseException) -> bool:

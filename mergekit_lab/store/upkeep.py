@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.store.store import SCHEMA, Artefact, Store, content_key, read_artefact
+from mergekit_lab.store.store import (
+    SCHEMA,
+    Artefact,
+    Store,
+    content_key,
+    discard,
+    manifest_digest,
+    read_artefact,
+)
 
 _REMOVED = "removed"
 
@@ -144,9 +152,7 @@ def remove(store: Store, folder: Path) -> None:
     except OSError as error:
         raise InputError(f"{folder} cannot be removed: {error}") from None
     for left in gone.parent.iterdir():  # also of a removal that was cut short
-        if left.is_symlink():
-            left.unlink(missing_ok=True)
-        shutil.rmtree(left, ignore_errors=True)
+        discard(left)
 
 
 def adopt(store: Store, folder: Path) -> Artefact:
@@ -174,12 +180,14 @@ def adopt(store: Store, folder: Path) -> Artefact:
     if not kind.isidentifier() or kind in ("work", "locks"):
         raise InputError(f"{folder / 'manifest.json'} names the kind {kind!r}")
     for name in files:
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
     if key != content_key(content):
         raise InputError(
             f"{folder / 'manifest.json'} was changed: its content has the key {content_key(content)}, not {key}"
         )
+    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:
+        raise InputError(f"{folder / 'manifest.json'} was changed: it is not as it was published")
     origin = Artefact(kind, key, folder, {}, files=files)
     wrong = [told for name in files if (told := origin.damage(name))]
     if wrong:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.store.lock import FolderLock
-from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove
+from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove, unreadable
 
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
 FORKS = multiprocessing.get_context("forkserver")
@@ -188,10 +188,34 @@ def test_a_manifest_of_another_artefact_is_found_by_verify(tmp_path) -> None:
     assert f"{made.key} has the manifest of another artefact" in found.told
 
 
+def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
+    """Its value stands in the manifest alone."""
+    store = Store(tmp_path)
+    made = store.obtain("evaluations", CONTENT, lambda place: {"value": 0.9125, "by": {3: [1, 2]}})
+    assert store.find("evaluations", CONTENT).info["value"] == 0.9125
+    manifest = made.folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
+    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
+        store.find("evaluations", CONTENT)
+    (found,) = damages(unreadable(store))
+    assert found.folder == made.folder
+
+
+def test_a_link_to_nowhere_in_an_artefact_s_place_is_replaced(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    elsewhere = made.folder.rename(tmp_path / "elsewhere")
+    made.folder.symlink_to(elsewhere)
+    assert Store(tmp_path).find("experts", CONTENT).file("model.safetensors").is_file()
+    shutil.rmtree(elsewhere)
+    assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+    assert not made.folder.is_symlink()
+
+
 def test_an_artefact_of_an_older_schema_is_sound(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, weights())
     manifest = json.loads((made.folder / "manifest.json").read_text())
     old = made.folder.rename(made.folder.with_name(content_key(CONTENT, schema=0)))
+    del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
     assert damages(Store(tmp_path).artefacts()) == []
@@ -253,9 +277,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     (tmp_path / "secret").write_text("x")
     for change, match in (
         ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
+        ({"files": {"a\0b": "0" * 64}}, "outside of its folder"),
+        ({"info": {"val_accuracy": 0.99}}, "was changed: it is not as it was published"),
         ({"kind": "../../etc"}, "names the kind"),
         ({"schema": 99}, "has schema 99"),
-        ({"files": {"model.safetensors": "0" * 64}}, "is damaged"),
         ({"files": 3}, "cannot be used"),
         ({"info": None}, "cannot be used"),
         ({"content": CONTENT | {"seed": 7}}, "was changed: its content has the key"),
@@ -263,6 +288,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         (folder / "manifest.json").write_text(json.dumps(manifest | change))
         with pytest.raises(InputError, match=match):
             adopt(Store(tmp_path / "two"), folder)
+    old = {name: said for name, said in manifest.items() if name != "digest"}
+    (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
+    with pytest.raises(InputError, match="is damaged"):
+        adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)
