@@ -23,7 +23,7 @@ class UserError(CompactHydraException):
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
-    from mergekit_lab.stages import run
+    from mergekit_lab.stages.run import run
 
     settings = HydraConfig.get()
     try:
@@ -50,7 +50,7 @@ def _for_hydra(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from mergekit_lab.stages.workers import raise_on_sigterm
+    from mergekit_lab.stages.workers import leave, raise_on_sigterm
 
     sys.argv[1:] = _for_hydra(sys.argv[1:])
     raise_on_sigterm()
@@ -58,4 +58,4 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+        leave(130)

@@ -11,9 +11,9 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.run import run
 
 SMALL = [
     *("suite=word_problems", "training=language", "joint=false", "progress=false", "device=cpu"),

@@ -12,9 +12,10 @@ from stages.conftest import composed, plain
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
-from mergekit_lab.stages import report, run
+from mergekit_lab.stages import report
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 
 LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
 """How experiments over language models begin."""

@@ -30,9 +30,9 @@ from mergekit_lab.merging import (
     TaskArithmetic,
     merge_state_dicts,
 )
-from mergekit_lab.stages import run
 from mergekit_lab.stages.checkpoint_inputs import prepare
 from mergekit_lab.stages.estimate import report
+from mergekit_lab.stages.run import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
