@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, pack, thinned
-from mergekit_lab.merging.kernels import as_array
+from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, masked, pack, thinned
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -108,9 +107,7 @@ class DARE(Method):
         for deltas, site in blocks():
             sizes, keep = deltas.abs(), self._keep(deltas, site)
             before = before + sizes.sum(dim=1).double().cpu()
-            kept = as_array(sizes)
-            kept *= as_array(keep)  # in the memory of `sizes`
-            after = after + sizes.sum(dim=1).double().cpu()
+            after = after + masked(sizes, keep, out=sizes).sum(dim=1).double().cpu()
             whole_bytes = deltas.shape[1] % 8 == 0 or deltas.shape[1] == entries
             if site.offset == 0 and whole_bytes and deltas.device.type == "cpu":
                 bits = torch.empty(len(deltas), -(-entries // 8), dtype=torch.uint8)
@@ -133,7 +130,7 @@ class DARE(Method):
         return torch.stack([drop_and_rescale(d, k, self.drop, "l1") for d, k in zip(deltas, keep, strict=True)])
 
     def _kept(self, deltas: Tensor, site: Site) -> Tensor:
-        return torch.as_tensor(as_array(deltas) * as_array(self._keep(deltas, site)))
+        return masked(deltas, self._keep(deltas, site), out=torch.empty_like(deltas))
 
     def _keep(self, deltas: Tensor, site: Site) -> Tensor:
         """Whether an entry stays, shaped like `deltas`."""

@@ -76,6 +76,18 @@ def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
     torch.ge(bits, _signed(bound ^ (1 << 63)), out=flat)
 
 
+def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
+    """`values` where the booleans `keep` are true, else 0 times them, in `out`, which may be `values`.
+
+    A CPU does it with NumPy, which makes numbers of a few booleans at a time, where torch makes them of all.
+    """
+    if values.device.type != "cpu":
+        return torch.mul(values, keep, out=out)
+    with numpy.errstate(all="ignore"):  # whoever asks for finite inputs looks at the result
+        numpy.multiply(values.numpy(), keep.numpy(), out=out.numpy())
+    return out
+
+
 def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
     """Write booleans on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
     found = numpy.packbits(keep.numpy(), axis=1)
@@ -95,7 +107,8 @@ def thinned(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tenso
         numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
         if size % 8:
             row[8 * whole :] = table[packed[whole], : size % 8]
-        numpy.multiply(row, delta, out=row)
+        with numpy.errstate(all="ignore"):
+            numpy.multiply(row, delta, out=row)
     return out
 
 
