@@ -32,7 +32,10 @@ ARMS: dict[str, list[str]] = {
     "mergopt 5e-4": ["optimizer=mergopt"],
 }
 OTHERS = ("swa", "rwp", "sagm", "wasam", "friendly_sam", "pgn", "ssamf", "ssamd")
-KIN: dict[str, list[str]] = {name: [f"optimizer={name}"] for name in OTHERS}
+KIN: dict[str, list[str]] = {
+    **{name: [f"optimizer={name}"] for name in OTHERS},
+    "sgd": ["optimizer=sgd", "training.lr=0.01", "training.weight_decay=1e-4"],
+}
 EQUAL_COST: dict[str, list[str]] = {
     f"{name}, half the steps": [f"optimizer={name}", "training.budget=gradient_evaluations"]
     for name in ("sam", "asam")

@@ -54,7 +54,6 @@ PARAMETRISATIONS: dict[str, Parametrisation] = {
     "attention_linear": AttentionLinear(),
     "lora": LoRA(),
 }
-SHORT = ("adamw", "mergopt", "sam", "asam saft", "sam, ascent_fraction .25")
 
 
 class Vision:
@@ -142,6 +141,7 @@ def measure(problem: Vision | Language, kind: Parametrisation, make: Callable, b
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {
         "seconds": (seconds[1] + seconds[2]) / 2,
+        "kernel_seconds": kernel_seconds(steps) if device.type == "cuda" else None,
         "evaluation_seconds": evaluation,
         "spread": seconds[-1] / seconds[0] - 1,
         "peak_gib": peak / 2**30,
@@ -151,17 +151,24 @@ def measure(problem: Vision | Language, kind: Parametrisation, make: Callable, b
     }
 
 
+def kernel_seconds(steps: Callable[[int], float], count: int = 3) -> float | None:
+    """What the card works for a step, however late its kernels are launched; none where it cannot be traced."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        steps(count)
+    return sum(event.self_device_time_total for event in trace.key_averages()) / 1e6 / count or None
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def table(problem: Vision | Language, name: str, bf16: bool, short: bool, options) -> list[dict]:
+def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[dict]:
     """Rows of one problem in one precision; ratios are to the mean of AdamW, which is measured three times.
 
     A method of two evaluations cannot be cheaper than AdamW and one more evaluation: that is the floor.
     """
-    wanted = [(o, "full", Full(), make) for o, make in OPTIMIZERS.items() if not short or o in SHORT]
+    wanted = [(o, "full", Full(), make) for o, make in OPTIMIZERS.items()]
     again = ("adamw", "full", Full(), ADAMW)
     wanted = [*wanted[:5], again, *wanted[5:]]
     wanted += [("adamw", k, kind, ADAMW) for k, kind in PARAMETRISATIONS.items()]
@@ -180,16 +187,19 @@ def table(problem: Vision | Language, name: str, bf16: bool, short: bool, option
         rows.append(found)
     plain = [r for r in rows if r["optimizer"] == "adamw" and r["finetuning"] == "full"]
     seconds = sum(r["seconds"] for r in plain) / len(plain)
+    kernels = sum(r["kernel_seconds"] or 0 for r in plain) / len(plain)
     floor = 1 + sum(r["evaluation_seconds"] for r in plain) / len(plain) / seconds
     print(f"{name} two evaluations and a step: at least {floor:.2f}x", flush=True)
     for r in rows:
         r["ratio"] = r["seconds"] / seconds
+        r["kernel_ratio"] = r["kernel_seconds"] / kernels if kernels and r["kernel_seconds"] else None
         r["floor_of_two"] = floor
         r["its"] = 1 / r["seconds"]
         r["extra_copies"] = (r["peak_gib"] - plain[0]["peak_gib"]) * 2**30 / (4 * r["parameters"])
         label = r["optimizer"] if r["finetuning"] == "full" else f"adamw, {r['finetuning']}"
         print(
             f"{name:8s} {r['precision']:10s} {label:26s} {r['its']:7.2f} it/s {r['ratio']:5.2f}x "
+            f"(kernels {r['kernel_ratio'] or 0:4.2f}x) "
             f"{r['peak_gib']:6.2f} GiB {r['extra_copies']:+5.2f} copies",
             flush=True,
         )
@@ -213,7 +223,7 @@ def main() -> None:
     for which in options.only:
         kind, precision = which.split()
         problem = (Vision if kind == "vision" else Language)(device, options.small)
-        rows += table(problem, kind, precision == "bf16", which == "language fp32", options)
+        rows += table(problem, kind, precision == "bf16", options)
         if options.out:
             machine = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             options.out.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
