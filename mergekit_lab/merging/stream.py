@@ -117,7 +117,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
 
 def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
     """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
-    flat = reader.flat()
+    flat = reader.own_flat
     size = sum(reader.inputs.base.specs[name].numel for name in names)
     if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
         return partial(reader.read, flat=flat)

@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.reporting import asked
 
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
 _SEQUENCES = (list, tuple, Sequence, Iterable)
@@ -263,6 +262,8 @@ def check_slice(cfg: DictConfig) -> None:
     Raises:
         InputError: unknown names, or mergers that are no dimension though one run has many.
     """
+    from mergekit_lab.reporting import asked
+
     names, fixed = asked(cfg.table or "merger×task", cfg.metric)
     if cfg.table and not cfg.runs and "merger" not in (*names, *fixed):
         raise InputError(
