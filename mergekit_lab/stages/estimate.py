@@ -53,6 +53,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
+    result.problems += prepared.problems
     result.problems += _place_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantised, checkpoint)

@@ -344,6 +344,32 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     assert re.search("PROBLEM: .*" + problem, capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ([], r"PROBLEM: the vocabularies differ in (.|\n)*embeddings=intersect (.|\n)*embeddings=base "),
+        (["embeddings=base", "tokenizer_from=nowhere"], "PROBLEM: tokenizer_from=nowhere is no folder"),
+        (["embeddings=pads"], "PROBLEM: embeddings is 'pads'; did you mean 'pad'"),
+    ],
+)
+def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:
+    base, _ = three(llama, tmp_path)
+    longer = save(tuned(llama(vocabulary=38), 3), tmp_path / "longer")
+    arguments = [f"base={base}", f"experts=[{longer}]", "merger=ties", f"out={tmp_path / 'out'}", *extra]
+    with pytest.raises(InputError, match="would not work"):
+        command(tmp_path, *arguments, "dry_run=true")
+    said = capsys.readouterr().out
+    assert re.search(problem, said)
+    for text in (
+        "longer: 21 tensors",
+        "mlp.up_proj.weight: 24 × 16",
+        "of disk",
+        "host memory: at most",
+        "time:",
+    ):
+        assert text in said
+
+
 class Refusing(TaskArithmetic):
     """A method that finds out late."""
 
