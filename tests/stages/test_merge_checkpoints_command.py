@@ -425,6 +425,52 @@ def test_an_estimate_on_made_up_tensors_stands_in_no_merges_way(method, side, tm
     assert report(prepared, tmp_path / "out").problems == []
 
 
+MEASURE = """
+import re, threading, time
+from pathlib import Path
+import torch
+import mergekit_lab
+from mergekit_lab.merging import TIES
+from mergekit_lab.stages.checkpoint_inputs import prepare
+from mergekit_lab.stages.estimate import report
+
+def anonymous():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    global peak
+    while not over.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+torch.set_num_threads(1)
+for name in ("small", "large"):
+    inputs = f"{name}/base", [f"{name}/0", f"{name}/1"]
+    lines = report(prepare(*inputs, TIES(), read=False, device="cpu"), Path("x")).lines
+    start, over = anonymous(), threading.Event()
+    peak, watching = start, threading.Thread(target=watch)
+    watching.start()
+    mergekit_lab.merge(*inputs, f"out_{name}", TIES(), device="cpu")
+    over.set()
+    watching.join()
+    print(peak - start, 1e6 * float(re.search(r"at most ([\\d.]+) MB", "".join(lines))[1]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux tells of a process")
+def test_the_memory_that_a_dry_run_foretells_is_enough_and_not_far_off(tmp_path) -> None:
+    for name, tensors, *shape in (("small", 1, 8, 64), ("large", 9, 500, 1000)):
+        for model in ("base", "0", "1"):
+            (tmp_path / name / model).mkdir(parents=True)
+            state = {f"layers.{n}.w": torch.rand(shape) for n in range(tensors)}
+            write_tensors(tmp_path / name / model / "model.safetensors", state)
+    done = subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    small, large = ([float(number) for number in line.split()] for line in done.stdout.splitlines())
+    assert small[0] <= small[1] < 10e6
+    assert large[0] <= large[1] < 5 * large[0]
+
+
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:
     base, experts = three(llama, tmp_path / "in")
     script = (
