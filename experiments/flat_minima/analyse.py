@@ -12,6 +12,8 @@ from scipy.stats import ttest_rel
 
 MERGERS = ("average", "task_arithmetic", "ties", "dare", "tsvm", "epimer")
 COLUMNS = ("experts", *MERGERS, *(f"{m}_fixed" for m in MERGERS[1:]))
+MAIN = ("adamw", "mergopt 5e-4", "mergopt laplace", "mergopt gaussian", "mergopt b 0.004", "sam", "asam")
+"""The papers' own optimizers, which the figure shows."""
 Cells = dict[str, dict[int, dict]]
 
 
@@ -30,7 +32,10 @@ def mean_accuracy(cell: dict, column: str) -> float:
 
 
 def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
-    """Mean ± standard deviation over seeds; and p of a paired t-test against AdamW on the seeds both have."""
+    """Mean ± standard deviation over seeds; and p of a paired t-test against AdamW on the seeds both have.
+
+    An optimizer of a parametrisation is compared with AdamW of the same.
+    """
     lines = ["| arm | seeds | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
     for arm, by_seed in cells.items():
         row = []
@@ -39,13 +44,20 @@ def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
             text = f"{statistics.mean(values):.1f}"
             if len(values) > 1:
                 text += f" ± {statistics.stdev(values):.1f}"
-            common = sorted(set(by_seed) & set(cells["adamw"]))
-            if arm != "adamw" and len(common) > 2:
-                pair = [[mean_accuracy(cells[a][s], column) for s in common] for a in (arm, "adamw")]
+            plain = plain_of(arm, cells)
+            common = sorted(set(by_seed) & set(cells[plain]))
+            if arm != plain and len(common) > 2:
+                pair = [[mean_accuracy(cells[a][s], column) for s in common] for a in (arm, plain)]
                 text += f" (p {ttest_rel(*pair).pvalue:.2g})"
             row.append(text)
         lines.append(f"| {arm} | {len(by_seed)} | " + " | ".join(row) + " |")
     return lines
+
+
+def plain_of(arm: str, cells: Cells) -> str:
+    """AdamW with the parametrisation of an arm."""
+    alike = f"adamw, {arm.partition(', ')[2]}"
+    return alike if alike in cells else "adamw"
 
 
 def sizes(cells: Cells) -> list[str]:
@@ -93,7 +105,7 @@ def figure(cells: Cells, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = {a: c for a, c in cells.items() if len(set(c) & set(cells["adamw"])) > 2}
+    drawn = {arm: cells[arm] for arm in MAIN}
     names = [c for c in COLUMNS if c not in ("dare_fixed", "ties_fixed", "epimer_fixed")]
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15.5, 4.4), width_ratios=(3, 2, 2))
     colors = {arm: f"C{place}" for place, arm in enumerate(drawn)}
@@ -141,10 +153,13 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     cells = read(options.results)
-    several = {arm: by_seed for arm, by_seed in cells.items() if len(by_seed) > 2}
-    for part in (COLUMNS[:7], ("experts", *COLUMNS[7:])):
-        print("\n".join(table(several, part)), end="\n\n")
-    print("\n".join(sizes(several)), end="\n\n")
+    several = {arm: by_seed for arm, by_seed in cells.items() if len(by_seed) > 2 and arm not in MAIN}
+    whole = {arm: several[arm] for arm in several if ", " not in arm}
+    groups = [{arm: cells[arm] for arm in MAIN}, whole, {arm: several[arm] for arm in several if ", " in arm}]
+    for group in groups:
+        for part in (COLUMNS[:7], ("experts", *COLUMNS[7:])):
+            print("\n".join(table(group | {"adamw": cells["adamw"]}, part)), end="\n\n")
+        print("\n".join(sizes(group)), end="\n\n")
     print("\n".join(one_seed(cells)))
     if options.figure:
         figure(cells, options.figure)
