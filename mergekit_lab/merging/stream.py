@@ -296,11 +296,11 @@ def _workers(reader: Reader) -> int:
     if not reader.fed:
         return 1
     if reader.method.elementwise:
-        return min(_FEEDERS, cores)
+        return min(FEEDERS, cores)
     return min(_READERS, cores) if isinstance(reader.method, SpectralMethod) else 1
 
 
-_FEEDERS = 8
+FEEDERS = 8
 """Workers that feed an accelerator: one copies 2 to 6 GB/s from the host's memory, and the card takes 50."""
 _READERS = 3
 """Workers of a matrix method: one factorizes while the others read its next stacks and write its last."""
