@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from stages.conftest import TINY, composed
 
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 
 def _child(folder: Path, store: Path, more: list[str]) -> None:

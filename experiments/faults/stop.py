@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -62,7 +64,18 @@ def finished(run: subprocess.Popen, folder: Path) -> None:
         raise RuntimeError((folder / "told").read_text()[-2000:])
 
 
-def try_once(place: Path, prepared: Path, phase: str, number: signal.Signals, after: float) -> dict:
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes that compute without end beside the run."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+
+
+def try_once(place: Path, prepared: Path, phase: str, number: signal.Signals, after: float, load: int) -> dict:
     kind, asked = PHASES[phase]
     store, folder = place / "store", place / "run"
     trains = phase in ("training", "sweep")
@@ -73,15 +86,17 @@ def try_once(place: Path, prepared: Path, phase: str, number: signal.Signals, af
         if run.poll() is not None:
             raise RuntimeError((folder / "told").read_text()[-2000:])
         time.sleep(0.01)
-    time.sleep(after)
-    made = len(list(store.glob(f"{kind}/*")))
-    begun = time.monotonic()
-    run.send_signal(number)
-    code = run.wait()
+    with busy(load):
+        time.sleep(after)
+        made = len(list(store.glob(f"{kind}/*")))
+        begun = time.monotonic()
+        run.send_signal(number)
+        code = run.wait()
+        seconds = time.monotonic() - begun
     row = {
         "phase": phase,
         "signal": number.name,
-        "seconds": round(time.monotonic() - begun, 2),
+        "seconds": round(seconds, 2),
         "exit code": code,
         "made before": made,
         "checkpoint": bool(list(store.glob("work/experts/*/resume/last.ckpt"))),
@@ -97,6 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES))
+    parser.add_argument(
+        "--load", type=int, default=0, help="processes that compute beside the run that is told to stop"
+    )
     parser.add_argument("--place", type=Path, default=Path("/tmp/stop"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -108,11 +127,11 @@ def main() -> None:
     ready = ["stages=[finetune,merge]", "merger=average"]
     finished(start(prepared, given.place / "first", *ready), given.place / "first")
     moments, rows = random.Random(given.seed), []
-    for phase in PHASES:
+    for phase in given.phases:
         for number in (signal.SIGTERM, signal.SIGINT):
             for turn in range(given.times):
                 place = given.place / f"{phase}-{number.name}-{turn}"
-                rows.append(try_once(place, prepared, phase, number, moments.uniform(0, 2)))
+                rows.append(try_once(place, prepared, phase, number, moments.uniform(0, 2), given.load))
                 print(rows[-1], flush=True)
                 shutil.rmtree(place)
                 report = {
@@ -120,10 +139,11 @@ def main() -> None:
                     "command": f"python experiments/faults/stop.py {' '.join(sys.argv[1:])}",
                     "torch": torch.__version__,
                     "cores": os.cpu_count(),
+                    "load": given.load,
                     "rows": rows,
                 }
                 given.out.write_text(json.dumps(report, indent=1) + "\n")
-    for phase in PHASES:
+    for phase in given.phases:
         mine = sorted(row["seconds"] for row in rows if row["phase"] == phase)
         print(f"{phase}: {len(mine)} times, median {mine[len(mine) // 2]} s, longest {mine[-1]} s")
 

@@ -100,9 +100,9 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from omegaconf import open_dict
 
     from mergekit_lab.paths import conf_dir
-    from mergekit_lab.stages import run
     from mergekit_lab.stages.context import Context
     from mergekit_lab.stages.report import collect
+    from mergekit_lab.stages.run import run
 
     lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()

@@ -59,17 +59,19 @@ class ComparisonSweeper(BasicSweeper):
         """How many jobs the sweep has."""
 
     def sweep(self, arguments: list[str]) -> Any:
+        from mergekit_lab.stages.given_up import forget
+
         before = self._begun()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
         self._refuse_missing(arguments)
         if "suite" in self.config and self.config.dry_run:
             return self._print_plan(arguments)
-        self._give_up({})  # of a sweep that was killed
+        given_up = self._place_for_failures()
         try:
             return self._launch_all(arguments)
         finally:
-            self._give_up({})
+            forget(given_up)
             self._tell_launcher("dismiss")
             try:
                 if not isinstance(sys.exception(), KeyboardInterrupt):
@@ -77,11 +79,21 @@ class ComparisonSweeper(BasicSweeper):
             finally:
                 self._tell_launcher("close")
 
-    def _tell_launcher(self, what: str, *arguments: Any) -> None:
+    def _place_for_failures(self) -> Path:
+        """Where this sweep notes what it does not try again; every job has it in its environment."""
+        from mergekit_lab.stages.given_up import PLACE, new_place
+
+        self._given_up = new_place(Path(self.config.hydra.sweep.dir))
+        quoted = str(self._given_up).replace("\\", r"\\").replace("'", r"\'")
+        with open_dict(self.config):
+            self.config.hydra.overrides.hydra.append(f"+hydra.job.env_set.{PLACE}='{quoted}'")
+        return self._given_up
+
+    def _tell_launcher(self, what: str) -> None:
         """What a launcher with workers of its own knows; `isinstance` fails, for Hydra loads plugins twice."""
         method = getattr(self.launcher, what, None)
         if method is not None:
-            method(*arguments)
+            method()
 
     def _refuse_missing(self, arguments: list[str]) -> None:
         """Ask once for all jobs whether data and weights can be had: asked by each, it takes a second a job."""
@@ -109,6 +121,7 @@ class ComparisonSweeper(BasicSweeper):
             raise CompactHydraException(str(error)) from error
 
     def _launch_all(self, arguments: list[str]) -> Any:
+        self._tell_launcher("ready")
         jobs = self._jobs(arguments)
         self._asked = len(jobs)
         self._train_first(jobs)
@@ -158,10 +171,9 @@ class ComparisonSweeper(BasicSweeper):
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
-        from mergekit_lab.stages.given_up import SHARED
+        from mergekit_lab.stages.given_up import SHARED, give_up
         from mergekit_lab.stages.plan import shared_training, unmade
 
-        self._tell_launcher("ready", len(jobs))
         here = isinstance(self.launcher, BasicLauncher)
         if (
             here
@@ -190,20 +202,11 @@ class ComparisonSweeper(BasicSweeper):
             self.launcher.launch(trainings, initial_job_idx=0)
         except Exception:  # as submitit has it for a process that died
             log.exception("not all trainings have returned")
-        failed = {}
         for place, work in enumerate(works):
+            job = f"{SHARED}/{place}"
             for kind, key in unmade(contexts[numbers[work.job]], work):
-                what = f"{kind} {key}" if work.only is None else f"{work.only} ({kind} {key})"
-                failed[f"{kind} {key}"] = (
-                    f"{what} could not be made in {SHARED}/{place}, once for all jobs of this sweep that need "
-                    f"it: {self._reason(f'{SHARED}/{place}')}"
-                )
-        self._give_up(failed)
-
-    def _give_up(self, failed: dict[str, str]) -> None:
-        from mergekit_lab.stages.given_up import give_up
-
-        give_up(Path(self.config.hydra.sweep.dir), failed)
+                told = f"{kind} {key} could not be made in {job}, once for all jobs of this sweep that need it"
+                give_up(f"{kind}-{key}", f"{told}: {self._reason(job)}", self._given_up)
 
     def _reason(self, job: str) -> str:
         file = Path(self.config.hydra.sweep.dir, job, "failure.json")

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 log = logging.getLogger(__name__)
 _MODULES = ("mergekit_lab.stages.finetune", "mergekit_lab.stages.report")
-"""What the first job of a worker would spend seconds on importing."""
+"""What workers would spend seconds on importing, each."""
 
 
 @dataclass
@@ -57,22 +57,21 @@ class LocalLauncher(Launcher):
         self.hydra_context = hydra_context
         self.config = config
 
-    def ready(self, jobs: int) -> None:
-        """Start the workers for so many jobs, which import what a run needs while the sweep is planned."""
-        from mergekit_lab.stages.workers import Pool
+    def ready(self) -> None:
+        """Begin to import what jobs need, while the sweep is planned."""
+        from mergekit_lab.stages.workers import import_ahead
 
-        if self._pool is None:
-            self._pool = Pool(self._devices())
         backbone = str(OmegaConf.select(self.config, "backbone._target_"))
-        self._pool.start(jobs, [*_MODULES, *(["open_clip"] if backbone.endswith("OpenClip") else [])])
+        import_ahead([*_MODULES, *(["open_clip"] if backbone.endswith("OpenClip") else [])])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from mergekit_lab.stages.workers import Outcome
+        from mergekit_lab.stages.workers import Outcome, Pool
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        self.ready(len(job_overrides))
+        if self._pool is None:
+            self._pool = Pool(self._devices())
         devices = self._pool.devices
         log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
         jobs = _Jobs(self.hydra_context, self.config, job_overrides, initial_job_idx)

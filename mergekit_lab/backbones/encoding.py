@@ -6,8 +6,10 @@ Legend: L tokens of a row.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +23,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MARK = "\ue000"
-"""A private character that stands for the prompt while its template is looked at."""
+_MARK, _BLANK = "\ue000", "\u2003"
+"""A private character, and a rare white space, that stand for a prompt while its template is looked at."""
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_TODAY = date(2024, 7, 26)
+"""What a template that tells the date tells, so that a prompt is the same whenever it is shown: what Llama 3's
+falls back on."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +69,30 @@ class Encoding:
         self.positions = positions
         self._template = self._look_at_template()
 
-    def _look_at_template(self) -> tuple[str, str]:
-        """What stands before and after a prompt."""
+    def _look_at_template(self) -> tuple[str, str, bool]:
+        """What stands before and after a prompt, and whether white space around it goes."""
         if self.reading.prompt == "plain":
-            return "", ""
+            return "", "", False
         if not self.tokenizer.chat_template:
             raise InputError("this tokenizer has no chat template: set backbone.prompt=plain")
+        template = _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), self.tokenizer.get_chat_template())
+        if "strftime_now(" in template:
+            raise InputError(
+                "the chat template shows the time, so a prompt would be another one tomorrow: set "
+                "backbone.prompt=plain"
+            )
+        prompt = f"{_BLANK}{_MARK}{_BLANK}"
         text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-        before, found, after = text.partition(_MARK)
-        if not found or _MARK in after:
+            [{"role": "user", "content": prompt}],
+            chat_template=template, tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+        trims = prompt not in text
+        before, found, after = text.partition(_MARK if trims else prompt)
+        if not found or {_MARK, _BLANK} & {*before, *after}:
             raise InputError(
                 "the chat template does not show a user's message as it is: set backbone.prompt=plain"
             )
-        return before, after
+        return before, after, trims
 
     def choices(self, task: TextTask) -> list[Tensor]:
         """The tokens of each choice, its end included.
@@ -182,11 +197,12 @@ class Encoding:
             rows = [torch.tensor(ids, dtype=torch.int64) for ids in self.tokenizer(list(prompts)).input_ids]
             ends = len(rows[0]) > 0 and int(rows[0][-1]) == self.tokenizer.eos_token_id
             return rows, 0, int(ends)
-        before, after = self._template
+        before, after, trims = self._template
         special = self.reading.prompt == "plain"
         head = len(self._tokens([before], special)[0])
         tail = len(self._tokens([after])[0]) if after else 0
-        return self._tokens([before + text + after for text in prompts], special), head, tail
+        texts = [before + (text.strip() if trims else text) + after for text in prompts]
+        return self._tokens(texts, special), head, tail
 
     def _fitted(self, tokens: Tensor, head: int, tail: int, room: int) -> Tensor:
         """A prompt's tokens, cut inside its template if there are more than `room`."""

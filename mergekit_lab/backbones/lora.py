@@ -61,7 +61,9 @@ class LoRA(Parametrisation):
                 raise InputError(f"finetuning=lora cannot be applied: {error}") from None
 
     def folded(self, model: nn.Module) -> dict[str, Tensor]:
-        merged = deepcopy(model).merge_and_unload()  # type: ignore[operator]
+        with warnings.catch_warnings():  # transformers 5 believes Flan-T5's tied, which are not
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+            merged = deepcopy(model).merge_and_unload()  # type: ignore[operator]
         return dict(merged.state_dict())
 
 

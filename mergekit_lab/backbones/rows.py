@@ -5,10 +5,15 @@ Legend: N samples or rows, L tokens of a row.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def padded(
@@ -45,3 +50,25 @@ def apart(segments: Tensor) -> Tensor:
     length = segments.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
     return ((segments[:, :, None] == segments[:, None, :]) & before)[:, None]
+
+
+def mask_reach(model: Any) -> float:
+    """How long a row may be for a model of transformers to see in it what a mask and positions of ours say.
+
+    As long as one likes for most; as long as the window for one that looks back a window, which a mask of ours
+    replaces; 0 where something else than attention carries a text on (state-space and convolution layers),
+    where the model counts positions itself (ALiBi), and where attention adds a mask to its scores instead of
+    choosing by it (any but torch's own).
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    if (
+        config._attn_implementation != "sdpa"
+        or "position_ids" not in inspect.signature(model.forward).parameters
+        or getattr(config, "alibi", False)
+        or getattr(model, "_is_stateful", False)
+        or not _ATTENTION.issuperset(kinds)
+    ):
+        return 0
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((window for window in windows if window), default=math.inf)

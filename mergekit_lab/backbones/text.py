@@ -22,7 +22,8 @@ from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearised import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
-from mergekit_lab.backbones.rows import apart, first_fit, padded
+from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
+from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
 
@@ -98,7 +99,7 @@ class TextObjective(ScoredText):
         device = device_of(model)
         found: list[str] = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.compute == "bfloat16"):
-            for few in self._within_memory(prompts):
+            for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None
                     best = self.choice_scores(model, few).argmax(dim=1).tolist()
@@ -107,11 +108,20 @@ class TextObjective(ScoredText):
                     found += self._generate(model, few)
         return found
 
-    def _within_memory(self, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Prompts in parts that one forward pass can hold."""
+    def _within_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Prompts in parts that one forward pass can hold.
+
+        What decodes with a cache makes the logits of one token at a time, what has none those of a whole row.
+        """
         longest = max(len(p) for p in prompts)
-        block = sum(map(len, self._choices)) if self._choices else self.task.max_new_tokens
-        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * (block + 1)))
+        if self.reading.chooses(self.task):
+            assert self._choices is not None
+            block = sum(map(len, self._choices))
+            places = block + 1
+        else:
+            block = self.task.max_new_tokens
+            places = 1 if hasattr(model, "generate") else longest + block
+        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * places))
         size = max(1, rows)
         return (prompts[i : i + size] for i in range(0, len(prompts), size))
 
@@ -189,6 +199,11 @@ class CausalObjective(TextObjective):
         used = (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "segments")}
         if "segments" in batch:
+            if batch["segments"].shape[1] > mask_reach(bare(model)):
+                raise InputError(
+                    f"backbone.packing=true puts texts into rows of up to {self.reading.max_length} tokens, in "
+                    f"which {type(bare(model)).__name__} would let one see another: set it to false"
+                )
             inputs["attention_mask"] = apart(batch["segments"])
         logits = _logits(model, used, **inputs)
         return functional.cross_entropy(
@@ -199,11 +214,14 @@ class CausalObjective(TextObjective):
     def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
         """All choices of a prompt stand behind it in one row, and see the prompt and themselves alone.
 
-        One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each.
+        One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each: they
+        are for models that do not go by a mask of ours in such a row.
         """
         assert self._choices is not None
         device = device_of(model)
         tokens, mask = padded(prompts, self._pad, device, left=True)
+        if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(bare(model)):
+            return self._choice_by_choice(model, tokens, mask)
         block = torch.cat([c[:-1] for c in self._choices]).to(device)
         owner = torch.cat([torch.full((len(c) - 1,), j) for j, c in enumerate(self._choices)]).to(device)
         place = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
@@ -221,6 +239,24 @@ class CausalObjective(TextObjective):
         used = torch.arange(length - 1, length + extra, device=device)
         logits = _logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
         return self._summed(logits)
+
+    def _choice_by_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+        """The same, a row for each prompt and choice; `tokens` and `mask` of prompts, padded at their start."""
+        assert self._choices is not None
+        counts = "position_ids" in inspect.signature(bare(model).forward).parameters
+        scores = []
+        for choice in self._choices:
+            choice = choice.to(tokens.device)
+            row = torch.cat([tokens, choice.expand(len(tokens), -1)], dim=1)
+            seen = functional.pad(mask, (0, len(choice)), value=1)
+            own = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
+            used = torch.arange(tokens.shape[1] - 1, row.shape[1] - 1, device=row.device)
+            logits = _logits(model, used, input_ids=row, attention_mask=seen, **own)
+            losses = functional.cross_entropy(
+                logits.float().transpose(1, 2), choice.expand(len(tokens), -1), reduction="none"
+            )
+            scores.append(-losses.sum(dim=1))
+        return torch.stack(scores, dim=1)
 
     def _summed(self, logits: Tensor) -> Tensor:
         """`[N, C]` from the logits `[N, 1 + B, V]` after the prompt and each choice's tokens but the last."""

@@ -31,7 +31,7 @@ from mergekit_lab.checkpoints.quantised import refuse_quantised
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.checkpoints.vocabulary import reconcile, vocabulary_rows
+from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabulary_rows
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Library",
     "LowRank",
     "LowRankRecord",
+    "Reconciled",
     "Report",
     "ShardedWriter",
     "TensorSpec",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from mergekit_lab.errors import InputError, listing
 
@@ -50,28 +52,43 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
             f"{label}: the adapter uses {listing(unknown)}, which is not folded here: merge it with peft "
             "(`merge_and_unload`) and give the saved model"
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(f"{label}: {key}", config.get(key) or {})
     return config
 
 
-def _check_patterns(what: str, patterns: Any) -> None:
+def by_pattern(
+    label: str, config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]
+) -> dict[str, Any]:
+    """What `config[key]`, a mapping from pattern to number, says of each module; else `config[default]`.
+
+    As in peft a pattern is a regular expression for a module's path from one of its dots on, and the first that
+    matches counts. A file from elsewhere may hold one that would backtrack, or expand, without end.
+
+    Raises:
+        InputError: no mapping, or a pattern that is no regular expression or costs too much, by name.
+    """
+    patterns = config.get(key) or {}
     if not isinstance(patterns, Mapping):
-        raise InputError(f"{what} is a {type(patterns).__name__}, not a mapping from module to number")
-    for pattern in patterns:
+        raise InputError(f"{label}: {key} is a {type(patterns).__name__}, not a mapping from module to number")
+    found = dict.fromkeys(modules, config.get(default))
+    end = time.process_time() + _PATTERN_SECONDS
+    for pattern, value in reversed(list(patterns.items())):
+        holds = f"{label}: {key} holds {pattern[:200]!r}, which"
+        if "{" in pattern or len(pattern) > _LONGEST_PATTERN:
+            raise InputError(f"{holds} counts repeats with braces or is very long: write it without")
         try:
-            re.compile(_ending(pattern))
-        except re.error as error:
-            raise InputError(f"{what} holds {pattern!r}, which is no regular expression ({error})") from None
+            ending = regex.compile(rf"(.*\.)?({pattern})$")
+            for module in found:
+                if ending.match(module, timeout=max(0.0, end - time.process_time())):
+                    found[module] = value
+        except (regex.error, RecursionError) as error:
+            raise InputError(f"{holds} is no regular expression ({error})") from None
+        except TimeoutError:
+            raise InputError(
+                f"{holds} takes too long to match with names: write it without repeats of repeats"
+            ) from None
+    return found
 
 
-def _ending(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
-def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The first pattern that matches a module's path from one of its dots on."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(_ending(pattern), module):
-            return value
-    return default
+_PATTERN_SECONDS = 10.0
+"""Of a processor, for all patterns of one kind; a thousand of them with a thousand modules take three."""
+_LONGEST_PATTERN = 10_000

@@ -195,12 +195,14 @@ def _changes(
             lost.append(inner)
         else:
             changes.setdefault(target, _Change()).replaced = name
+    ranks = by_pattern(label, config, "rank_pattern", "r", modules)
+    alphas = by_pattern(label, config, "alpha_pattern", "lora_alpha", modules)
     for module, parts in modules.items():
         target = place.of(f"{module}.weight") or place.of(f"{module}.in_proj_weight")
         if target is None:
             lost.append(f"{module}.weight")
             continue
-        factors = _factors(label, module, parts, tensors, config)
+        factors = _factors(label, module, parts, tensors, config, ranks[module], alphas[module])
         change = changes.setdefault(target, _Change())
         change.factors = factors
         shape = tensors.specs[change.replaced].shape if change.replaced else base.specs[target].shape
@@ -272,8 +274,15 @@ class _Placement:
 
 
 def _factors(
-    label: str, module: str, parts: dict[str, str], tensors: Checkpoint, config: Mapping[str, Any]
+    label: str,
+    module: str,
+    parts: dict[str, str],
+    tensors: Checkpoint,
+    config: Mapping[str, Any],
+    configured: Any,
+    alpha: Any,
 ) -> Factors:
+    """Of one module, whose configured rank and `α` these are."""
     pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
     missing = [part for part in pair if part not in parts]
     if missing:
@@ -284,10 +293,8 @@ def _factors(
     if any(len(tensors.specs[parts[part]].shape) < 2 or not tensors.specs[parts[part]].numel for part in pair):
         raise InputError(f"{label}: the factors of {module!r} are not two matrices of rank 1 or more")
     rank = tensors.specs[parts[pair[0]]].shape[0]
-    configured = by_pattern(config.get("rank_pattern"), module, config.get("r"))
     if configured != rank:
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
-    alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise InputError(f"{label}: lora_alpha is {alpha!r}")
     times = _times_applied(label, parts[pair[0]], config)

@@ -45,6 +45,9 @@ class Checkpoint(Mapping[str, Tensor]):
         files: Iterable[Path] = (),
         folder: Path | None = None,
     ) -> None:
+        odd = [name for name in specs if not name.isprintable()]
+        if odd:
+            raise InputError(f"{label} has names that cannot be printed ({listing(map(ascii, odd))})")
         self.label = label
         self.specs = specs
         self.files = tuple(files)

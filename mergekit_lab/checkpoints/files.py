@@ -83,6 +83,7 @@ class Safetensors(Checkpoint):
 
 
 def _open_safetensors(label: str, file: Path) -> Any:
+    _refuse_streams(label, file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError:
@@ -116,6 +117,7 @@ def load_pickled(label: str, file: Path) -> Mapping[str, Any]:
     Raises:
         InputError: the file is missing or cut, or holds more than plain tensors.
     """
+    _refuse_streams(label, file)
     try:
         with file.open("rb") as opened:
             zipped = opened.read(2) == b"PK"
@@ -146,6 +148,12 @@ def load_pickled(label: str, file: Path) -> Mapping[str, Any]:
     return content
 
 
+def _refuse_streams(label: str, file: Path) -> None:
+    """Refuse a pipe or a device, which would be waited for without end."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise InputError(f"{label}: {file} is a pipe or a device, not a file")
+
+
 def _unreadable(label: str, file: Path, error: Exception) -> InputError:
     reason = str(error).split("\n")[0] or type(error).__name__
     return InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?")
@@ -157,10 +165,11 @@ def open_index(label: str, index: Path) -> Checkpoint:
     Raises:
         InputError: it is no index, or names files outside its folder.
     """
+    _refuse_streams(label, index)
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{label}: {index} is not a safetensors index ({error!r})") from None
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     outside = {file for file in files.values() if Path(file).name != file or file in {".", ".."}}

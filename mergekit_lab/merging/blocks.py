@@ -5,6 +5,7 @@ Legend: `T` experts, `*S` a tensor's shape, `n` a block's length.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,11 @@ class Reader:
         return self._resident or Flat(self.inputs, keep=False)
 
     @cached_property
+    def own_flat(self) -> Flat:
+        """One for whoever works with this reader alone, a block at a time: its memory serves all tensors."""
+        return self.flat()
+
+    @cached_property
     def _resident(self) -> Flat | None:
         first = next(iter(self.inputs.merged), None)
         here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
@@ -174,24 +180,24 @@ class Reader:
         if pool:
             yield pool
 
-    @property
+    @cached_property
     def pools(self) -> bool:
+        """Whether blocks hold several tensors."""
         return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
 
     def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
         """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
         first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
         size, where = _length(piece), (self.inputs.compute, self.device)
-        base = flat.empty("base", 1, size, *where)[0]
+        base = flat.empty("base", 1, size, *where)
         deltas = flat.empty("deltas", len(rows), size, *where)
-        fill(base, first)
+        fill(base, [first])
         if len(piece) == 1 and all(row[0].dtype == base.dtype and row[0].device == base.device for row in rows):
             for slot, parts in zip(deltas, rows, strict=True):
-                torch.sub(parts[0].reshape(-1), base, out=slot)
-            return base, deltas
-        for slot, parts in zip(deltas, rows, strict=True):
-            fill(slot, parts)
-        return base, deltas.sub_(base)
+                torch.sub(parts[0].reshape(-1), base[0], out=slot)
+            return base[0], deltas
+        fill(deltas, rows)
+        return base[0], deltas.sub_(base)
 
     def base(self, name: str) -> Tensor:
         """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
@@ -277,12 +283,13 @@ class Reader:
     def _stack(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         size = sum(part.numel() for part in rows[0])
         out = torch.empty((len(rows), size), dtype=self.inputs.compute, device=self.device)
-        for slot, parts in zip(out, rows, strict=True):
-            fill(slot, parts)
+        fill(out, rows)
         return out
 
     def expect_finite(self, names: list[str], deltas: Tensor) -> None:
         """Doubt them unless all of `[T, n]` are finite."""
+        if self.device.type == "cpu" and math.isfinite(deltas.sum()):
+            return  # where an entry is not, their sum is not; a sum that overflows is looked into
         size = deltas.shape[1]
         zeros = self._zeros[:size] if size <= self.block else deltas.new_zeros(size)
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, pack, unpacked
+from mergekit_lab.merging.dropping import counter_keep, counters, drop_and_rescale, masked, pack, thinned
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 
 
@@ -107,7 +107,7 @@ class DARE(Method):
         for deltas, site in blocks():
             sizes, keep = deltas.abs(), self._keep(deltas, site)
             before = before + sizes.sum(dim=1).double().cpu()
-            after = after + sizes.mul_(keep).sum(dim=1).double().cpu()
+            after = after + masked(sizes, keep, out=sizes).sum(dim=1).double().cpu()
             whole_bytes = deltas.shape[1] % 8 == 0 or deltas.shape[1] == entries
             if site.offset == 0 and whole_bytes and deltas.device.type == "cpu":
                 bits = torch.empty(len(deltas), -(-entries // 8), dtype=torch.uint8)
@@ -121,19 +121,20 @@ class DARE(Method):
         restored = site.tensor[0] if site.tensor else None
         if restored is not None:
             if restored.bits is not None:
-                return unpacked(restored.bits, site.offset, deltas, restored.factors).mul_(deltas)
+                return thinned(deltas, restored.bits, site.offset, restored.factors)
             factors = restored.factors.to(deltas).view(-1, *[1] * (deltas.dim() - 1))
-            return self._keep(deltas, site).mul_(deltas).mul_(factors)
-        kept = self._keep(deltas, site).mul_(deltas)
+            return self._kept(deltas, site).mul_(factors)
         if self.rescale == "inverse":
-            return kept.div_(1 - self.drop)
-        return torch.stack(
-            [drop_and_rescale(d, k != 0, self.drop, "l1") for d, k in zip(deltas, kept, strict=True)]
-        )
+            return self._kept(deltas, site).div_(1 - self.drop)
+        keep = self._keep(deltas, site)
+        return torch.stack([drop_and_rescale(d, k, self.drop, "l1") for d, k in zip(deltas, keep, strict=True)])
+
+    def _kept(self, deltas: Tensor, site: Site) -> Tensor:
+        return masked(deltas, self._keep(deltas, site), out=torch.empty_like(deltas))
 
     def _keep(self, deltas: Tensor, site: Site) -> Tensor:
-        """1 where an entry stays, 0 where it is dropped, shaped like `deltas`."""
-        keep = torch.empty_like(deltas, memory_format=torch.contiguous_format)
+        """Whether an entry stays, shaped like `deltas`."""
+        keep = torch.empty_like(deltas, dtype=torch.bool, memory_format=torch.contiguous_format)
         for expert, row in zip(site.experts, keep, strict=True):
             counter_keep(counters(self.seed, expert, site.segments), row, self.drop)
         return keep

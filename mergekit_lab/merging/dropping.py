@@ -65,35 +65,50 @@ def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
 
 
 def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
-    """Make `out`, which is contiguous, 1 where `counter_uniform` is at least `drop`, else 0."""
+    """Make `out`, which is boolean and contiguous, true where `counter_uniform` is at least `drop`."""
     flat, bound = out.view(-1), math.ceil(drop * 2.0**53) << 11
     if out.device.type == "cpu":
         for place, bits in _bits_in_cache(draws):
-            numpy.greater_equal(bits, numpy.uint64(bound), out=flat.numpy()[place], casting="unsafe")
+            numpy.greater_equal(bits, numpy.uint64(bound), out=flat.numpy()[place])
         return
     bits = _random_bits(draws, out.device)
     bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
-    flat.copy_(bits >= _signed(bound ^ (1 << 63)))
+    torch.ge(bits, _signed(bound ^ (1 << 63)), out=flat)
+
+
+def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
+    """`values` where the booleans `keep` are true, else 0 times them, in `out`, which may be `values`.
+
+    A CPU does it with NumPy, which makes numbers of a few booleans at a time, where torch makes them of all.
+    """
+    if values.device.type != "cpu":
+        return torch.mul(values, keep, out=out)
+    with numpy.errstate(all="ignore"):  # whoever asks for finite inputs looks at the result
+        numpy.multiply(values.numpy(), keep.numpy(), out=out.numpy())
+    return out
 
 
 def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
-    """Write zeros and ones on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
-    found = numpy.packbits(keep.numpy().astype(bool), axis=1)
+    """Write booleans on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
+    found = numpy.packbits(keep.numpy(), axis=1)
     bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
 
 
-def unpacked(bits: Tensor, offset: int, like: Tensor, kept: Tensor) -> Tensor:
-    """What was packed at a flat index, in the shape and dtype of `like`: `kept` `[T]` for one, 0 for zero."""
-    out = torch.empty_like(like)
-    size = like.shape[1]
+def thinned(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tensor:
+    """`deltas` `[T, n]` times `factors` `[T]` where what was packed at their flat index is true, else 0."""
+    out = torch.empty_like(deltas)
+    size = deltas.shape[1]
     whole = size // 8
     part = bits.numpy()[:, offset // 8 : -(-(offset + size) // 8)]
     bytes_ = numpy.unpackbits(numpy.arange(256, dtype=numpy.uint8)[:, None], axis=1)
-    for row, packed, value in zip(out.numpy(), part, kept.to(like).numpy(), strict=True):
-        table = bytes_ * value
+    rows = zip(out.numpy(), deltas.numpy(), part, factors.to(deltas).numpy(), strict=True)
+    for row, delta, packed, factor in rows:
+        table = bytes_ * factor
         numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
         if size % 8:
             row[8 * whole :] = table[packed[whole], : size % 8]
+        with numpy.errstate(all="ignore"):
+            numpy.multiply(row, delta, out=row)
     return out
 
 

@@ -52,14 +52,23 @@ class Flat:
         return [row[segment.start : segment.stop] for row in rows]
 
 
-def fill(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy the parts, end to end, into the flat `out`."""
-    if parts[0].device != out.device:
-        out.copy_(sent(parts, out.device))
-    elif len(parts) == 1:
-        out.copy_(parts[0].reshape(-1))
+def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:
+    """Copy the parts of each row, end to end, into a row of `out` `[rows, n]`, which is contiguous.
+
+    On one device all at once. From another device a row at a time, because it holds pinned memory meanwhile.
+    """
+    if any(row[0].device != out.device for row in rows):
+        for slot, row in zip(out, rows, strict=True):
+            if row[0].device == out.device:
+                fill(slot[None], [row])
+            else:
+                slot.copy_(sent(row, out.device))
+        return
+    parts = [part.reshape(-1) for row in rows for part in row]
+    if all(part.dtype == out.dtype for part in parts):
+        torch.cat(parts, out=out.view(-1))
     else:
-        torch._foreach_copy_(shaped(out, parts), list(parts))
+        torch._foreach_copy_(out.view(-1).split([len(part) for part in parts]), parts)
 
 
 def sent(parts: Sequence[Tensor], device: torch.device) -> Tensor:

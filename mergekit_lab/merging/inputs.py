@@ -13,6 +13,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
+    align,
     conv1d_weights,
     open_checkpoint,
     refuse_quantised,
@@ -100,7 +101,7 @@ def open_inputs(
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
         refuse_quantised(checkpoint)
-    _check_alike(origin.specs, opened.values(), "expert")
+    _check_alike(origin.specs, opened.values(), "expert", base=origin)
     check_real(origin.specs)
     _check_buffers(origin, opened.values())
     tied = origin.tied()
@@ -175,8 +176,10 @@ def _check_alike(
     others: Iterable[Checkpoint],
     what: str,
     optional: Iterable[str] = (),
+    base: Checkpoint | None = None,
 ) -> None:
-    """Names, kinds and shapes must agree; the error names every offender of a checkpoint."""
+    """Names, kinds and shapes must agree; the error names every offender of a checkpoint, and says if only the
+    names differ from the base's."""
     for other in others:
         missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - {*wanted, *optional}
         shared = [name for name in wanted if name in other.specs]
@@ -200,9 +203,17 @@ def _check_alike(
         if kinds:
             problems.append(f"has other kinds of numbers ({listing(kinds)})")
         if problems:
-            raise InputError(
-                f"{what} {other.label!r} {'; '.join(problems)}: was it saved from another backbone?"
-            )
+            way_out = "was it saved from another backbone?"
+            if base is not None and _shapes(align(base, other, read=False)) == _shapes(base):
+                way_out = (
+                    "these are the base's tensors under other names, which mergekit_lab.merge reads; "
+                    "here, open both and give mergekit_lab.checkpoints.align(base, expert)"
+                )
+            raise InputError(f"{what} {other.label!r} {'; '.join(problems)}: {way_out}")
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: spec.shape for name, spec in checkpoint.specs.items()}
 
 
 def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:

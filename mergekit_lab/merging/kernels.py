@@ -52,7 +52,7 @@ class DigitCounts:
 
     def total(self) -> Tensor:
         """`[T, 2^width]`, int64."""
-        return self._counts.sum(dim=1)
+        return self._counts[:, 0] if self._counts.shape[1] == 1 else self._counts.sum(dim=1)
 
 
 def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int) -> None:

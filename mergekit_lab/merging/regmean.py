@@ -57,34 +57,41 @@ class RegMean(Method):
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if "gram" not in site.side:
             return site.weigh(deltas).mean(dim=0)
-        grams, weights = site.side["gram"], site.upright(deltas)
-        inputs = weights.shape[-1] if base.dim() == 2 else None
+        total, pull = self._normal_equations(name, site.upright(deltas), site)
+        precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
+        return site.upright(_solve(total, pull, precision, name).mT).to(deltas.dtype)
+
+    def _normal_equations(self, name: str, weights: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+        """`ΣG'_t` `[in, in]` and `ΣG'_t δ_tᵀ` `[in, out]` for `weights` `δ` `[T, out, in]`, in float64."""
+        grams = site.side["gram"]
+        inputs = weights.shape[-1] if weights.dim() == 3 else None
         if grams.shape[1:] != (inputs, inputs):
             layout = "[in, out]" if site.transposed else "[out, in]"
             raise InputError(
-                f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor {list(base.shape)}; a weight "
-                f"{layout} takes a gram [in, in]"
+                f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor "
+                f"{list(site.upright(weights).shape[1:])}; a weight {layout} takes a gram [in, in]"
             )
         total = torch.zeros_like(grams[0], dtype=torch.float64)
         pull = total.new_zeros(weights.shape[-1], weights.shape[-2])
         mean = grams.diagonal(dim1=-2, dim2=-1).double().mean()
         for gram, delta, weight in zip(grams, weights, site.weights.double(), strict=True):
-            own = self._shrunk(gram.double(), mean).mul_(weight)  # one expert at a time in float64
+            own = self._shrunk(gram, mean).mul_(weight)  # one expert at a time in float64
             total += own
             pull.addmm_(own, delta.double().mT)
-        precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
-        return site.upright(_solve(total, pull, precision, name).mT).to(deltas.dtype)
+            del own
+        return total, pull
 
     def _shrunk(self, gram: Tensor, mean: Tensor) -> Tensor:
-        """`G'_t` `[in, in]`: off-diagonal entries times the ratio, the ridge times `mean` on the diagonal."""
-        diagonal = gram.diagonal() * (1 - self.ratio) + self.ridge * mean
-        shrunk = gram * self.ratio
-        shrunk.diagonal().add_(diagonal)
+        """`G'_t` `[in, in]` in float64: off-diagonal entries times the ratio, the ridge times `mean` on the
+        diagonal."""
+        shrunk = gram.to(torch.float64, copy=True)
+        diagonal = shrunk.diagonal() * (1 - self.ratio) + self.ridge * mean
+        shrunk.mul_(self.ratio).diagonal().add_(diagonal)
         return shrunk
 
 
 def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:
-    """`gram⁻¹ pull` by Cholesky, after scaling to a unit diagonal.
+    """`gram⁻¹ pull` by Cholesky, after scaling to a unit diagonal; both are overwritten.
 
     A squared pivot of the scaled factor is the share of an input's energy that the inputs before it do not
     explain; where that is under `precision` the weights of that input are undetermined.
@@ -92,9 +99,9 @@ def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:
     scale = gram.diagonal().sqrt()
     dead = int((~(scale > 0)).sum())
     if dead == 0:
-        factor, failed = torch.linalg.cholesky_ex(gram / scale[:, None] / scale)
+        factor, failed = torch.linalg.cholesky_ex(gram.div_(scale[:, None]).div_(scale))
         if not int(failed) and float(factor.diagonal().min()) ** 2 > precision:
-            return torch.cholesky_solve(pull / scale[:, None], factor) / scale[:, None]
+            return torch.cholesky_solve(pull.div_(scale[:, None]), factor).div_(scale[:, None])
     what = f"{dead} inputs have no positive energy" if dead else "some inputs are combinations of others"
     raise InputError(
         f"the summed grams of {name!r} are singular ({what}): give more samples, or set ratio below 1 or "

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
@@ -82,9 +82,9 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     prefix, known = torch.zeros(experts, dtype=torch.int64, device=device), 0
     room = equal = torch.full((experts, 1), kept, device=device)
     for width in _widths(dtype, entries):
-        counts = sum(found.to(device) for found in at_once(partial(_counted, prefix, known, width), shares))
-        assert isinstance(counts, Tensor)
-        from_above = counts.flip(1).cumsum(1)
+        found = at_once(partial(_counted, prefix, known, width), shares)
+        counts = reduce(Tensor.add_, (each.to(device) for each in found))
+        from_above = counts.flip(1).cumsum_(1)
         place = torch.searchsorted(from_above, room)
         digit = counts.shape[1] - 1 - place
         equal = counts.gather(1, digit)
@@ -101,7 +101,7 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     return Largest(exact.tolist(), below.tolist(), cuts)
 
 
-_WIDE = 1 << 22
+WIDE = 1 << 22
 """Entries from which a pass over them costs more than a million counters."""
 
 
@@ -111,8 +111,8 @@ def _widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
     Few at first: where most numbers share an exponent, many threads of a GPU would count in one place.
     """
     if dtype == torch.float64:
-        return (11, 20, 20, 12) if entries > _WIDE else (11, 13, 13, 13, 13)
-    return (11, 20) if entries > _WIDE else (11, 10, 10)
+        return (11, 20, 20, 12) if entries > WIDE else (11, 13, 13, 13, 13)
+    return (11, 20) if entries > WIDE else (11, 10, 10)
 
 
 def _counted(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:

@@ -115,7 +115,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
 
 def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
     """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
-    flat = reader.flat()
+    flat = reader.own_flat
     size = sum(reader.inputs.base.specs[name].numel for name in names)
     if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
         return partial(reader.read, flat=flat)
@@ -291,11 +291,11 @@ def _workers(reader: Reader) -> int:
     if not reader.fed:
         return 1
     if reader.method.elementwise:
-        return min(_FEEDERS, cores)
+        return min(FEEDERS, cores)
     return min(_READERS, cores) if isinstance(reader.method, SpectralMethod) else 1
 
 
-_FEEDERS = 8
+FEEDERS = 8
 """Workers that feed an accelerator: one copies 2 to 6 GB/s from the host's memory, and the card takes 50."""
 _READERS = 3
 """Workers of a matrix method: one factorizes while the others read its next stacks and write its last."""

@@ -78,7 +78,8 @@ def read_published(name: str) -> list[Published]:
 
 
 def conditions(name: str) -> tuple[frozenset[str], str]:
-    """What a run must be for a table to stand beside it: its tasks (none: its rows name them) and a `when`."""
+    """What a run must be for a table to stand beside it: its tasks (none: its rows name them) and a `when`, in
+    which `key?=value` is asked only of runs that have the key."""
     source, _, table = name.partition(" ")
     for row in csv.DictReader(_data(_TABLES.read_text().splitlines())):
         if row["source"] == source and table in row["tables"].split(";"):
@@ -110,7 +111,7 @@ def set_beside(
     source, _, _ = name.partition(" ")
     tasks, when = conditions(name)
     if not holds(when):
-        log.info("published %s: not set beside this run, it is of %s", name, when)
+        log.info("published %s: not set beside this run, it is of %s", name, when.replace("?", ""))
         return []
     together = not tasks or tasks == set(run_tasks)
     if not together:

@@ -1,5 +1,1 @@
-"""What a run does, stage by stage, over one composed configuration."""
-
-from mergekit_lab.stages.run import STAGES, run
-
-__all__ = ["STAGES", "run"]
+"""What a run does, stage by stage, over one composed configuration: `run.run`."""

@@ -8,12 +8,13 @@ a schema's dataclasses, and the signature behind every `_target_`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -22,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.reporting import asked
 
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
+_SEQUENCES = (list, tuple, Sequence, Iterable)
+_MAPPINGS = (dict, Mapping)
 Target = dict
 """Marks a field whose content is built by its `_target_`."""
 
@@ -125,8 +127,9 @@ def _check_fields(node: Mapping[str, Any], kind: type, path: tuple[str, ...]) ->
     missing = [name for name in known if name not in node and not _has_default(kind, name)]
     if missing:
         raise InputError(f"the configuration lacks {'.'.join((*path, missing[0]))}")
-    for name, value in node.items():
-        _check_value(value, hints[name], (*path, name))
+    # groups with ranges first: optimizers interpolate training's values, which are told of by their own name
+    for name in sorted(node, key=lambda name: not is_dataclass(hints[name])):
+        _check_value(node[name], hints[name], (*path, name))
     if path:
         _construct(kind, node, path)
 
@@ -159,21 +162,39 @@ def _check_value(value: Any, hint: Any, path: tuple[str, ...]) -> None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value of a configuration is of the type that a field declares."""
+    """Whether a plain value of a configuration is of the type that a field or a parameter declares."""
+    if isinstance(value, Mapping) and "_target_" in value:
+        return True  # what it makes is known when it is made
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return any(_fits(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
     if hint in (Any, None, NoneType):
         return hint is Any or value is None
     if hint is Target:
-        return isinstance(value, Mapping) and "_target_" in value
+        return False
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if origin is not None:
-        return isinstance(value, origin)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin in _SEQUENCES or hint in _SEQUENCES:
+        inner = arguments[0] if arguments else Any
+        return isinstance(value, list) and all(_fits(item, inner) for item in value)
+    if origin in _MAPPINGS or hint in _MAPPINGS:
+        inner = arguments[-1] if arguments else Any
+        return isinstance(value, Mapping) and (inner is Target or all(_fits(v, inner) for v in value.values()))
+    if hint is Path:
+        return isinstance(value, str)
+    if not isinstance(hint, type):
+        return True
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _called(hint: Any) -> str:
@@ -192,10 +213,19 @@ def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
     parameters = inspect.signature(target).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
-    _refuse_unknown({k: v for k, v in node.items() if k not in _HYDRA_KEYS}, parameters, path)
-    for name, value in node.items():
+    given = {name: value for name, value in node.items() if name not in _HYDRA_KEYS}
+    _refuse_unknown(given, parameters, path)
+    hints = _hints_of(node["_target_"])
+    for name, value in given.items():
+        where = ".".join((*path, name))
         if isinstance(value, Mapping) and "_target_" in value:
             _check_target(value, (*path, name))
+        elif name == "coefficient" and value is None:
+            continue  # validation chooses it
+        elif not _fits(value, hints.get(name, Any)):
+            raise InputError(f"{where} is {value!r}; it must be of type {_called(hints[name])}")
+        elif not _is_finite(value):
+            raise InputError(f"{where} is {value!r}; it must be finite")
 
 
 def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[str, ...]) -> None:
@@ -232,6 +262,8 @@ def check_slice(cfg: DictConfig) -> None:
     Raises:
         InputError: unknown names, or mergers that are no dimension though one run has many.
     """
+    from mergekit_lab.reporting import asked
+
     names, fixed = asked(cfg.table or "merger×task", cfg.metric)
     if cfg.table and not cfg.runs and "merger" not in (*names, *fixed):
         raise InputError(

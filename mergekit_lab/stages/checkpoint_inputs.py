@@ -17,6 +17,7 @@ from mergekit_lab.checkpoints import (
     TRANSFORMERS,
     Checkpoint,
     Library,
+    Reconciled,
     TensorSpec,
     align,
     computed_buffers,
@@ -60,6 +61,7 @@ class Prepared:
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
+        problems: why they have no vocabulary in common, where only headers were asked for.
     """
 
     base: Checkpoint
@@ -81,6 +83,7 @@ class Prepared:
     base_source: str
     sources: Mapping[str, str]
     notes: Sequence[str]
+    problems: Sequence[str] = ()
 
     @property
     def library(self) -> Library | None:
@@ -135,7 +138,8 @@ def prepare(
     """Open everything and bring it under the base's names and one vocabulary; see `merge` for the arguments.
 
     Args:
-        read: compare the values of names that look tied; False reads headers only.
+        read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
+            the vocabularies for the report.
     """
     if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
         raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
@@ -148,9 +152,15 @@ def prepare(
         n: align(origin, _kin(origin, _open(n, s, origin, read)), read=read, say=notes.append)
         for n, s in named.items()
     }
-    tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
-    same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
-    _check_tokenizer(tokenizer, same.base)
+    tokenizer, problems = None, []
+    try:
+        tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
+        same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
+        _check_tokenizer(tokenizer, same.base)
+    except InputError as error:
+        if read:
+            raise
+        same, problems = Reconciled(origin, tuple(opened.values())), [str(error)]
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
@@ -180,6 +190,7 @@ def prepare(
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
         notes=[*notes, *same.notes],
+        problems=problems,
     )
 
 

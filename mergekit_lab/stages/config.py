@@ -24,6 +24,7 @@ from mergekit_lab.training import Settings
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
 _ESTIMATES = ("per_sample", "first_moment")
 OBJECTIVES = ("normalised", "value")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 __all__ = [
@@ -146,7 +147,7 @@ class Place:
     """Where and how training runs: what of `lightning.Trainer` decides nothing of the result.
 
     Args:
-        accelerator: Lightning's name: auto, cpu, gpu.
+        accelerator: Lightning's name: auto, cpu, gpu, cuda, mps.
         devices: processes that train one expert together, one a device; null takes one for each of the run's
             devices. More than 1 needs a strategy.
         strategy: "auto", one process an expert; "ddp", the batch is spread over processes; "fsdp", the
@@ -162,6 +163,10 @@ class Place:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise InputError(f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}")
+        if self.accelerator not in ACCELERATORS:
+            raise InputError(
+                f"trainer.accelerator is {self.accelerator!r}{suggestion(self.accelerator, ACCELERATORS)}"
+            )
         if self.devices is not None and self.devices < 1:
             raise InputError(f"trainer.devices is {self.devices}; it must be at least 1, or null")
         if self.strategy == "auto" and self.devices != 1:
@@ -177,12 +182,13 @@ class StorePlace:
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
-        action: "list"; "verify" hashes; "explain" why what the composed run wants is not there; "prune";
-            "export" one artefact as a folder; "import" such a folder.
+        action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
+            is not there; "prune"; "export" one artefact as a folder; "import" such a folder.
         kind, key: narrow it to a kind ("experts"), or to keys that begin so.
         older_than: narrow it to what was made more than so many days ago, at least 0.
-        which: prune "all", what the composed "run" wants, or all "others".
-        confirm: prune; otherwise what would go is listed.
+        which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
+            goes where `kind` names it.
+        confirm: verify and prune remove; otherwise they say what would go.
         path: of the folder exported or imported.
     """
 
@@ -200,8 +206,8 @@ class StorePlace:
             value = getattr(self, name)
             if value not in known:
                 raise InputError(f"store.{name} is {value!r}{suggestion(value, known)}")
-        if self.older_than is not None and self.older_than < 0:
-            raise InputError(f"store.older_than is {self.older_than}; it must be at least 0 days")
+        if self.older_than is not None and not 0 <= self.older_than < math.inf:
+            raise InputError(f"store.older_than is {self.older_than}; it must be at least 0 days, and finite")
 
 
 @dataclass(frozen=True)

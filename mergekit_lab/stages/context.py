@@ -20,9 +20,9 @@ from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.stages.checking import build
-from mergekit_lab.stages.given_up import given_up
+from mergekit_lab.stages.given_up import KINDS, give_up, given_up
 from mergekit_lab.stages.setup import Setup
-from mergekit_lab.stages.workers import Pool
+from mergekit_lab.stages.workers import Pool, import_ahead
 from mergekit_lab.store import Artefact, content_key
 
 log = logging.getLogger(__name__)
@@ -97,22 +97,25 @@ class Context(Setup):
         """`Store.obtain`, counted for the stage in progress.
 
         Raises:
-            InputError: a sweep that this run is a job of has tried to make it for all of its jobs, and failed.
+            InputError: the sweep that this run is a job of tried to make it for all of its jobs, and failed.
         """
-        failed = self._given_up.get(f"{kind} {content_key(content)}")
+        name = f"{kind}-{content_key(content)}"
+        failed = given_up(name)
         if failed and not self.store.find(kind, content):
             raise InputError(failed)
-        artefact = self.store.obtain(kind, content, make)
+        try:
+            artefact = self.store.obtain(kind, content, make)
+        except Exception as error:
+            if kind in KINDS:
+                give_up(name, f"{_called(kind, content)} could not be made in {self.folder}, once for all jobs "
+                        f"of this sweep that need it: {error}")  # fmt: skip
+            raise
         made = not artefact.reused or artefact.key in self.made
         self._counts["computed" if made else "reused"] += 1
         if not artefact.reused:
             self.made.add(artefact.key)
         self._tell(artefact)
         return artefact
-
-    @cached_property
-    def _given_up(self) -> dict[str, str]:
-        return given_up(self.folder.parent)
 
     def expert(self, task: str) -> Artefact:
         return self.made_earlier("experts", self.expert_content(task), f"the expert of {task}", "finetune")
@@ -167,6 +170,7 @@ class Context(Setup):
         if len(self.devices) < 2 or len(names) < 2:
             return
         if self._pool is None:
+            import_ahead([function.__module__])
             self._pool = Pool(self.devices)
         log.info("%s on %d devices, a process each", ", ".join(names), len(self.devices))
         jobs = [(function, self._for_worker(), str(self.folder), dict(self.choices), name) for name in names]
@@ -197,6 +201,11 @@ class Context(Setup):
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
+
+
+def _called(kind: str, content: Mapping[str, Any]) -> str:
+    named = f"{kind} {content_key(content)}"
+    return f"{content['task']} ({named})" if "task" in content else named
 
 
 _latest: list[Any] = []

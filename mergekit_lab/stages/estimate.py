@@ -34,9 +34,13 @@ from mergekit_lab.checkpoints import (
     size_text,
 )
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import Method, factor_method, factor_specs, merge_state_dicts, resolve_device
+from mergekit_lab.merging import TIES, Method, factor_method, factor_specs, merge_state_dicts, resolve_device
+from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_real, check_same_names, selected
+from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.stream import FEEDERS
 from mergekit_lab.stages.checkpoint_inputs import Prepared
 from mergekit_lab.stages.checkpoint_merge import input_files
 
@@ -53,6 +57,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
+    result.problems += prepared.problems
     result.problems += _place_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantised, checkpoint)
@@ -147,33 +152,51 @@ def _room(out: Path | None, written: int, result: Report) -> str:
     return f"{size_text(free)} of disk are free at {out}"
 
 
+_FIXED = 4 << 20
+"""Of a merge whatever its size: threads and their first buffers."""
 _COUNTERS = 8 << 20
-"""What a core may hold of one expert while a survey counts its entries."""
+"""What counting the entries of one expert takes, where there are many of them."""
 
 
 def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
-    experts = len(prepared.experts)
-    largest = max((specs[name].numel for name in merged if name in specs), default=0)
+    """Upper bounds by count of what is held at once; experiments/merge_engine/README.md measures the host's."""
+    experts, method = len(prepared.experts), prepared.method
+    sizes = [specs[name].numel for name in merged if name in specs]
+    largest = max(sizes, default=0)
     item = 8 if any(_is_double(c) for c in (prepared.base, *prepared.experts.values())) else 4
     stored = max((spec.nbytes for spec in specs.values()), default=0)
-    workers = torch.get_num_threads() if prepared.method.elementwise else 1
-    blocks = min(largest, 1 << 17) * item * (3 * experts + 4) * workers
-    if type(prepared.method).survey is not Method.survey:
-        blocks += _COUNTERS * experts * workers
-    whole = 4 * (experts + 2) * largest * item  # measured in experiments/merge_engine/results/cpu_memory.json
-    results = (2 * workers + 4) * stored
-    held = results + (blocks if prepared.method.elementwise else whole)
+    workers = torch.get_num_threads() if method.elementwise else 1
+    counters = 0
+    if isinstance(getattr(method, "inner", method), TIES) and sum(sizes) > WIDE:
+        counters = 2 * workers * experts * _COUNTERS
+    whole = (2 * experts + 16) * largest * item
+    blocks = workers * min(largest, CPU_BLOCK) * item * (8 * experts + 4)
     adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
     folded = 3 * largest * item * adapters
-    on_device = min(largest, 1 << 24) * item * (3 * experts + 4) if prepared.method.elementwise else whole
-    lines = [
-        f"host memory: at most {size_text(held + folded)} above start-up (files that are mapped not counted)"
+    results = (2 * workers + 4) * stored
+    held = _FIXED + results + folded + (blocks + counters if method.elementwise else whole)
+    if prepared.device == "cpu":
+        device = "no device memory: the arithmetic is on the CPU"
+    else:
+        device = f"device memory: about {size_text(_device_memory(prepared, sizes, item, whole) + counters)}"
+    return [
+        f"host memory: at most {size_text(held)} above start-up (files that are mapped not counted)",
+        device,
     ]
-    cpu = prepared.device == "cpu"
-    lines.append(
-        "no device memory: the arithmetic is on the CPU" if cpu else f"device memory: {size_text(on_device)}"
-    )
-    return lines
+
+
+def _device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:
+    """Of one accelerator that several workers feed. What a stack of matrices takes to be factorized is as
+    measured, ten times its size, and less beyond what is stacked on purpose."""
+    experts, method, largest = len(prepared.experts), prepared.method, max(sizes, default=0)
+    if method.elementwise:
+        block = min(sum(sizes) if method.pools else largest, DEVICE_BLOCK // 2) * item * (3 * experts + 4)
+        kept = 0 if method.pools else min(largest * item * (experts + 1), STACK_BYTES)
+        return FEEDERS * (block + kept)
+    if isinstance(method, SpectralMethod):
+        stack = max(largest * item * experts, min(sum(sizes) * item * experts, STACK_BYTES))
+        return 10 * min(stack, STACK_BYTES) + 2.5 * max(0, stack - STACK_BYTES) + 2 * stack
+    return whole
 
 
 def _seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Report) -> str:

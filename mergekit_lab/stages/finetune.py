@@ -21,7 +21,7 @@ from mergekit_lab.reporting import Tracker
 from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.published_experts import import_expert
-from mergekit_lab.stages.workers import together
+from mergekit_lab.stages.workers import import_ahead, together
 from mergekit_lab.store import Artefact
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import PARTS, HubImages
@@ -122,6 +122,7 @@ class Training:
             optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
             shared = (self.run.plain, str(self.run.folder), dict(self.run.choices))
             own = (optimizer, self.settings, None if self.fit is None else dict(self.fit), tasks, place)
+            import_ahead([__name__])
             return together(_train_a_rank, (shared, own), devices)
 
         return make

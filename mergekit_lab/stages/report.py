@@ -187,9 +187,13 @@ def _published(run: Context, records: list[Record]) -> list[Beside]:
 
 
 def _holds(run: Context, when: str) -> bool:
-    """Whether `key=value …` are the run's settings."""
-    pairs = [pair.split("=") for pair in when.split()]
-    return all(_same(_setting(run, key), value) for key, value in pairs)
+    """Whether `key=value …` are the run's settings; `key?=value` is asked only where the run has the key."""
+    for pair in when.split():
+        key, _, value = pair.partition("=")
+        found = _setting(run, key.removesuffix("?"))
+        if not (_same(found, value) or (key.endswith("?") and found is None)):
+            return False
+    return True
 
 
 def _setting(run: Context, key: str) -> Any:

@@ -225,10 +225,6 @@ def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
 
 def _run_alone(name: str, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
     """The stages that run without the others: on checkpoints, configured by themselves, or on the store."""
-    from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
-    from mergekit_lab.stages.expand import Expand, run_expand
-    from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
-
     if stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA]) != [name]:
         raise InputError(f"the stage {name} runs alone")
     if name == "store":
@@ -239,11 +235,17 @@ def _run_alone(name: str, cfg: DictConfig, folder: Path, choices: Mapping[str, s
     if "base" not in cfg:
         raise InputError(f"the stage {name} has a configuration of its own: run +experiment={name}")
     if name == "diagnose":
+        from mergekit_lab.stages.diagnose import Diagnose, run_diagnose
+
         check_against(cfg, Diagnose)
         run_diagnose(cfg, folder)
     elif name == "expand":
+        from mergekit_lab.stages.expand import Expand, run_expand
+
         check_against(cfg, Expand)
         run_expand(cfg)
     else:
+        from mergekit_lab.stages.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
+
         check_against(cfg, MergeCheckpoints)
         run_merge_checkpoints(cfg)

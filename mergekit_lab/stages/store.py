@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -18,10 +18,12 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.stages.config import StorePlace, build, check
 from mergekit_lab.stages.context import Context
 from mergekit_lab.store import Artefact, Store
-from mergekit_lab.store.upkeep import adopt, damages, nearest, older_than, remove, size
+from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
 
 log = logging.getLogger(__name__)
 _SHORT = 12
+_OF_DATA = ("images", "indices", "heads")
+"""Kinds that are made of data or class names alone, and that all runs share."""
 
 
 def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
@@ -33,10 +35,12 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     check(cfg)
     place = StorePlace(**cfg.store)
     store = Store(Path(place.root).expanduser() if place.root else default_store())
-    if place.action == "list":
+    if cfg.dry_run and place.action in ("export", "import"):
+        log.info("dry_run: nothing is done by store.action=%s store.path=%s", place.action, _path(place))
+    elif place.action == "list":
         _list(store, place)
     elif place.action == "verify":
-        _verify(store, place)
+        _verify(store, place, removes=place.confirm and not cfg.dry_run)
     elif place.action == "export":
         _export(store, place, cfg)
     elif place.action == "import":
@@ -47,9 +51,9 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         {"explain": _explain, "prune": _prune}[place.action](run, place)
 
 
-def _chosen(store: Store, place: StorePlace) -> list[Artefact]:
-    """What `store.kind`, `store.key` and `store.older_than` leave."""
-    found = [a for a in store.artefacts() if place.kind in (None, a.kind)]
+def _chosen(store: Store, place: StorePlace, others: Sequence[Artefact] = ()) -> list[Artefact]:
+    """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
+    found = [a for a in (*store.artefacts(), *others) if place.kind in (None, a.kind)]
     if place.key is not None:
         found = [a for a in found if a.key.startswith(place.key)]
         if not found:
@@ -60,9 +64,10 @@ def _chosen(store: Store, place: StorePlace) -> list[Artefact]:
 
 
 def _list(store: Store, place: StorePlace) -> None:
+    cut = list(half_made(store))
     by_kind: dict[str, list[Artefact]] = defaultdict(list)
-    for artefact in _chosen(store, place):
-        by_kind[artefact.kind].append(artefact)
+    for artefact in _chosen(store, place, cut):
+        by_kind[f"{artefact.kind}{', half made' if artefact in cut else ''}"].append(artefact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
         log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
@@ -83,15 +88,23 @@ def _described(artefact: Artefact) -> str:
     return ", ".join(told)
 
 
-def _verify(store: Store, place: StorePlace) -> None:
-    chosen = _chosen(store, place)
-    wrong = damages(store, chosen)
-    if wrong:
+def _verify(store: Store, place: StorePlace, removes: bool) -> None:
+    """Name what is not as it was published, and take it out where that is confirmed."""
+    chosen = _chosen(store, place, list(unreadable(store)))
+    wrong = damages(chosen)
+    folders = list(dict.fromkeys(damage.folder for damage in wrong))
+    told = "\n".join(damage.told for damage in wrong)
+    if not wrong:
+        log.info("%d artefacts in the store %s are as they were published", len(chosen), store.root)
+    elif not removes:
         raise InputError(
-            f"{len(wrong)} of the files in the store {store.root} are not sound: delete their folders, and "
-            "they are made again:\n" + "\n".join(wrong)
+            f"{len(folders)} artefacts in the store {store.root} are not sound: store.confirm=true removes "
+            f"them, and a run that wants them makes them again:\n{told}"
         )
-    log.info("%d artefacts in the store %s are as they were published", len(chosen), store.root)
+    else:
+        for folder in folders:
+            remove(store, folder)
+        log.info("removed %d artefacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
 
 
 def _explain(run: Context, place: StorePlace) -> None:
@@ -125,17 +138,19 @@ def _prune(run: Context, place: StorePlace) -> None:
     wanted = {(piece.kind, piece.key) for piece in pieces(run)}
     chosen = [
         artefact
-        for artefact in _chosen(run.store, place)
+        for artefact in _chosen(run.store, place, list(half_made(run.store)))
         if place.which == "all" or ((artefact.kind, artefact.key) in wanted) == (place.which == "run")
     ]
+    if place.which == "others" and place.kind is None:
+        chosen = [artefact for artefact in chosen if artefact.kind not in _OF_DATA]
     freed = size_text(sum(map(size, chosen)))
-    if not place.confirm:
+    if not place.confirm or run.cfg.dry_run:
         for artefact in chosen:
-            log.info("%s %s  %s", artefact.kind, artefact.key, _described(artefact))
+            log.info("%s %s  %s", artefact.kind, artefact.key, _described(artefact) or "half made")
         log.info("%d artefacts, %s: set store.confirm=true to remove them", len(chosen), freed)
         return
     for artefact in chosen:
-        remove(run.store, artefact)
+        remove(run.store, artefact.folder)
     log.info("removed %d artefacts, %s", len(chosen), freed)
 
 

@@ -6,8 +6,11 @@ worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jo
 
 from __future__ import annotations
 
-import importlib
+import atexit
+import logging
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -17,15 +20,16 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from mergekit_lab.errors import InputError
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process that holds threads or CUDA is broken
-_PATIENCE = 9.0
+_FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
+_PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
+_PATIENCE = 8.0
 """Seconds that a worker which is told to stop has for its checkpoint."""
 
 
@@ -63,12 +67,6 @@ class Pool:
             raise InputError("a pool needs at least one device")
         self.devices = list(devices)
         self._workers: list[_Worker | None] = [None] * len(devices)
-
-    def start(self, jobs: int, modules: Sequence[str]) -> None:
-        """Start the workers that so many jobs will want, ahead of the jobs; they import `modules` meanwhile."""
-        for place in range(min(jobs, len(self.devices))):
-            if self._workers[place] is None:
-                self._workers[place] = _Worker(self.devices[place], len(self.devices), modules)
 
     def map(
         self,
@@ -132,25 +130,24 @@ class Pool:
         return _ending(worker.process.exitcode)
 
     def dismiss(self) -> None:
-        """Let idle workers end, which takes a process with torch in it some seconds; none is waited for."""
+        """Let idle workers end; none is waited for."""
         for worker in self._workers:
             if worker is not None and worker.job is None:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers; what they are doing is told to stop, and killed if it does not within 9 s."""
-        stop([w.process for w in self._workers if w is not None], [w for w in self._workers if w is not None])
+        """End all workers; what they are doing is told to stop, and killed if it does not within 8 s."""
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.channel.close()
+        stop([worker.process for worker in workers])
         self._workers = [None] * len(self.devices)
 
 
 class _Worker:
-    def __init__(self, device: str, sharers: int, modules: Sequence[str] = ()) -> None:
+    def __init__(self, device: str, sharers: int) -> None:
         self.device = device
-        self.channel, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid(), tuple(modules)))
-        with _environment(_seeing([device]) | _threads(sharers)):
-            self.process.start()
-        theirs.close()
+        self.channel, self.process = _started(_seeing([device]), sharers)
         self.job: int | None = None
 
     def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -167,25 +164,77 @@ def raise_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def _serve(channel: Connection, parent: int, modules: Sequence[str] = ()) -> None:
-    """Do what the channel asks for, until it is closed; `modules` are imported before it asks."""
-    _end_with(parent)
+def leave(code: int) -> NoReturn:
+    """End this process at once, after what asked to be done at its end.
+
+    Python would first take apart all that torch and its like have made: over a second, and many on a busy
+    machine, of the ten that a run has which is told to stop.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.disable(logging.INFO)  # what libraries count, they tell at the end
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody may read it any more
+            stream.flush()
+    os._exit(code)
+
+
+def import_ahead(modules: Sequence[str]) -> None:
+    """Begin to import what workers will want, once for all of them, while this process goes on.
+
+    Workers are forked from a process that has imported these modules, has no threads at work and has never
+    touched a GPU. To be called before the first worker is started; without it, each imports for itself.
+    """
+    if _FORKED:
+        multiprocessing.set_forkserver_preload(list(modules))
+        multiprocessing.resource_tracker.ensure_running()  # which lets signals through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's to answer
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _started(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
+    """A process that does what is sent through the channel, which knows this environment beside ours."""
+    ours, theirs = _PROCESSES.Pipe()
+    process = _PROCESSES.Process(target=_serve, args=(theirs, {**os.environ, **environment}, _threads(sharers)))
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _serve(channel: Connection, environment: Mapping[str, str], threads: int | None) -> NoReturn:
+    """Do what the channel asks for, until it is closed."""
+    os.environ.clear()  # a fork has the environment of the process that it was forked from
+    os.environ.update(environment)
+    _end_with_parent()
     raise_on_sigterm()
+    if _FORKED:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        leave(_answer(channel))
+    except KeyboardInterrupt:
+        leave(130)
+
+
+def _answer(channel: Connection) -> int:
     while True:
         try:
-            for module in modules:
-                importlib.import_module(module)
             function, arguments = channel.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
+        except EOFError:
+            return 0
         begun = time.monotonic()
         value, error, mistake = None, None, False
         try:
             value = function(*arguments)
         except InputError as problem:
             error, mistake = str(problem), True
-        except KeyboardInterrupt:
-            sys.exit(130)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
             traceback.print_exc()
@@ -206,18 +255,14 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(devices))}
-    shared |= _seeing(devices) | _threads(len(devices))
     channels, processes = [], []
     try:
         for rank in range(len(devices)):
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(theirs, os.getpid()))
-            with _environment(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}):
-                process.start()
-            theirs.close()
-            ours.send((function, arguments))
-            channels.append(ours)
+            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+            channel, process = _started(shared | _seeing(devices) | mine, len(devices))
+            channels.append(channel)
             processes.append(process)
+            channel.send((function, arguments))
         first = _results(channels, processes)[0]
         for channel in channels:
             channel.close()
@@ -247,16 +292,13 @@ def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
     return [found[rank] for rank in range(len(channels))]
 
 
-def stop(processes: Sequence[Any], workers: Sequence[_Worker] = ()) -> None:
-    """End processes: idle ones by closing their channel, busy ones by SIGTERM, then SIGKILL."""
-    for worker in workers:
-        worker.channel.close()
-        if worker.job is not None and worker.process.is_alive():
-            worker.process.terminate()
+def stop(processes: Sequence[Any]) -> None:
+    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 8 s."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
     deadline = time.monotonic() + _PATIENCE
     for process in processes:
-        if not workers and process.is_alive():
-            process.terminate()
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
@@ -269,12 +311,13 @@ def _ending(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """A worker whose parent was killed has nobody to work for; what it was making can be resumed."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -290,22 +333,8 @@ def _seeing(devices: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in indices)}
 
 
-def _threads(sharers: int) -> dict[str, str]:
+def _threads(sharers: int) -> int | None:
     """Cores divided among processes, unless the user has said how many threads there are."""
     if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sharers))}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        return None
+    return max(1, (os.cpu_count() or 1) // sharers)

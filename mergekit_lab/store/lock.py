@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,9 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _OWNER, _BEAT = "owner.json", "beat"
+_GONE = "-gone"
+_FORGOTTEN = 3600.0
+"""Seconds without a sign of life, by the file system's own clock, after which what lies among locks may go."""
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
@@ -85,6 +89,31 @@ class FolderLock:
         """Whether nobody has taken this lock for abandoned."""
         return bool(self._read()[0].get("token") == self.token)
 
+    def clear_around(self) -> None:
+        """Remove what processes that were killed left beside this lock, which is held.
+
+        A lock that nobody asks for again (the kill came after its artefact was published), one that was on its
+        way to its name, or from it: each is a folder that would stay for ever.
+        """
+        with suppress(OSError):
+            now = (self.path / _OWNER).stat().st_mtime
+            for path in self.path.parent.iterdir():
+                with suppress(OSError):
+                    self._clear(path, now)
+
+    def _clear(self, path: Path, now: float) -> None:
+        if path.name.endswith(_GONE):
+            shutil.rmtree(path, ignore_errors=True)
+            return
+        other = FolderLock(path, path.name, stale_after=self.stale_after)
+        owner, _ = other._read()
+        latest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
+        if (owner and _is_dead(owner)) or now - latest > _FORGOTTEN:
+            if path.name.startswith("."):
+                shutil.rmtree(path, ignore_errors=True)
+            elif owner:
+                other._recover(owner["token"])
+
     def _take(self) -> bool:
         if self.path.exists():
             return False
@@ -133,13 +162,13 @@ class FolderLock:
             owner, _ = self._read()
             if owner.get("token") == token:
                 log.warning(
-                    "the lock of %s was left by process %s of %s, and is taken over",
+                    "the lock of %s was left by process %s of %s, which is gone",
                     self.what, owner.get("pid"), owner.get("host"),
                 )  # fmt: skip
                 self._remove(self.path)
 
     def _remove(self, path: Path) -> None:
-        gone = path.with_name(f".{path.name}-{uuid.uuid4().hex}-gone")
+        gone = path.with_name(f".{path.name}-{uuid.uuid4().hex}{_GONE}")
         try:
             path.rename(gone)
         except OSError:

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,20 +38,25 @@ SCHEMA = 1
 
 _MANIFEST = "manifest.json"
 _KEY_DIGITS = 24
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _VERSIONED = ("torch", "open_clip_torch", "lightning")
 log = logging.getLogger(__name__)
 
 
-def content_key(content: Mapping[str, Any]) -> str:
+def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     """A hash of a JSON-able mapping that does not depend on the order of its keys.
+
+    Args:
+        content: what decides an artefact.
+        schema: of the version that names it.
 
     Raises:
         InputError: the content holds something JSON has no form for, or a NaN.
     """
     try:
-        text = json.dumps({"schema": SCHEMA, **content}, sort_keys=True, allow_nan=False)
+        text = json.dumps({"schema": schema, **content}, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"this content cannot name an artefact ({error}): {content!r}") from None
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
@@ -68,6 +74,7 @@ class Artefact:
         files: SHA-256 of its files by name, as published.
         content: what its key is a hash of.
         created: when, UTC, ISO 8601.
+        schema: of the version that made it.
     """
 
     kind: str
@@ -78,6 +85,7 @@ class Artefact:
     files: Mapping[str, str] = field(default_factory=dict)
     content: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
+    schema: int = SCHEMA
 
     def file(self, name: str) -> Path:
         """A file's path; its bytes are compared with the hash in the manifest, once in a process.
@@ -89,7 +97,10 @@ class Artefact:
         if name in self.files and path not in _sound:
             wrong = self.damage(name)
             if wrong:
-                raise InputError(f"{wrong}: delete the folder {self.folder}, and it is made again")
+                raise InputError(
+                    f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
+                    "store.confirm=true), and it is made again"
+                )
             _sound.add(path)
         return path
 
@@ -153,7 +164,7 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
-                "to make it again"
+                "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
     def artefacts(self) -> Iterator[Artefact]:
@@ -206,8 +217,7 @@ class Store:
         work = self.root / "work" / kind / key
         place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
         with self._writing(place):
-            # without a manifest it is no artefact
-            shutil.rmtree(self.root / kind / key, ignore_errors=True)
+            discard(self.root / kind / key)  # without a manifest it is no artefact
             for left in work.glob("out-*"):
                 shutil.rmtree(left, ignore_errors=True)
             place.out.mkdir(parents=True)
@@ -225,6 +235,7 @@ class Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.__enter__()
+            lock.clear_around()
         except OSError as error:
             raise InputError(
                 f"the store {self.root} cannot be written ({error}): set store.root=PATH"
@@ -269,8 +280,9 @@ class Store:
                 "python": platform.python_version(),
                 **{name: metadata.version(name) for name in _VERSIONED},
             },
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "created": time.strftime(_TIME, time.gmtime()),
         }
+        manifest["digest"] = manifest_digest(manifest)
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in out.rglob("*"):
             _fsync(path)
@@ -298,6 +310,8 @@ def read_artefact(folder: Path) -> Artefact:
         ValueError, KeyError, TypeError: its manifest is damaged.
     """
     manifest = json.loads((folder / _MANIFEST).read_text())
+    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
+        raise ValueError("it is not as it was published")
     return Artefact(
         folder.parent.name,
         folder.name,
@@ -305,8 +319,22 @@ def read_artefact(folder: Path) -> Artefact:
         dict(manifest["info"]),
         files=dict(manifest["files"]),
         content=dict(manifest["content"]),
-        created=str(manifest["created"]),
+        created=datetime.fromisoformat(manifest["created"]).strftime(_TIME),
+        schema=int(manifest["schema"]),
     )
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """A hash of all that a manifest says: what an evaluation found stands in no other file."""
+    said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, as far as that can be done; of a link, the link."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def says_full(error: BaseException) -> bool:

@@ -6,35 +6,84 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.store.store import SCHEMA, Artefact, Store, content_key, read_artefact
+from mergekit_lab.store.store import (
+    SCHEMA,
+    Artefact,
+    Store,
+    content_key,
+    discard,
+    manifest_digest,
+    read_artefact,
+)
+
+_REMOVED = "removed"
 
 
-def damages(store: Store, artefacts: Iterable[Artefact]) -> list[str]:
-    """What is wrong with published files, one line each: missing, truncated, flipped, or a manifest that is not
-    that of its folder."""
+@dataclass(frozen=True)
+class Damage:
+    """A published folder that is not as it was published.
+
+    Attributes:
+        folder: where it is.
+        told: what is wrong, one line.
+    """
+
+    folder: Path
+    told: str
+
+
+def damages(artefacts: Iterable[Artefact]) -> list[Damage]:
+    """What is wrong with published folders: a file missing, truncated or flipped, a manifest that is not there,
+    damaged or another artefact's. What others remove meanwhile is left out."""
     found = []
     for artefact in artefacts:
-        if artefact.content and content_key(artefact.content) != artefact.key:
-            found.append(
-                f"the stored {artefact.kind} {artefact.key} has the manifest of another artefact or schema"
-            )
-        found += [told for name in artefact.files if (told := artefact.damage(name))]
+        told = [told for name in artefact.files if (told := artefact.damage(name))]
+        named = f"the stored {artefact.kind} {artefact.key}"
+        try:
+            read = read_artefact(artefact.folder)
+            if content_key(read.content, read.schema) != artefact.key:
+                told.append(f"{named} has the manifest of another artefact")
+        except FileNotFoundError:
+            told.append(f"{named} has no manifest: nothing was published there")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            told.append(f"{named} has a damaged manifest ({error!r})")
+        if artefact.folder.is_dir():
+            found += [Damage(artefact.folder, line) for line in told]
+    return found
+
+
+def unreadable(store: Store) -> Iterator[Artefact]:
+    """What stands in the places of artefacts, and has no manifest that can be read."""
     for folder in sorted(store.root.glob("*/*")):
         if folder.parent.name in ("work", "locks") or not folder.is_dir():
             continue
         try:
             read_artefact(folder)
-        except FileNotFoundError:
-            found.append(f"{folder} has no manifest: nothing was published there")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            found.append(f"the stored {folder.parent.name} {folder.name} has a damaged manifest ({error!r})")
-    return found
+        except (OSError, ValueError, KeyError, TypeError):
+            yield from _by_its_place(folder)
+
+
+def half_made(store: Store) -> Iterator[Artefact]:
+    """What was cut in the making and can be resumed; what a process is at work on is left out."""
+    for folder in sorted(store.root.glob("work/*/*")):
+        kind = folder.parent.name
+        if kind != _REMOVED and not (store.root / "locks" / f"{kind}-{folder.name}").exists():
+            yield from _by_its_place(folder)
+
+
+def _by_its_place(folder: Path) -> Iterator[Artefact]:
+    """A folder as the artefact that it is, or will be; `created` is when it was last written to."""
+    with suppress(OSError):  # it is removed at this moment
+        latest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
+        created = datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
+        yield Artefact(folder.parent.name, folder.name, folder, {}, created=created)
 
 
 @dataclass(frozen=True)
@@ -88,21 +137,22 @@ def size(artefact: Artefact) -> int:
     return sum(file.stat().st_size for file in artefact.folder.rglob("*") if file.is_file())
 
 
-def remove(store: Store, artefact: Artefact) -> None:
-    """Take an artefact out: by a rename first, so that nobody finds half of it.
+def remove(store: Store, folder: Path) -> None:
+    """Take an artefact's folder out: by a rename first, so that nobody finds half of it.
 
     Raises:
         InputError: the store cannot be changed.
     """
-    gone = store.root / "work" / "removed" / uuid.uuid4().hex
+    gone = store.root / "work" / _REMOVED / uuid.uuid4().hex
     try:
         gone.parent.mkdir(parents=True, exist_ok=True)
-        artefact.folder.rename(gone)
+        folder.rename(gone)
     except FileNotFoundError:  # somebody else was faster
         return
     except OSError as error:
-        raise InputError(f"{artefact.kind} {artefact.key} cannot be removed: {error}") from None
-    shutil.rmtree(gone, ignore_errors=True)
+        raise InputError(f"{folder} cannot be removed: {error}") from None
+    for left in gone.parent.iterdir():  # also of a removal that was cut short
+        discard(left)
 
 
 def adopt(store: Store, folder: Path) -> Artefact:
@@ -130,12 +180,14 @@ def adopt(store: Store, folder: Path) -> Artefact:
     if not kind.isidentifier() or kind in ("work", "locks"):
         raise InputError(f"{folder / 'manifest.json'} names the kind {kind!r}")
     for name in files:
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
     if key != content_key(content):
         raise InputError(
             f"{folder / 'manifest.json'} was changed: its content has the key {content_key(content)}, not {key}"
         )
+    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:
+        raise InputError(f"{folder / 'manifest.json'} was changed: it is not as it was published")
     origin = Artefact(kind, key, folder, {}, files=files)
     wrong = [told for name in files if (told := origin.damage(name))]
     if wrong:

@@ -6,6 +6,7 @@ stands `lenient_accuracy`, which forgives white space, case and a full stop at t
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def sari_of(source: str, prediction: str, references: Sequence[str]) -> float:
 
     As in the authors' corrected code: an empty set of operations counts as right where none was wanted.
     """
-    words = [_words(text) for text in (source, prediction, *references)]
+    words = [_words(text.lower()) for text in (source, prediction, *references)]
     keep, delete, add = 0.0, 0.0, 0.0
     for n in range(1, 5):
         s, c, *rs = (_grams(text, n) for text in words)
@@ -112,12 +113,21 @@ def _f1(precision: float, recall: float) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
+_WRITTEN = {
+    "<skipped>": "", "-\n": "", "\n": " ", "&quot;": '"', "&amp;": "&", "&lt;": "<", "&gt;": ">",
+}  # fmt: skip
+"""What 13a reads otherwise than it is written, in this order."""
+
+
 def _words(text: str) -> list[str]:
-    """sacreBLEU's 13a: punctuation stands alone, but for points and commas within numbers."""
-    text = re.sub(r"([\{-\~\[-\` -\&\(-\+\:-\@\/])", r" \1 ", text.lower())
+    """sacreBLEU's 13a: punctuation stands alone, but for points and commas within numbers. No text is one word,
+    the empty one, as in the public implementation."""
+    for written, read in _WRITTEN.items():
+        text = text.replace(written, read)
+    text = re.sub(r"([\{-\~\[-\` -\&\(-\+\:-\@\/])", r" \1 ", f" {text} ")
     text = re.sub(r"([^0-9])([\.,])", r"\1 \2 ", text)
     text = re.sub(r"([\.,])([^0-9])", r" \1 \2", text)
-    return re.sub(r"([0-9])(-)", r"\1 \2 ", text).split()
+    return re.sub(r"([0-9])(-)", r"\1 \2 ", text).split() or [""]
 
 
 def _grams(words: Sequence[str], n: int) -> Counter[str]:
@@ -136,7 +146,7 @@ def spearman(predictions: Sequence[str], references: Sequence[str], sources: Seq
     """Rank correlation of numbers (GLUE's STS-B); what is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
 
-    p, r = (torch.tensor([_number(x) for x in side]) for side in (predictions, references))
+    p, r = (torch.tensor([_number(x) for x in side], dtype=torch.float64) for side in (predictions, references))
     if not (p.std() > 0 and r.std() > 0):
         return 0.0
     return float(spearman_corrcoef(p, r))
@@ -144,9 +154,10 @@ def spearman(predictions: Sequence[str], references: Sequence[str], sources: Seq
 
 def _number(text: str) -> float:
     try:
-        return float(text.strip())
+        found = float(text.strip())
     except ValueError:
         return 0.0
+    return found if math.isfinite(found) else 0.0
 
 
 def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -276,7 +276,11 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
         yield from parquet.read_table(file).to_pylist()
     else:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            yield from csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
+            rows = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+            for row in rows:
+                if None in row:
+                    raise ValueError(f"line {rows.line_num} has more fields than the header has columns")
+                yield row
 
 
 def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:

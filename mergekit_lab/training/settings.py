@@ -26,7 +26,7 @@ class Settings:
         lr, weight_decay: for the optimizers, whose configurations refer to them.
         budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
             whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
-        gradient_evaluations: that budget's size; None takes as many as `steps`.
+        gradient_evaluations: that budget's size; None takes as many as `steps`, or as the steps of the epochs.
         seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
         warmup_steps: linear warm-up, at most `steps`. It takes the same part of every budget.
         epochs: passes over a task's training part, in place of `steps`; `steps` then only says which part
@@ -35,7 +35,7 @@ class Settings:
         schedule: of the rate after the warm-up: "cosine" or "linear" to 0, or "constant".
         accumulate: micro-batches that a batch is cut into, at least 1: the gradient of the whole batch in the
             memory of a part. Every evaluation of a step, an ascent too, goes over all of them.
-        clip_norm: largest gradient norm, or None.
+        clip_norm: largest gradient norm, positive, or None.
         label_smoothing: in [0, 1).
         precision: Lightning's name: "32-true"; "bf16-mixed", float32 weights with bfloat16 arithmetic; or
             "bf16-true", bfloat16 weights. fp16 scaling cannot step with a closure.
@@ -84,8 +84,8 @@ class Settings:
         self._check_budget()
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"training.label_smoothing is {self.label_smoothing}; it must be in [0, 1)")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive, or null")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive and finite, or null")
         if self.keep not in _KEEP:
             raise InputError(f"training.keep is {self.keep!r}; it must be one of {', '.join(_KEEP)}")
         if self.precision not in _PRECISIONS:
@@ -103,8 +103,11 @@ class Settings:
         for name, value in given.items():
             if not 0 < value < math.inf:
                 raise InputError(f"training.{name} is {value}; it must be positive, and finite")
-        if given and self.budget != "steps":
-            raise InputError(f"training.{next(iter(given))} says how long: leave training.budget at 'steps'")
+        size = next((name for name in BUDGETS[1:] if getattr(self, name) is not None), None)
+        if given and size:
+            raise InputError(
+                f"training.{next(iter(given))} and training.{size} both say how long: leave one of them null"
+            )
 
     def _check_budget(self) -> None:
         if self.budget not in BUDGETS:

@@ -5,7 +5,8 @@ import logging
 
 import pytest
 import torch
-from language import Colours, one_loss, tiny_backbone
+from language import Colours, byte_tokenizer, one_loss, tiny_backbone
+from torch.nn import functional
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import LanguageModel, Linearised, LoRA
@@ -92,6 +93,30 @@ def test_prompts_that_show_a_model_nothing_are_refused_before_any_loss(folders, 
     with pytest.raises(InputError, match=r"prompt 2 of train is empty.*set backbone.prompt=chat"):
         plain.batch("train", torch.arange(2))
     assert len(tiny_backbone(folders["llama"], "llama").objective(task).encoded("train").prompts[1]) == 3
+
+
+TELLS_THE_DATE = (
+    "{%- if strftime_now is defined %}{%- set day = strftime_now('%d %b %Y') %}{%- endif %}"
+    "<|user|>Today: {{ day }}. {{ messages[0]['content'] | trim }}<|end|><|assistant|>"
+)
+
+
+def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands_still(
+    folders, tmp_path, monkeypatch
+) -> None:
+    task = lines(tmp_path, [{"prompt": " is red warm?\n", "answer": "no"}])
+    backbone, tok = tiny_backbone(folders["llama"], "llama"), tokenizer(str(folders["llama"]))
+    shown = lambda: tok.decode(backbone.objective(task).encoded("train").prompts[0])  # noqa: E731
+    assert shown() == "<|user|> is red warm?\n<|end|><|assistant|>"
+    monkeypatch.setattr(tok, "chat_template", TELLS_THE_DATE)
+    assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
+    for odd, complaint in (
+        (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "another one tomorrow"),
+        (TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"), "does not show a user's message as it is"),
+    ):
+        monkeypatch.setattr(tok, "chat_template", odd)
+        with pytest.raises(InputError, match=complaint):
+            backbone.objective(task)
 
 
 def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, monkeypatch) -> None:
@@ -181,16 +206,54 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     assert objective.batch("train", index)["labels"].shape[0] == 12
 
 
-def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders) -> None:
-    backbone = tiny_backbone(folders["llama"], "llama")
+@pytest.mark.parametrize("name", ["mistral", "mpt", "lfm2", "gpt_neo"])
+def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, tmp_path) -> None:
+    """A window, positions of their own, layers without attention, attention without torch's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {
+        "mistral": shape | {"num_key_value_heads": 2, "sliding_window": 8},
+        "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 4},
+        "lfm2": shape | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        "gpt_neo": {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    }[name]
+    config = AutoConfig.for_model(name, vocab_size=260, eos_token_id=256, pad_token_id=259, **own)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    backbone = tiny_backbone(tmp_path, name)
+    model, objective = backbone.model(), backbone.objective(Colours())
+    prompts = objective.encoded("test").prompts[:4]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+        found = objective.choice_scores(model, prompts)
+        for row, prompt in zip(found, prompts, strict=True):
+            for value, choice in zip(row, objective._choices, strict=True):
+                logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
+                wanted = -functional.cross_entropy(logits, choice, reduction="sum")
+                torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+        packed = tiny_backbone(tmp_path, name, packing=True).objective(Colours())
+        with pytest.raises(InputError, match="would let one see another: set it to false"):
+            packed.loss(model, packed.training_batch(torch.arange(12)))
+
+
+def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
+    backbone = tiny_backbone(folders[kind], kind)
     lora, objective = LoRA(rank=2), backbone.objective(Colours())
-    model = lora.trainable(backbone.model(), seed=0)
-    loss = objective.loss(model, objective.batch("train", torch.arange(4)))
+    model, batch = lora.trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
+    loss = objective.loss(model, batch)
     loss.backward()
-    torch.testing.assert_close(
-        loss, objective.loss(backbone.model(), objective.batch("train", torch.arange(4)))
-    )
-    assert lora.folded(model).keys() == backbone.model().state_dict().keys()
+    torch.testing.assert_close(loss, objective.loss(backbone.model(), batch))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1)
+        folded, plain = lora.folded(model), backbone.model()
+        assert folded.keys() == plain.state_dict().keys()
+        plain.load_state_dict(folded)
+        torch.testing.assert_close(objective.loss(plain, batch), objective.loss(model, batch))
 
 
 def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
@@ -206,6 +269,8 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
         tiny_backbone(folders["llama"], "llama").objective(Digits())
     with pytest.raises(InputError, match="task 'stories' has none"):
         tiny_backbone(folders["llama"], "llama", answering="choices").check(WordProblems())
+    with pytest.raises(InputError, match=r"backbone\.source is not set: name a folder"):
+        LanguageModel(source=None).identity()  # as backbone=hf_causal alone has it
     with pytest.raises(InputError, match="there is no model 'nowhere at all'"):
         LanguageModel(source="nowhere at all").model()
     with pytest.raises(InputError, match="does not load as a seq2seq model"):

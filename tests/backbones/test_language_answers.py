@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import Linearised, LoRA
+from mergekit_lab.backbones import Linearised, LoRA, text
 from mergekit_lab.backbones.encoding import Encoding
 from mergekit_lab.backbones.language import Reading, tokenizer
 from mergekit_lab.evaluation import score
@@ -54,6 +54,25 @@ def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(fol
             if made[-1] == 256:
                 break
         assert found[place] == tok.decode(made, skip_special_tokens=True)
+
+
+def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(folders, monkeypatch) -> None:
+    """One token's at a time with a cache, those of choices and of the token before, or all of a row."""
+    sizes: list[int] = []
+    monkeypatch.setattr(text, "_LOGITS", 260 * 240)
+    for answering, cached in (("generate", True), ("choices", True), ("generate", False)):
+        backbone = tiny_backbone(folders["llama"], "llama", answering=answering)
+        objective, model = backbone.objective(Colours(max_new_tokens=15)), nn.Linear(1, 1)
+        if cached:
+            model.generate = nn.Identity()
+        answered = lambda _, few: sizes.append(len(few)) or torch.zeros(len(few), 3)  # noqa: E731
+        monkeypatch.setattr(objective, "_generate", answered)
+        monkeypatch.setattr(objective, "choice_scores", answered)
+        objective.predict(model, "test", torch.arange(24))
+    longest = max(map(len, objective.encoded("test").prompts))
+    choices = sum(len(choice) + 1 for choice in Colours().choices)
+    assert sizes[:3] == [24, 240 // (choices + 1), 24 - 240 // (choices + 1)]
+    assert sizes[3] == 240 // (longest + 15)
 
 
 def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_nan(

@@ -14,8 +14,8 @@ from mergekit_lab.backbones import TextEncoder
 from mergekit_lab.curvature import diagonal_fisher
 from mergekit_lab.evaluation import score
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
+from mergekit_lab.stages.run import run
 from mergekit_lab.tasks import TextFile, WordProblems
 
 

@@ -112,6 +112,8 @@ def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) ->
         ({"lora_alpha": None}, "lora_alpha is None"),
         ({"use_dora": True}, "lacks its lora_magnitude_vector"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern holds .* no regular expression"),
+        ({"rank_pattern": {"(" * 4000 + ")" * 4000: 4}}, "rank_pattern holds .* no regular expression"),
+        ({"rank_pattern": {"((a{1000}){1000}){1000}": 4}}, r"holds '\(\(a.* counts repeats with braces"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is a list"),
     ],
 )
@@ -121,6 +123,17 @@ def test_what_is_not_folded_is_refused_by_name(change, message, tmp_path) -> Non
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=rf"expert: .*{message}"):
         open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
+
+
+def test_a_pattern_that_backtracks_without_end_is_refused_by_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("mergekit_lab.checkpoints.adapter_config._PATTERN_SECONDS", 0.05)
+    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for key in ("rank_pattern", "alpha_pattern"):
+        file.write_text(json.dumps(config | {key: {"(.|..|...)*[A-Z]": 4}}))
+        with pytest.raises(InputError, match=rf"expert: {key} holds '\(\.\|\.\..*takes too long"):
+            open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
 
 
 @pytest.mark.parametrize(

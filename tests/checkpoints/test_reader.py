@@ -1,6 +1,7 @@
 """Whatever holds them, tensors come back the same; what cannot be trusted is not opened."""
 
 import json
+import os
 import pickle
 import warnings
 
@@ -162,6 +163,13 @@ def test_no_index_leads_out_of_its_folder(file: str, index: str, tmp_path) -> No
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_rather_than_waited_for(name: str, tmp_path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="is a pipe or a device, not a file"):
+        open_checkpoint(tmp_path / name)
+
+
 def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path) -> None:
     torch.save({"w": Malicious()}, tmp_path / "evil.bin")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "evil.bin"}}))
@@ -188,6 +196,7 @@ def test_weights_that_share_memory_are_tied(tmp_path) -> None:
     ("content", "message"),
     [
         ({3: torch.zeros(2)}, r"names that are not text \(3\)"),
+        ({"a\x1b[2J": torch.zeros(2)}, r"names that cannot be printed \('a\\x1b\[2J'\)"),
         ({"w": torch.empty(2, device="meta")}, "w is on the device meta"),
         ({"w": torch.eye(2).to_sparse()}, r"sparse or quantised tensors \(w\)"),
     ],

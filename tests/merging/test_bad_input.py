@@ -5,8 +5,9 @@ import weakref
 import pytest
 import torch
 
-from mergekit_lab import InputError
-from mergekit_lab.checkpoints import write_tensors
+import mergekit_lab
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.checkpoints import align, write_tensors
 from mergekit_lab.merging import (
     DARE,
     DELLA,
@@ -51,6 +52,20 @@ def test_missing_tensors_are_named_with_their_expert() -> None:
 
 def test_extra_tensors_are_named_with_their_expert() -> None:
     refuse(r"'svhn' has 1 tensors the base lacks \(head\)", experts={"svhn": state(head=torch.ones(1))})
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod."])
+def test_names_that_differ_by_a_prefix_are_refused_with_the_way_to_align_them(prefix: str, tmp_path) -> None:
+    base = {"a.w": torch.zeros(3), "b.w": torch.ones(2)}
+    expert = {prefix + name: value + 1 for name, value in base.items()}
+    named = rf"lacks 2 .* \(a.w, b.w\); has 2 .*\({prefix}a.w, {prefix}b.w\): these are the base's"
+    refuse(named, base=base, experts={"svhn": expert})
+    aligned = align(open_checkpoint(base), open_checkpoint(expert))
+    merged = merge_state_dicts(base, {"svhn": aligned}, WeightAverage())
+    assert merged["a.w"].tolist() == [1, 1, 1]
+    out = mergekit_lab.merge(base, {"svhn": expert}, tmp_path / "out", WeightAverage(), device="cpu")
+    assert dict(open_checkpoint(out))["b.w"].tolist() == [2, 2]
+    refuse("another backbone", base=base, experts={"svhn": {prefix + "c.w": torch.zeros(3)}})
 
 
 def test_shapes_that_differ_are_named_with_both_shapes() -> None:

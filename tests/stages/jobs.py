@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from mergekit_lab import InputError
 
 
@@ -17,7 +19,7 @@ def work(what: str, folder: str) -> str:
     tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
     if what == "dies" or (what == "dies once" and tries.read_text() == "x"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return f"{what} {os.environ.get('CUDA_VISIBLE_DEVICES')} {os.environ.get('OMP_NUM_THREADS')}"
+    return f"{what} {os.environ.get('CUDA_VISIBLE_DEVICES')} {torch.get_num_threads()}"
 
 
 def rank(failing: int | None) -> tuple[str, ...]:

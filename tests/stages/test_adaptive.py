@@ -11,7 +11,7 @@ from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.merging import AdaMerging, Learning, TaskArithmetic, merge_state_dicts
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
 

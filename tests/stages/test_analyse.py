@@ -17,10 +17,10 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.analyses import contract, distribution, sweeps, vectors
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 
 OTHER = (
     "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "

@@ -61,6 +61,17 @@ def test_a_mistake_is_one_message_without_a_traceback(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]])
+def test_a_run_s_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, sweep) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli(tmp_path, *sweep, "run_dir=file/run")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "the folder file/run of what this run leaves cannot be written (Not a directory): set run_dir=PATH\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_the_full_error_can_be_asked_for(tmp_path) -> None:
     done = cli(tmp_path, "+sede=1", "run_dir=run", HYDRA_FULL_ERROR="1")
     assert done.returncode == 1

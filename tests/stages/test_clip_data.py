@@ -20,10 +20,10 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.preflight import list_missing, refuse_missing
+from mergekit_lab.stages.run import run
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import decoding
 

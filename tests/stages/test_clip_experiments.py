@@ -15,10 +15,11 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting.published import read_beside, read_published
-from mergekit_lab.stages import report, run
+from mergekit_lab.stages import report
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.config import check, with_chosen_merger
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 from mergekit_lab.tasks import HubImages
 
 TASKS = [file.stem for file in sorted((conf_dir() / "task" / "clip").glob("*.yaml"))]

@@ -12,9 +12,9 @@ from stages.conftest import composed, plain
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages import STAGES
 from mergekit_lab.stages.checking import build, stage_list, with_floats
 from mergekit_lab.stages.config import Main, check, optimizer_factory
+from mergekit_lab.stages.run import STAGES
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
@@ -26,7 +26,8 @@ EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_every_target_takes_its_keys(group: str, option: str) -> None:
-    cfg, choices = composed([f"{group}={option}"])
+    named = ["backbone.source=org/name"] if option.startswith("hf_") else []  # there is no default
+    cfg, choices = composed([f"{group}={option}", *named])
     check(cfg)
     assert choices[group] == option
 
@@ -94,6 +95,8 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("trainer.devices=2", "one process trains an expert: choose trainer=ddp"),
         ("mergers=ties", "mergers is 'ties'; it must be of type"),
         ("+suite.tasks.foo=digits", r"suite.tasks is .*; it must be|suite.tasks.foo is 'digits'; it must be"),
+        ("trainer.accelerator=cdua", "trainer.accelerator is 'cdua'; did you mean 'cuda'"),
+        ("store.older_than=nan", "store.older_than is nan; it must be at least 0 days, and finite"),
         ("store.root=5", "store.root is 5; it must be of type"),
         ("stages=null", "stages is None; it must be of type"),
         ("search.coefficients=0.5", "search.coefficients is 0.5; it must be of type"),
@@ -101,6 +104,13 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("evaluation_batch_size=0", "evaluation_batch_size is 0; it must be at least 1"),
         ("training.lr=nan", "training.lr is nan; it must be at least 0, and finite"),
         ("optimizer.base.betas=[0.9,1.5]", "the optimizer cannot be built: Invalid beta"),
+        ("optimizer.base.betas=[]", r"optimizer.base.betas is \[\]; it must be of type tuple"),
+        ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float \| torch.Tensor"),
+        ("optimizer.base.weight_decay=inf", "optimizer.base.weight_decay is inf; it must be finite"),
+        ("optimizer.rho=null", "optimizer.rho is None; it must be of type float"),
+        ("merger.density=[0.1]", r"merger.density is \[0.1\]; it must be of type"),
+        ("backbone=hf_causal", "backbone.source is None; it must be of type str"),
+        ("training.clip_norm=nan", "training.clip_norm is nan; it must be positive and finite"),
         ("training.steps=many", "training.steps is 'many'; it must be of type int"),
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
         ("training.precision=16-mixed", "fp16 gradient scaling"),
@@ -142,6 +152,11 @@ def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None
     lines = ["stages=[finetune,analyse]", "analysis=landscape", "analysis.samples=0"]
     with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
         check(composed(lines)[0])
+
+
+def test_runs_that_are_started_in_the_same_second_have_a_folder_each() -> None:
+    first, second = (composed([])[0].run_dir for _ in range(2))
+    assert first != second
 
 
 def test_an_objective_is_refused_where_nothing_is_merged() -> None:

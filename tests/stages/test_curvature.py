@@ -10,8 +10,8 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
+from mergekit_lab.stages.run import run
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:

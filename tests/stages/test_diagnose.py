@@ -10,7 +10,7 @@ from stages.conftest import composed
 
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 
 def go(folder, *overrides: str) -> dict:

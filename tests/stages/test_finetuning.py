@@ -13,9 +13,9 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check, evaluations_a_step
 from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.run import run
 from mergekit_lab.store import content_key
 from mergekit_lab.training import Settings
 

@@ -15,10 +15,10 @@ from stages.conftest import composed
 import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
-from mergekit_lab.stages import run
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.preflight import list_missing
 from mergekit_lab.stages.published_experts import expert_missing, expert_source
+from mergekit_lab.stages.run import run
 from mergekit_lab.tasks.hub import cached_data, download_data
 
 NAME = "tiny-clip"

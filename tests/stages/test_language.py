@@ -11,9 +11,9 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context, load_state
+from mergekit_lab.stages.run import run
 
 SMALL = [
     *("suite=word_problems", "training=language", "joint=false", "progress=false", "device=cpu"),
@@ -95,6 +95,10 @@ def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     other = Context(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
     assert other.expert_content("stories") == context.expert_content("stories")
+    equal = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
+                                      "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
+    found = equal.settings_of("stories")
+    assert (found.steps, found.warmup_steps, equal.settings_of("quantities").steps) == (6, 3, 1)
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:

@@ -1,23 +1,30 @@
 """Every experiment over language models composes and runs to a report, on tiny models and a dozen rows."""
 
 import json
+from functools import partial
 from string import Formatter
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
 from stages.conftest import composed, plain
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.published import read_beside
-from mergekit_lab.stages import report, run
+from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
+from mergekit_lab.stages import report
 from mergekit_lab.stages.config import check
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 
 LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
 """How experiments over language models begin."""
 EXPERIMENTS = [
     f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
+]
+
+SWEEPS = [
+    name for name in EXPERIMENTS if "sweeper:" in (conf_dir() / "experiment" / f"{name}.yaml").read_text()
 ]
 
 
@@ -73,7 +80,7 @@ def small(name, folders, tmp_path, store):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
     real = report._setting
-    as_published = {"training.steps": 8000}
+    as_published = {"training.steps": 8000, "training.batch_size": 8}
     monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
@@ -91,6 +98,50 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
     measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
     assert measured == {name for name, rows in beside.items() if rows}
     assert measured or not cfg.published
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
+    """Every option of every swept key, with its budget and its epochs, which runs on tiny models leave out."""
+    composed([f"+experiment={name}"])
+    swept = {key: values.split(",") for key, values in HydraConfig.get().sweeper.params.items()}
+    for place in range(max(map(len, swept.values()))):
+        job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
+        check(composed([f"+experiment={name}", *job])[0])
+
+
+def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
+    """Which has accuracies of 0 and 2 % on a task of two label words: choosing between them cannot."""
+    accuracies = [row.value for row in read_published("saft_glue C6") if row.column == "rte"]
+    assert min(accuracies) < 10
+    cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
+    assert cfg.backbone.answering == "generate"
+    assert "backbone.answering=generate" in conditions("saft_glue C6")[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "tables"),
+    [
+        ([], "1 12 14 20 22 24"),
+        (["optimizer=adamw"], "1 20 22 24"),
+        (["optimizer.loc=-0.1"], "12"),
+        (["optimizer.distribution=gaussian"], "22"),
+        (["optimizer@optimizer.base=sgd"], "18"),
+        (["training.lr=4e-5"], "24"),
+    ],
+)
+def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
+    suite = ["suite=trace2", "suite.name=c_stance+fomc"]
+    cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
+    made = Context(cfg, tmp_path, choices)
+    axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    found = {
+        (row.table, row.setting)
+        for name in cfg.published
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(report._holds, made), made.tasks)
+    }
+    assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
+    assert len([setting for table, setting in found if table == "22"]) <= 1
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:

@@ -12,7 +12,7 @@ import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import TIES, TSVM, EpiMer, TaskArithmetic
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 METHODS = {
     "tsvm": TSVM(coefficient=0.7),

@@ -17,7 +17,7 @@ import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import DARE, TIES, TaskArithmetic, merge_state_dicts
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)

@@ -3,18 +3,20 @@
 import json
 import re
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints.models import llama, save, three
+from checkpoints.models import llama, save, three, tuned
 from stages.conftest import merge_command
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import Checkpoint
+from mergekit_lab.checkpoints import Checkpoint, write_tensors
 from mergekit_lab.merging import TSVM, WUDI, AdaMerging, Learning, RegMean, TaskArithmetic
 from mergekit_lab.stages.checkpoint_inputs import prepare
 from mergekit_lab.stages.estimate import report
@@ -128,6 +130,32 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     assert re.search("PROBLEM: .*" + problem, capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ([], r"PROBLEM: the vocabularies differ in (.|\n)*embeddings=intersect (.|\n)*embeddings=base "),
+        (["embeddings=base", "tokenizer_from=nowhere"], "PROBLEM: tokenizer_from=nowhere is no folder"),
+        (["embeddings=pads"], "PROBLEM: embeddings is 'pads'; did you mean 'pad'"),
+    ],
+)
+def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:
+    base, _ = three(llama, tmp_path)
+    longer = save(tuned(llama(vocabulary=38), 3), tmp_path / "longer")
+    arguments = [f"base={base}", f"experts=[{longer}]", "merger=ties", f"out={tmp_path / 'out'}", *extra]
+    with pytest.raises(InputError, match="would not work"):
+        merge_command(tmp_path, *arguments, "dry_run=true")
+    said = capsys.readouterr().out
+    assert re.search(problem, said)
+    for text in (
+        "longer: 21 tensors",
+        "mlp.up_proj.weight: 24 × 16",
+        "of disk",
+        "host memory: at most",
+        "time:",
+    ):
+        assert text in said
+
+
 class Refusing(TaskArithmetic):
     """A method that finds out late."""
 
@@ -181,3 +209,49 @@ def test_what_a_merge_refuses_its_dry_run_names(method, state, options, message,
 def test_an_estimate_on_made_up_tensors_stands_in_no_merges_way(method, side, tmp_path) -> None:
     prepared = prepare(LAYER, [LAYER], method, read=False, device="cpu", **side)
     assert report(prepared, tmp_path / "out").problems == []
+
+
+MEASURE = """
+import re, threading, time
+from pathlib import Path
+import torch
+import mergekit_lab
+from mergekit_lab.merging import TIES
+from mergekit_lab.stages.checkpoint_inputs import prepare
+from mergekit_lab.stages.estimate import report
+
+def anonymous():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    global peak
+    while not over.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+torch.set_num_threads(1)
+for name in ("small", "large"):
+    inputs = f"{name}/base", [f"{name}/0", f"{name}/1"]
+    lines = report(prepare(*inputs, TIES(), read=False, device="cpu"), Path("x")).lines
+    start, over = anonymous(), threading.Event()
+    peak, watching = start, threading.Thread(target=watch)
+    watching.start()
+    mergekit_lab.merge(*inputs, f"out_{name}", TIES(), device="cpu")
+    over.set()
+    watching.join()
+    print(peak - start, 1e6 * float(re.search(r"at most ([\\d.]+) MB", "".join(lines))[1]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux tells of a process")
+def test_the_memory_that_a_dry_run_foretells_is_enough_and_not_far_off(tmp_path) -> None:
+    for name, tensors, *shape in (("small", 1, 8, 64), ("large", 9, 500, 1000)):
+        for model in ("base", "0", "1"):
+            (tmp_path / name / model).mkdir(parents=True)
+            state = {f"layers.{n}.w": torch.rand(shape) for n in range(tensors)}
+            write_tensors(tmp_path / name / model / "model.safetensors", state)
+    done = subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    small, large = ([float(number) for number in line.split()] for line in done.stdout.splitlines())
+    assert small[0] <= small[1] < 10e6
+    assert large[0] <= large[1] < 5 * large[0]

@@ -19,10 +19,10 @@ from stages.recipes import EXACT, RANDOM
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
 from mergekit_lab.merging import merged_tensors
-from mergekit_lab.stages import run
 from mergekit_lab.stages.checkpoint_inputs import prepare
 from mergekit_lab.stages.recipe import read_recipe
 from mergekit_lab.stages.recipe_parameters import evaluate
+from mergekit_lab.stages.run import run
 
 MERGEKIT = sys.executable if importlib.util.find_spec("mergekit") else os.environ.get("MERGEKIT_PYTHON")
 needs_mergekit = pytest.mark.skipif(not MERGEKIT, reason="mergekit is not installed (see MERGEKIT_PYTHON)")

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.stages import STAGES, run
+from mergekit_lab.stages.run import STAGES, run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 
@@ -243,6 +244,19 @@ def no_file_over(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
+    from hydra_plugins.mergekit_lab.run_folder import RunFolder
+
+    config = OmegaConf.create({"hydra": {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}})
+    begin = RunFolder()
+    with no_file_over(1 << 16):
+        for told_of in (begin.on_run_start, begin.on_multirun_start):
+            with pytest.raises(SystemExit, match=r"run of what this run leaves cannot be written .*run_dir="):
+                told_of(config)
+    begin.on_run_start(config)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
-from stages.conftest import TINY
+from stages.conftest import TINY, composed
 
 from mergekit_lab.__main__ import main
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.stages.run import run
 
+ONE_TASK = [*TINY, "~suite.tasks.latin", "joint=false"]
 BAD = "1e30"
 """A learning rate after which no loss is finite."""
 
@@ -27,8 +29,9 @@ BAD = "1e30"
 class Elsewhere:
     """A launcher that is not Hydra's own, as which the sweeper would not train first."""
 
-    def __init__(self, launch) -> None:
-        self.launch = launch
+    def __init__(self, own, launch=None) -> None:
+        self.own = own
+        self.launch = launch or own.launch
 
 
 def sweep(folder: Path, *arguments: str, launch=None) -> None:
@@ -40,13 +43,13 @@ def sweeper_of(folder: Path, single: Sequence[str] = (), launch=None):
     """The sweeper of a small run, with a launcher that is not Hydra's; and what its jobs have in common."""
     GlobalHydra.instance().clear()
     hydra = Hydra.create_main_hydra2("main", create_config_search_path(str(conf_dir())))
-    fixed = [*TINY, "~suite.tasks.latin", "joint=false", f"store.root={folder}/store", f"run_dir={folder}/run"]
+    fixed = [*ONE_TASK, f"store.root={folder}/store", f"run_dir={folder}/run"]
     sweeper = Plugins.instance().instantiate_sweeper(
         hydra_context=HydraContext(hydra.config_loader, Callbacks()),
         task_function=main.__wrapped__,
         config=hydra.compose_config("main", [*fixed, *single], RunMode.MULTIRUN),
     )
-    sweeper.launcher = Elsewhere(launch or sweeper.launcher.launch)
+    sweeper.launcher = Elsewhere(sweeper.launcher, launch)
     return sweeper, fixed
 
 
@@ -61,23 +64,74 @@ def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
     assert "#0 will be refused: 1 things this run needs are not here" in caplog.text
 
 
-def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_need_it(
-    tmp_path, monkeypatch
-) -> None:
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """One entry a training that was begun."""
     import mergekit_lab.stages.finetune as room
 
-    tried, finetune = [], room.finetune
-    monkeypatch.setattr(room, "finetune", lambda *a, **k: tried.append(1) or finetune(*a, **k))
+    begun, finetune = [], room.finetune
+    monkeypatch.setattr(room, "finetune", lambda *a, **k: begun.append(1) or finetune(*a, **k))
     monkeypatch.setattr("mergekit_lab.stages.report.report_sweep", lambda *_: None)
-    jobs = [f"training.lr={BAD}", "merger=average,task_arithmetic", "stages=[finetune,merge]"]
-    with pytest.raises(Exception, match=r"digits .*could not be made in training/0, once for all jobs"):
-        sweep(tmp_path, *jobs)
+    return begun
+
+
+def failures(folder: Path) -> dict[str, str]:
+    """What the jobs of a sweep failed with."""
+    files = sorted((folder / "run").glob("[0-9]/failure.json"))
+    return {file.parent.name: json.loads(file.read_text())["error"] for file in files}
+
+
+TWO_JOBS = ["merger=average,task_arithmetic", "stages=[finetune,merge]"]
+
+
+@pytest.mark.parametrize("launcher", ["basic", "other"])
+def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_need_it(
+    tmp_path, tried, launcher
+) -> None:
+    sweeper, fixed = sweeper_of(tmp_path, [f"training.lr={BAD}"])
+    if launcher == "basic":
+        sweeper.launcher = sweeper.launcher.own
+    with pytest.raises(Exception, match="the loss of digits is not finite"):
+        sweeper.sweep([*fixed, f"training.lr={BAD}", *TWO_JOBS])
     assert len(tried) == 1
-    failures = sorted((tmp_path / "run").glob("[0-9]/failure.json"))
-    assert [file.parent.name for file in failures] == ["0", "1"]
-    for file in failures:
-        assert "the loss of digits is not finite" in json.loads(file.read_text())["error"]
-    assert not list((tmp_path / "run/training").glob("*.json")), "a later sweep would not try again"
+    told = failures(tmp_path)
+    assert list(told) == ["0", "1"]
+    for job, error in told.items():
+        assert "the loss of digits is not finite" in error
+        if launcher == "other" or job == "1":
+            place = "training/0" if launcher == "other" else "0"
+            assert f"could not be made in {tmp_path}/run/{place}, once for all jobs" in error
+    left = [path for path in (tmp_path / "run/training").glob("*") if not path.name.isdigit()]
+    assert left == [], "a later sweep would not try again"
+
+
+def test_jobs_that_run_one_after_another_train_what_they_share_once(tmp_path, tried) -> None:
+    sweeper, fixed = sweeper_of(tmp_path)
+    sweeper.launcher = sweeper.launcher.own
+    sweeper.sweep([*fixed, "merger=average,task_arithmetic", "stages=[finetune]", "training.lr=1e-4,2e-4"])
+    assert failures(tmp_path) == {}
+    assert len(tried) == 2
+
+
+def test_what_a_sweep_failed_at_others_that_share_its_folder_try_for_themselves(tmp_path, tried) -> None:
+    """A sweep whose store takes nothing, and meanwhile, beside its jobs, a run with another store."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/locks").write_text("no folder")
+    beside, launchers = [], []
+
+    def launch(jobs, initial_job_idx: int):
+        if not jobs[0][-1].startswith("hydra.sweep.subdir=training/"):
+            cfg, choices = composed([*ONE_TASK, f"store.root={tmp_path}/other", "stage=finetune"])
+            beside.append(run(cfg, tmp_path / "run/2", choices, []))
+        return launchers[0](jobs, initial_job_idx)
+
+    sweeper, fixed = sweeper_of(tmp_path, launch=launch)
+    launchers.append(sweeper.launcher.own.launch)
+    with pytest.raises(Exception, match=r"could not be made .*cannot be written"):
+        sweeper.sweep([*fixed, *TWO_JOBS])
+    assert list(failures(tmp_path)) == ["0", "1"]
+    assert beside == [None]
+    assert len(tried) == 1
 
 
 def begins(jobs, initial_job_idx: int) -> list[JobReturn]:

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from stages.conftest import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.stages import run
 from mergekit_lab.stages.context import Context
+from mergekit_lab.stages.run import run
 from mergekit_lab.store import Store, content_key
 
 
@@ -71,13 +72,19 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
 def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation(folder, caplog) -> None:
     (wanted,) = keys(folder)
     other = content_key({"task": "other"})
-    Store(folder / "store").obtain("experts", {"task": "other"}, lambda place: {})
+    for kind in ("experts", "images"):
+        Store(folder / "store").obtain(kind, {"task": "other"}, lambda place: {})
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=prune")
     assert "set store.confirm=true" in caplog.text
     assert keys(folder) == {wanted, other}
+    command(folder, "store.action=prune", "store.confirm=true", "dry_run=true")
+    assert keys(folder) == {wanted, other}
     command(folder, "store.action=prune", "store.confirm=true")
     assert keys(folder) == {wanted}
+    assert (folder / "store/images" / other).is_dir(), "decoded images are nobody's alone"
+    command(folder, "store.action=prune", "store.confirm=true", "store.kind=images")
+    assert not (folder / "store/images" / other).exists()
     command(folder, "store.action=prune", "store.which=run", "store.confirm=true", "store.older_than=1")
     assert keys(folder) == {wanted}
     command(folder, "store.action=prune", "store.which=run", "store.confirm=true")
@@ -93,6 +100,58 @@ def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> N
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(InputError, match=rf"not sound: .*\n.*{weights.parent.name} is damaged"):
         command(folder, "store.action=verify")
+
+
+def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(folder, caplog) -> None:
+    store = Store(folder / "store")
+    (sound,) = keys(folder)
+    flipped, unread, other = (store.obtain(kind, {"n": kind}, lambda place: write_tensors(
+        place.out / "w.safetensors", {"w": torch.zeros(2)}) or {}) for kind in ("merged", "fishers", "joint")
+    )  # fmt: skip
+    for file in (flipped.folder / "w.safetensors", unread.folder / "manifest.json"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    (store.root / "experts" / ("0" * 24)).mkdir()
+    before = sorted(store.root.rglob("*"))
+    with pytest.raises(InputError, match=r"3 artefacts .* are not sound: store\.confirm=true removes them"):
+        command(folder, "store.action=verify")
+    with pytest.raises(InputError, match=r"1 artefacts .* are not sound"):
+        command(folder, "store.action=verify", "store.confirm=true", "store.kind=fishers", "dry_run=true")
+    assert sorted(store.root.rglob("*")) == before
+    command(folder, "store.action=verify", "store.confirm=true", f"store.key={unread.key[:9]}")
+    assert not unread.folder.exists()
+    assert flipped.folder.exists()
+    with caplog.at_level(logging.INFO, "mergekit_lab"):
+        command(folder, "store.action=verify", "store.confirm=true")
+        assert "removed 2 artefacts that were not sound, of 4" in caplog.text
+        command(folder, "store.action=verify")
+        assert "2 artefacts in the store" in caplog.text
+    assert (keys(folder), other.folder.exists()) == ({sound}, True)
+    assert not list((folder / "store/work/removed").iterdir())
+
+
+def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_is_at_work(
+    folder, caplog
+) -> None:
+    store = Store(folder / "store")
+    left = store.root / "work/experts" / content_key({"n": 1})
+
+    def cut(place) -> dict:
+        (place.resume / "last.ckpt").write_text("step 7")
+        command(folder, "store.action=prune", "store.confirm=true")
+        assert (place.resume / "last.ckpt").exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.obtain("experts", {"n": 1}, cut)
+    with caplog.at_level(logging.INFO, "mergekit_lab"):
+        command(folder, "store.action=list")
+    assert "experts, half made: 1, 6 B" in caplog.text
+    command(folder, "store.action=prune", "store.confirm=true", "store.older_than=1")
+    assert left.exists()
+    for path in (*left.rglob("*"), left):
+        os.utime(path, (0, 0))
+    command(folder, "store.action=prune", "store.confirm=true", "store.older_than=1")
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(

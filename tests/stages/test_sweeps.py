@@ -14,7 +14,7 @@ from stages import slurm
 from stages.conftest import TINY, composed
 
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 ONE_TASK = [*(o for o in TINY if "latin" not in o), "~suite.tasks.latin", "joint=false"]
 MERGERS = "merger=average,task_arithmetic"

@@ -6,7 +6,7 @@ import pytest
 from stages.conftest import TINY, composed
 from stages.recording import Recorder
 
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 
 def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:

@@ -1,6 +1,9 @@
 """A job that fails or dies stops no other; processes that work together end together."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +11,9 @@ from pathlib import Path
 import pytest
 from stages.jobs import employ, rank, work
 
+from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
-from mergekit_lab.stages.workers import Pool, together
+from mergekit_lab.stages.workers import Pool, stop, together
 
 
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
@@ -28,7 +32,7 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
         assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
-        assert int(threads) >= 1
+        assert int(threads) == max(1, (os.cpu_count() or 1) // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
     assert dies.error == "its worker died twice (killed by SIGKILL)"
@@ -41,6 +45,40 @@ def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -
     with pytest.raises(InputError, match="this rank has a mistake"):
         together(rank, (1,), ["cpu", "cpu"])
     assert time.monotonic() - begun < 30
+
+
+def test_what_workers_are_forked_from_has_touched_no_gpu() -> None:
+    """CUDA does not work in a fork of a process that has as much as counted its devices."""
+    lines = f"import os, torch, open_clip, {', '.join(local_launcher._MODULES)}\n"
+    lines += "if os.fork() == 0: os._exit(torch.cuda._is_in_bad_fork())\n"
+    lines += "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    assert subprocess.run([sys.executable, "-c", lines]).returncode == 0
+
+
+class Told:
+    """A process that ends when it is waited for, if it was told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.told = log, False
+
+    def is_alive(self) -> bool:
+        return "waited" not in self.log or not self.told
+
+    def terminate(self) -> None:
+        self.told = True
+        self.log.append("told")
+
+    def join(self, seconds: float | None = None) -> None:
+        self.log.append("waited")
+
+    def kill(self) -> None:
+        self.log.append("killed")
+
+
+def test_processes_are_all_told_to_stop_before_one_is_waited_for() -> None:
+    log: list[str] = []
+    stop([Told(log) for _ in range(3)])
+    assert log == ["told"] * 3 + ["waited"] * 3
 
 
 def alive(pid: int) -> bool:

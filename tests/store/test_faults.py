@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.store.lock import FolderLock
-from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove
+from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove, unreadable
 
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
 FORKS = multiprocessing.get_context("forkserver")
@@ -73,13 +73,11 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         child.join()
         store = Store(root)
         done = list(store.artefacts())
-        assert damages(store, done) == []
+        assert damages(done) == []
         for seed in range(len(done) + 1):
             assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
-        left = {lock.name for lock in (root / "locks").glob("[!.]*")}
-        # a lock stays where the kill came between publishing and letting go: nobody waits for it any more; nor
-        # for a folder that was on its way to be one
-        assert left <= {f"experts-{artefact.key}" for artefact in done}
+        # also of a kill between publishing and letting go, whose lock nobody waits for any more
+        assert list((root / "locks").glob("[!.]*")) == []
 
 
 def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
@@ -174,8 +172,9 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     found = store.find("experts", CONTENT)
     with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
         found.file("model.safetensors")
-    (told,) = damages(store, store.artefacts())
-    assert made.key in told
+    (found,) = damages(store.artefacts())
+    assert found.folder == made.folder
+    assert made.key in found.told
     shutil.rmtree(made.folder)
     again = store.obtain("experts", CONTENT, weights())
     assert again.files == made.files
@@ -185,9 +184,41 @@ def test_a_manifest_of_another_artefact_is_found_by_verify(tmp_path) -> None:
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (told,) = damages(store, store.artefacts())
-    assert made.key in told
-    assert "manifest" in told
+    (found,) = damages(store.artefacts())
+    assert f"{made.key} has the manifest of another artefact" in found.told
+
+
+def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
+    """Its value stands in the manifest alone."""
+    store = Store(tmp_path)
+    made = store.obtain("evaluations", CONTENT, lambda place: {"value": 0.9125, "by": {3: [1, 2]}})
+    assert store.find("evaluations", CONTENT).info["value"] == 0.9125
+    manifest = made.folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
+    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
+        store.find("evaluations", CONTENT)
+    (found,) = damages(unreadable(store))
+    assert found.folder == made.folder
+
+
+def test_a_link_to_nowhere_in_an_artefact_s_place_is_replaced(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    elsewhere = made.folder.rename(tmp_path / "elsewhere")
+    made.folder.symlink_to(elsewhere)
+    assert Store(tmp_path).find("experts", CONTENT).file("model.safetensors").is_file()
+    shutil.rmtree(elsewhere)
+    assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+    assert not made.folder.is_symlink()
+
+
+def test_an_artefact_of_an_older_schema_is_sound(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    old = made.folder.rename(made.folder.with_name(content_key(CONTENT, schema=0)))
+    del manifest["digest"]  # which it had not yet
+    (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
+    assert Store(tmp_path).find("experts", CONTENT) is None
+    assert damages(Store(tmp_path).artefacts()) == []
 
 
 def test_the_nearest_artefact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
@@ -209,7 +240,7 @@ def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     (read,) = store.artefacts()
     assert older_than(read, 0)
     assert not older_than(read, 1)
-    remove(store, read)
+    remove(store, read.folder)
     assert store.find("experts", CONTENT) is None
     assert not made.folder.exists()
 
@@ -246,9 +277,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     (tmp_path / "secret").write_text("x")
     for change, match in (
         ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
+        ({"files": {"a\0b": "0" * 64}}, "outside of its folder"),
+        ({"info": {"val_accuracy": 0.99}}, "was changed: it is not as it was published"),
         ({"kind": "../../etc"}, "names the kind"),
         ({"schema": 99}, "has schema 99"),
-        ({"files": {"model.safetensors": "0" * 64}}, "is damaged"),
         ({"files": 3}, "cannot be used"),
         ({"info": None}, "cannot be used"),
         ({"content": CONTENT | {"seed": 7}}, "was changed: its content has the key"),
@@ -256,6 +288,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         (folder / "manifest.json").write_text(json.dumps(manifest | change))
         with pytest.raises(InputError, match=match):
             adopt(Store(tmp_path / "two"), folder)
+    old = {name: said for name, said in manifest.items() if name != "digest"}
+    (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
+    with pytest.raises(InputError, match="is damaged"):
+        adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)

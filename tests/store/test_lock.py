@@ -118,6 +118,27 @@ def test_the_lock_of_a_killed_process_of_this_host_is_taken_at_once(tmp_path) ->
     holder.join()
 
 
+def test_what_killed_processes_left_among_locks_is_cleared_by_the_next_holder(tmp_path) -> None:
+    """Nothing that may still be held is touched; old is what the file system's own clock says is old."""
+    with FolderLock(tmp_path / "other", "it"):
+        mine = json.loads((tmp_path / "other/owner.json").read_text())
+    dead = {"host": mine["host"], "pid": os.getpid(), "started": "1"}
+    left_by(tmp_path / "published", **dead)  # nobody waits for it
+    left_by(tmp_path / ".on its way-1", **dead)
+    left_by(tmp_path / ".given back-1-gone", host="far/1/x")
+    left_by(tmp_path / "far and silent")
+    (tmp_path / ".without an owner-1").mkdir()
+    for path in (*(tmp_path / "far and silent").iterdir(), *tmp_path.glob("far and*"), *tmp_path.glob(".w*")):
+        os.utime(path, (time.time() - 7200,) * 2)
+    left_by(tmp_path / "far")
+    left_by(tmp_path / ".on its way-2", host=mine["host"], pid=os.getpid(), started=mine["started"])
+    (tmp_path / ".without an owner-2").mkdir()
+    with FolderLock(tmp_path / "lock", "it") as lock:
+        lock.clear_around()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "lock", "far", ".on its way-2", ".without an owner-2"}  # fmt: skip
+
+
 def test_a_number_used_again_by_another_process_does_not_keep_a_lock(tmp_path) -> None:
     with FolderLock(tmp_path / "other", "it"):
         mine = json.loads((tmp_path / "other/owner.json").read_text())

@@ -100,6 +100,8 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
         (".jsonl", "[1, 2]\n", r"is no list of rows with columns: row 1 is '\[1, 2\]'"),
         (".json", '{"data": [{"text": "a", "label": 1}]}', "names 'text'; known: data"),
         (".csv", f"text,label\n{'x' * 200_000},1\n", "cannot be read as a table: field larger than"),
+        (".csv", "text,label\na,1\nwell, long,0\n", "read as a table: line 3 has more fields than the header"),
+        (".tsv", 'text\tlabel\na\t1\n"b\t0\nc\t1\n', "cannot be read as a table: unexpected end of data"),
     ],
 )
 def test_rows_that_are_not_whole_are_refused_by_name(kind, text, match, tmp_path) -> None:

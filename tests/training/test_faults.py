@@ -143,7 +143,7 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
 
 
 def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
-    from mergekit_lab.stages import run
+    from mergekit_lab.stages.run import run
 
     cfg, choices = composed(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
