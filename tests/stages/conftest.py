@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages import run
+from mergekit_lab.stages.run import run
 
 TINY = [
     "+experiment=quickstart",
