@@ -54,6 +54,12 @@ def test_extra_tensors_are_named_with_their_expert() -> None:
     refuse(r"'svhn' has 1 tensors the base lacks \(head\)", experts={"svhn": state(head=torch.ones(1))})
 
 
+@pytest.mark.parametrize("method", [TaskArithmetic(), TSVM(), ModelStock()])
+def test_numbers_that_overflow_on_the_way_are_refused_not_stored(method: Method) -> None:
+    far = [{"w": torch.full((4, 4), -1e38)}] * 2
+    refuse("merging w overflows", base={"w": torch.full((4, 4), 1e38)}, experts=far, method=method)
+
+
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod."])
 def test_names_that_differ_by_a_prefix_are_refused_with_the_way_to_align_them(prefix: str, tmp_path) -> None:
     base = {"a.w": torch.zeros(3), "b.w": torch.ones(2)}
