@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from mergekit_lab.backbones import LanguageModel
+from mergekit_lab.backbones.language import tokenizer
 from mergekit_lab.tasks import Part, TextSplit, TextTask
 
 CHAT = (
@@ -96,3 +98,18 @@ class Colours(TextTask):
             tuple(f"Is {colours[i]} number {n} warm?" for n, i in enumerate(index)),
             tuple(answers[i] for i in index),
         )
+
+
+def one_loss(backbone, kind, prompt, answer, all_tokens=False):
+    """The summed loss of one sample, without padding, straight from its text."""
+    model, tok = backbone.model(), tokenizer(backbone.source)
+    ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731
+    target = torch.cat([ids(answer), torch.tensor([[256]])], dim=1)
+    with torch.no_grad():
+        if kind == "t5":
+            logits = model(input_ids=ids(prompt), labels=target).logits[0]
+            return functional.cross_entropy(logits, target[0], reduction="sum")
+        shown = ids(f"<|user|>{prompt}<|end|><|assistant|>")
+        row = torch.cat([shown, target], dim=1)
+        losses = functional.cross_entropy(model(row).logits[0, :-1], row[0, 1:], reduction="none")
+        return losses.sum() if all_tokens else losses[shown.shape[1] - 1 :].sum()

@@ -25,7 +25,10 @@ def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "__example__"})
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_pages_and_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 import torch
-from study import ARMS, BATCH, SOURCE
+from arms import ARMS, BATCH, SOURCE
 
 from mergekit_lab.backbones import LanguageModel, Objective
 from mergekit_lab.backbones.objective import moved

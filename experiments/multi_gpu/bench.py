@@ -63,9 +63,6 @@ class Rows:
         self.file.write_text(json.dumps(self.content, indent=1))
 
 
-# --- a sweep of eight experts with hydra/launcher=local -------------------------------------------------
-
-
 def sweep(given: argparse.Namespace, rows: Rows) -> None:
     rows.add(f"8 experts, {len(given.devices)} devices", lambda: _sweep(given))
 
@@ -93,9 +90,6 @@ def _sweep(given: argparse.Namespace) -> dict[str, Any]:
     return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": trained}
 
 
-# --- one run whose stages are spread over the devices -----------------------------------------------------
-
-
 def run(given: argparse.Namespace, rows: Rows) -> None:
     rows.add(f"8 tasks, {len(given.devices)} devices", lambda: _run(given))
 
@@ -121,9 +115,6 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         busy.setdefault(made.parent.parent.name, []).append(seconds)
     kinds = {kind: {"pieces": len(each), "seconds": round(sum(each), 1)} for kind, each in sorted(busy.items())}
     return {"wall_seconds": round(wall, 2), "kinds": kinds}
-
-
-# --- merges ----------------------------------------------------------------------------------------------
 
 
 def merge(given: argparse.Namespace, rows: Rows) -> None:

@@ -28,9 +28,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# --- data-parallel training ------------------------------------------------------------------------------
-
-
 def ddp(given: argparse.Namespace, rows: Rows) -> None:
     devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
 
@@ -196,8 +193,6 @@ def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
-
-# --- sharded training ------------------------------------------------------------------------------------
 
 LLAMAS = {
     "tiny": {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -93,8 +93,6 @@ class TextObjective(ScoredText):
     def lengths(self, part: Part) -> Tensor | None:
         return self.encoded(part).lengths if self.reading.group_by_length else None
 
-    # --- answers ----------------------------------------------------------------------------------------
-
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
         encoded = self.encoded(part)
         prompts = [encoded.prompts[i] for i in index.tolist()]

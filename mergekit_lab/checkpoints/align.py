@@ -68,9 +68,6 @@ def _is_computed(name: str, spec: TensorSpec) -> bool:
     return bool(_FREQUENCIES.search(name))
 
 
-# --- names ----------------------------------------------------------------------------------------------
-
-
 def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if base.specs.keys() == expert.specs.keys() or not expert.specs:
         return expert
@@ -130,9 +127,6 @@ def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]
 
 
-# --- buffers --------------------------------------------------------------------------------------------
-
-
 def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     buffers = computed_buffers(base)
     extra = [name for name in computed_buffers(expert) if name not in base]
@@ -146,9 +140,6 @@ def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> C
     specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
     specs |= {name: base.specs[name] for name in buffers}
     return View(expert, specs, {name: _reader(base, name) for name in buffers})
-
-
-# --- tied weights ---------------------------------------------------------------------------------------
 
 
 def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:

@@ -209,6 +209,5 @@ def _why(name: str, error: Exception) -> str:
     reason = "offline mode is set" if offline else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return (
         f"{name} is neither a local path nor in the hub's cache, and the hub cannot be reached ({reason}): "
-        "give "
-        f"a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"
+        f"give a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"
     )

@@ -94,7 +94,7 @@ def reconcile(
             if tokens[position] is None and expert.specs[names[0]].shape == base.specs[names[0]].shape:
                 tokens[position] = tokens[0]
     if not names:
-        return Reconciled(base, tuple(experts), notes=_other_strings(base, experts, tokens))
+        return Reconciled(base, tuple(experts), notes=_other_strings(experts, tokens))
     if choice is None:
         raise InputError(_choices(base, experts, names, tokens))
     if choice == "base":
@@ -159,19 +159,15 @@ def _choices(
     lines += [
         f"Tokens would be matched by {matched}. Choose one of:",
         "  embeddings=intersect  the base's vocabulary; a token that an expert lacks gets no change from it, "
-        "and "
-        "tokens that only experts have are dropped",
+        "and tokens that only experts have are dropped",
         "  embeddings=pad        the vocabulary of the tokenizer that knows all tokens (tokenizer_from=… names "
-        "it); "
-        "tokens that the base lacks are the mean of the experts that have them",
+        "it); tokens that the base lacks are the mean of the experts that have them",
         "  embeddings=base       these tensors stay the base's, only the others are merged",
     ]
     return "\n".join(lines)
 
 
-def _other_strings(
-    base: Checkpoint, experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]
-) -> tuple[str, ...]:
+def _other_strings(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
     notes = []
     for expert, own in zip(experts, tokens[1:], strict=True):
         if own is not None and tokens[0] is not None and own != tokens[0]:
@@ -221,8 +217,8 @@ def _padded(
             )
     raise InputError(
         f"embeddings=pad: no tokenizer here knows all {len(union)} tokens: set tokenizer_from=… to a folder "
-        "whose "
-        "tokenizer does (an expert's name, if the other experts' own tokens may go), or embeddings=intersect"
+        "whose tokenizer does (an expert's name, if the other experts' own tokens may go), "
+        "or embeddings=intersect"
     )
 
 

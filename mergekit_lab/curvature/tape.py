@@ -67,8 +67,6 @@ class Tape(TorchFunctionMode):
         self._arrived: dict[str, list[Use]] = {name: [] for name in parameters}
         self._handles: list[RemovableHandle] = []
 
-    # --- what the rules ask and say -------------------------------------------------------------------
-
     def mark(self, value: Any) -> None:
         """These tensors depend on the samples."""
         for tensor in tensors_in(value):
@@ -131,8 +129,6 @@ class Tape(TorchFunctionMode):
         out = self.watch(values.detach(), use)
         self.mark(out)
         return out
-
-    # --- the passes -----------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -30,8 +30,6 @@ from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.jobs import STACK_BYTES, jobs_of
 from mergekit_lab.merging.spectral import SpectralMethod
 
-# --- one job -------------------------------------------------------------------------------------------
-
 
 def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
     """One job: the merged tensors, each in the dtype asked for, on its base's device."""
@@ -149,9 +147,6 @@ def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tens
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
     return base.add_(merged, alpha=scale)
-
-
-# --- workers ------------------------------------------------------------------------------------------
 
 
 def merged_tensors(

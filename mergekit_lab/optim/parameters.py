@@ -52,6 +52,11 @@ def _listed(parameters: Any) -> list[Any]:
 
 
 def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
+    """The base optimizer of these parameters or groups.
+
+    Raises:
+        InputError: `base` is not callable, gives no torch optimizer, or gives LBFGS.
+    """
     way_out = "pass a callable such as functools.partial(torch.optim.AdamW, lr=1e-5)"
     if not callable(base):
         raise InputError(f"base is a {type(base).__name__}, not a callable: {way_out}")

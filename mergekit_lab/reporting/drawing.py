@@ -41,26 +41,32 @@ _STYLE: dict[Any, Any] = {
 
 
 def colour(place: int) -> str:
+    """The colour of the line, bar or point at a place; they recur after the last."""
     return COLOURS[place % len(COLOURS)]
 
 
 def title(group: Sequence[str], what: str) -> str:
+    """What a figure shows, after the group it is of, if there is one."""
     return ": ".join(filter(None, (" / ".join(filter(None, group)), what)))
 
 
 def short(name: str, limit: int = 28) -> str:
+    """A name of at most `limit` characters."""
     return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
 def light(colour: str) -> str:
+    """A paler one of the same hue; `colour` is `#RRGGBB`."""
     return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i : i + 2], 16))):02X}" for i in (1, 3, 5))
 
 
 def heading(figure: "Figure", text: str) -> None:
+    """The figure's own title, above its axes on the left."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
 def legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One legend below all axes, in as few even lines as the figure's width has room for."""
     names = [short(label) for label in labels]
     widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
     lines = math.ceil(len(names) / widest) or 1
@@ -78,6 +84,7 @@ def log_labels(axis: Any) -> None:
 
 
 def percent_axis(axis: Any) -> None:
+    """Label shares as per cent."""
     axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}")
 
 
@@ -111,6 +118,7 @@ def panels(
 
 @contextmanager
 def new_figure(width: float, height: float) -> Iterator["Figure"]:
+    """A figure in the style of all, of a size in inches; no window, no state of pyplot."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -119,6 +127,7 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", path: Path) -> Path:
+    """Write a PNG that is the same, byte for byte, for the same figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
     return path

@@ -134,6 +134,7 @@ def set_beside(
 
 
 def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
+    """Leave the rows in a run's folder for later reports."""
     write_text(folder / FILE, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 

@@ -21,6 +21,7 @@ DATA = "data.json"
 
 
 def stage_analyse(run: Context) -> None:
+    """Run the analysis of the configuration, or find its numbers, and draw them."""
     analysis = build(run.cfg.analysis)
     if not isinstance(analysis, Analysis):
         raise InputError(f"analysis is a {type(analysis).__name__}, not an analysis")

@@ -202,6 +202,7 @@ def _in_background(
 
 
 def input_files(prepared: Prepared) -> list[Path]:
+    """All files that a merge reads: of the base, the experts and the side inputs."""
     side = [checkpoint for by_name in prepared.side.values() for checkpoint in by_name.values()]
     return [file for c in (prepared.origin, *prepared.opened.values(), *side) for file in c.files]
 

@@ -70,8 +70,6 @@ class Context(Setup):
         made.tracker, made.made, made._counts, made.only = Tracker(), self.made, self._counts, self.only
         return made
 
-    # --- parts of the backbone ------------------------------------------------------------------------
-
     @cached_property
     def model(self) -> nn.Module:
         """One model for all evaluations; its weights are whatever was loaded last.
@@ -94,8 +92,6 @@ class Context(Setup):
     @cached_property
     def _objectives(self) -> dict[str, Objective]:
         return {}
-
-    # --- artefacts --------------------------------------------------------------------------------------
 
     def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artefact:
         """`Store.obtain`, counted for the stage in progress.
@@ -143,8 +139,6 @@ class Context(Setup):
         inputs = tuple(dict.fromkeys(self._told[key] for key in _texts(artefact.content) if key in self._told))
         self._told[artefact.key] = name
         self.tracker.log_product(Product(name, artefact.kind, artefact.folder, inputs))
-
-    # --- several devices --------------------------------------------------------------------------------
 
     def mine(self, name: str) -> bool:
         """Whether this process is to work on a task, a merger or the joint model ("+joint")."""

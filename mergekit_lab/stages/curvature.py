@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def stage_curvature(run: Context) -> None:
+    """Make what side inputs the run's mergers read, of every expert."""
     kinds = run.side_kinds
     if not kinds:
         log.info("curvature: no merger of this run needs any")

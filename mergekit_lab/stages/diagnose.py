@@ -171,9 +171,6 @@ def _where(found: Interference, i: int, j: int) -> list[tuple[str, float]]:
     return [(name, value / whole if whole else 0.0) for name, value in largest]
 
 
-# --- the terminal -------------------------------------------------------------------------------------
-
-
 def show(found: Interference, advice: Sequence[Advice], console: Console) -> None:
     """Print experts, pairs, layers and advice as tables."""
     console.print(_experts_table(found))

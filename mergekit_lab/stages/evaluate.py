@@ -74,6 +74,7 @@ def _loader(artefact: Artefact) -> Callable[[], dict[str, Tensor]]:
 
 
 def evaluation_content(run: Context, subject: Subject, task: str, part: Part) -> dict[str, Any]:
+    """What names an evaluation in the store: the model, the data and how it is scored."""
     return {
         "model": subject.key,
         "base": run.backbone_content,
@@ -115,6 +116,7 @@ def _smallest(values: Any) -> Any:
 
 
 def stage_evaluate(run: Context) -> None:
+    """Evaluate what has no evaluation on the test split yet, on the run's devices."""
     cells = [(subject, task) for subject in subjects(run) for task in subject.tasks if run.mine(task)]
     missing = [
         task

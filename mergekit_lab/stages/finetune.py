@@ -34,6 +34,7 @@ CURVE = "curve.json"
 
 
 def stage_finetune(run: Context) -> None:
+    """Train, import or find every expert of the run, and the joint model if it is asked for."""
     if run.training.seconds is not None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"

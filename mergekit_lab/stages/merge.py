@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def stage_merge(run: Context) -> None:
+    """Choose each coefficient and write each merged model, on the run's devices."""
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
     run.spread(stage_merge, [label for label in run.mergers if run.mine(label) and not _is_merged(run, label)])

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def stage_report(run: Context) -> None:
+    """Collect the run's records and write table, figures and page into its folder."""
     records = collect(run)
     curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
     if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):

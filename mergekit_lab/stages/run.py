@@ -32,18 +32,9 @@ _RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
 """What runs leave in their folders for others to read."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
 _DECIDES_NOTHING = {
-    *("run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages"),
-    *(
-        "runs",
-        "table",
-        "metric",
-        "data_root",
-        "sources",
-        "fetch_to",
-        "images_limit_gb",
-        "evaluation_batch_size",
-    ),
-}
+    "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages", "runs",
+    "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb", "evaluation_batch_size",
+}  # fmt: skip
 """What a run may change when it goes on where it was cut."""
 
 

@@ -200,8 +200,6 @@ class Setup:
             build({**content, **fields}).check(tuple(self.tasks))
         return Merger(label, method, content, searched)
 
-    # --- what things are called in the store ------------------------------------------------------------
-
     @cached_property
     def backbone_content(self) -> dict[str, str]:
         return dict(self.backbone.identity())

@@ -129,8 +129,6 @@ class HubImages(ImageTask):
     def templates(self) -> tuple[str, ...]:  # type: ignore[override]
         return _lines("templates", self.prompts, self.name)
 
-    # --- where the data is ------------------------------------------------------------------------------
-
     def folder(self) -> Path | None:
         """The local folder of the data, or None if it would have to be downloaded.
 
@@ -176,8 +174,6 @@ class HubImages(ImageTask):
         return (
             f"{self.name}: {f'data set {self._repository} of the hub, or ' if self._repository else ''}{place}"
         )
-
-    # --- what the source holds --------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> dict[str, Rows]:
@@ -261,8 +257,6 @@ class HubImages(ImageTask):
         order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed)).numpy()
         kept = order[: total - count] if part == "train" else order[total - count :]
         return "train", np.sort(kept)
-
-    # --- the contract -----------------------------------------------------------------------------------
 
     def digest(self) -> str:
         """Over name, classes, templates, and the encoded images' hashes and labels of all parts.

@@ -34,14 +34,3 @@ def pretraining_pairs() -> list[Pair]:
         for code in sorted(characters(face))
         if unicodedata.name(chr(code), "") and digest(face, code) not in left_out
     ]
-
-
-def labels_of_pictures() -> dict[str, set[tuple[str, str]]]:
-    """For each clean bitmap in any shipped task the (task, class) names it stands for: one each, tests say."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for task in SHIPPED:
-        for part in PARTS:
-            for name, options in zip(task.classes, task.pairs()[part], strict=True):
-                for pair in options:
-                    found.setdefault(digest(*pair) or "", set()).add((task.__name__, name))
-    return found

@@ -103,32 +103,10 @@ def finetune(
     )
     latest = _Latest(resume, filename="last", enable_version_counter=False)
     ended = _Ended()
-    options: dict[str, Any] = {"enable_progress_bar": True} | dict(trainer or {})
     stopper = Stopper(resume / "last.ckpt")
     kept = [best, latest] if settings.keep == "best" else [latest, ended]
-    called: list[Any] = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
-    if options["enable_progress_bar"]:
-        called.append(_Progress(clocked=clock is not None))
-    if options.get("strategy") == "fsdp":
-        options["strategy"] = Sharded(options["devices"])
-    try:
-        lit = lightning.Trainer(
-            **options,
-            plugins=[LightningEnvironment(), _Checkpoints()],
-            max_steps=-1 if clock else settings.steps,
-            max_epochs=-1,
-            precision=settings.precision,  # type: ignore[arg-type]
-            val_check_interval=NEVER if clock else settings.validate_every,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            logger=False,
-            callbacks=called,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            default_root_dir=resume,
-        )
-    except MisconfigurationException as error:
-        raise InputError(f"training cannot start: {error}") from None
+    called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
+    lit = _trainer(settings, resume, called, dict(trainer or {}))
     last = resume / "last.ckpt"
     resumed = last if _usable(last, module) else None
     if resumed:
@@ -151,16 +129,49 @@ def finetune(
     if not lit.is_global_zero:
         return None
     if ended.state is not None:
-        saved, step = ended.state, ended.step
-    else:  # the best ones, or those of a training that had already ended
-        file = best.best_model_path if settings.keep == "best" else last
-        loaded = torch.load(file, weights_only=True, map_location="cpu")
-        saved, step = loaded["state_dict"], int(loaded["global_step"])
+        return _finetuned(ended.state, ended.step, module.curve)
+    # the best ones, or those of a training that had already ended
+    file = best.best_model_path if settings.keep == "best" else last
+    loaded = torch.load(file, weights_only=True, map_location="cpu")
+    return _finetuned(loaded["state_dict"], int(loaded["global_step"]), module.curve)
+
+
+def _trainer(
+    settings: Settings, folder: Path, callbacks: list[Any], options: dict[str, Any]
+) -> lightning.Trainer:
+    """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
+    clocked = settings.seconds is not None
+    if options.setdefault("enable_progress_bar", True):
+        callbacks = [*callbacks, _Progress(clocked)]
+    if options.get("strategy") == "fsdp":
+        options["strategy"] = Sharded(options["devices"])
+    try:
+        return lightning.Trainer(
+            **options,
+            plugins=[LightningEnvironment(), _Checkpoints()],
+            max_steps=-1 if clocked else settings.steps,
+            max_epochs=-1,
+            precision=settings.precision,  # type: ignore[arg-type]
+            val_check_interval=NEVER if clocked else settings.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            logger=False,
+            callbacks=callbacks,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=folder,
+        )
+    except MisconfigurationException as error:
+        raise InputError(f"training cannot start: {error}") from None
+
+
+def _finetuned(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
+    """The weights of a module's state dict, with the accuracy last measured at their step."""
     state = {n.removeprefix("model."): v for n, v in saved.items()}
     accuracy = next(
-        (p["val_accuracy"] for p in reversed(module.curve) if p["step"] == step and "val_accuracy" in p), 0.0
+        (p["val_accuracy"] for p in reversed(curve) if p["step"] == step and "val_accuracy" in p), 0.0
     )
-    return Finetuned(state, module.curve, accuracy, step)
+    return Finetuned(state, curve, accuracy, step)
 
 
 def _release(module: FinetuneModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:

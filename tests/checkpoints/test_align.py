@@ -137,9 +137,6 @@ def test_buffers_that_a_model_computes_may_be_here_and_lack_there() -> None:
     assert torch.equal(align(full, longer)["embeddings.position_ids"], COMPUTED["embeddings.position_ids"])
 
 
-# --- what is tied where the configuration is silent -----------------------------------------------------
-
-
 def without_the_flag(folder):
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]

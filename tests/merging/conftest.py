@@ -5,6 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mergekit_lab.merging import Method, merge_state_dicts
+
+F64 = torch.float64
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
@@ -29,6 +32,17 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     """`‖found − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
     difference = float((found.double() - wanted.double()).norm())
     return difference / (float(wanted.double().norm()) or 1.0)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def merge_one(method: Method, deltas: Tensor, base: Tensor | None = None, name: str = "w", **options) -> Tensor:
+    """The merged task vector of one tensor."""
+    origin = torch.zeros_like(deltas[0]) if base is None else base
+    experts = [{name: origin + delta} for delta in deltas]
+    return merge_state_dicts({name: origin}, experts, method, **options)[name] - origin
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Synthetic results: a small study whose every number follows from a formula."""
 
+import gc
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -79,3 +81,30 @@ def record() -> Callable[..., Record]:
 @pytest.fixture(scope="session")
 def study() -> Callable[..., list[Record]]:
     return make_study
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A listening socket in place of the W&B server; home, netrc and settings are empty."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        for name in (
+            "WANDB_API_KEY",
+            "WANDB_MODE",
+            "WANDB_IDENTITY_TOKEN_FILE",
+            "WANDB_ERROR_REPORTING",
+            "NETRC",
+        ):
+            monkeypatch.setenv(name, "")  # recorded, so that what the tracker sets is undone
+            monkeypatch.delenv(name)
+        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            monkeypatch.setenv(name, str(tmp_path / "home"))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        monkeypatch.chdir(tmp_path)
+        import wandb
+
+        wandb.teardown()
+        yield listener
+        wandb.teardown()
+        gc.collect()

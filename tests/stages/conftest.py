@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.stages.run import run
 
 TINY = [
     "+experiment=quickstart",
@@ -42,6 +43,12 @@ def composed(overrides: list[str]):
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg, choices
+
+
+def merge_command(tmp_path: Path, *arguments: str) -> None:
+    """`python -m mergekit_lab +experiment=merge_checkpoints …`."""
+    cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
+    run(cfg, tmp_path / "run", choices, list(arguments))
 
 
 @pytest.fixture(autouse=True)

@@ -192,9 +192,6 @@ def test_fer2013s_archive_is_read_and_its_labels_are_put_in_order(tmp_path: Path
     assert shown == ["angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral"]
 
 
-# --- check_data ------------------------------------------------------------------------------------------
-
-
 def test_the_check_names_corrupt_images_and_those_that_stand_in_two_parts(tmp_path: Path) -> None:
     train, test = pictures(SIZES["train"], 10), pictures(SIZES["test"], 10, 1)
     test[2] = (test[2][0][:60], test[2][1])
@@ -241,9 +238,6 @@ def test_a_task_that_ships_is_checked_too() -> None:
     assert [check.images for check in found.parts.values()] == [40, 20, 30]
     assert not any(found.shared.values())
     assert not found.wrong
-
-
-# --- messages --------------------------------------------------------------------------------------------
 
 
 def test_wrong_sources_are_refused_with_the_way_out(tmp_path: Path) -> None:

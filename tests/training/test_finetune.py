@@ -236,7 +236,7 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
         ({"steps": 0}, "training.steps is 0; it must be at least 1"),
         ({"lr": -1.0}, "training.lr is -1.0"),
         ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
-        ({"clip_norm": 0.0}, "positive, or null"),
+        ({"clip_norm": 0.0}, "positive and finite, or null"),
         ({"label_smoothing": 1.0}, r"in \[0, 1\)"),
         ({"precision": "16-mixed"}, "fp16 gradient scaling"),
         ({"keep": "first"}, "one of best, last"),

@@ -122,6 +122,7 @@ class Sweep(Analysis):
 
 
 def scaled(run: Context) -> dict[str, Merger]:
+    """The run's mergers that have a coefficient to vary, by label."""
     return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
 
 

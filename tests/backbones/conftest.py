@@ -1,0 +1,16 @@
+"""Tiny language models of each kind, saved once."""
+
+import pytest
+from language import save_tiny
+
+KINDS = ("llama", "qwen2", "t5")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
