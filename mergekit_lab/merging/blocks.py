@@ -295,6 +295,11 @@ class Reader:
         # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
         self._doubt((deltas @ zeros).isnan().any(), partial(self.inputs.refuse_non_finite, names))
 
+    def expect_finite_result(self, name: str, merged: Tensor) -> None:
+        """Doubt a tensor's whole result `[*S]`, which may overflow where its inputs did not."""
+        largest = torch.linalg.vector_norm(merged, math.inf)  # NaN where an entry is; needs no memory
+        self._doubt(~largest.isfinite(), partial(self.inputs.refuse_non_finite, [name]))
+
     @cached_property
     def _zeros(self) -> Tensor:
         return torch.zeros(self.block, dtype=self.inputs.compute, device=self.device)

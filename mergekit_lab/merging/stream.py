@@ -52,7 +52,7 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
             merges = method.merge_matrices(deltas, sites)
         del deltas, sites
         for name, base, merged in zip(names, bases, merges, strict=True):
-            reader.expect_finite([name], merged[None])
+            reader.expect_finite_result(name, merged)
             wide = base.to(inputs.compute, copy=True)
             _store(name, out[name], _sum(wide, merged, method.scale, out[name].dtype))
     else:
@@ -62,7 +62,7 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
             site = reader.whole_site(name, survey)
             reader.settle()
             merged = method.merge(name, base, deltas, site)
-            reader.expect_finite([name], merged[None])
+            reader.expect_finite_result(name, merged)
             _store(name, out[name], _sum(base, merged, method.scale, out[name].dtype))
     return list(out.items())
 

@@ -56,8 +56,8 @@ def test_extra_tensors_are_named_with_their_expert() -> None:
 
 @pytest.mark.parametrize("method", [TaskArithmetic(), TSVM(), ModelStock()])
 def test_numbers_that_overflow_on_the_way_are_refused_not_stored(method: Method) -> None:
-    far = [{"w": torch.full((4, 4), -1e38)}] * 2
-    refuse("merging w overflows", base={"w": torch.full((4, 4), 1e38)}, experts=far, method=method)
+    far = [{"w": torch.full((4, 6), -1e38)}] * 2
+    refuse("merging w overflows", base={"w": torch.full((4, 6), 1e38)}, experts=far, method=method)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod."])
