@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class RunFolder(Callback):
 
 
 def _refuse(folder: Path) -> None:
+    there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -35,3 +37,6 @@ def _refuse(folder: Path) -> None:
             f"the folder {folder} of what this run leaves cannot be written ({error.strerror}): set "
             "run_dir=PATH"
         ) from None
+    if not there:  # what is refused for another reason leaves nothing
+        with suppress(OSError):
+            folder.rmdir()

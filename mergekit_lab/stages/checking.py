@@ -153,7 +153,7 @@ def _check_value(value: Any, hint: Any, path: tuple[str, ...]) -> None:
             raise InputError(f"{where} is {value!r}; it must be a group of keys")
         _check_fields(value, hint, path)  # type: ignore[arg-type]
     elif not _fits(value, hint):
-        raise InputError(f"{where} is {value!r}; it must be of type {_called(hint)}")
+        raise InputError(f"{where} is {value!r}; it must be {_called(hint)}")
     elif hint == dict[str, Target]:
         for name, inner in value.items():
             _check_value(inner, Target, (*path, str(name)))
@@ -199,10 +199,11 @@ def _is_finite(value: Any) -> bool:
 
 def _called(hint: Any) -> str:
     if hint is Target:
-        return "group with a _target_"
-    return (
-        getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint).replace("dict", "group")
-    )
+        return "a group with a _target_"
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    kind = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
+    return f"of type {kind.replace('dict', 'group')}"
 
 
 def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
@@ -223,7 +224,7 @@ def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
         elif name == "coefficient" and value is None:
             continue  # validation chooses it
         elif not _fits(value, hints.get(name, Any)):
-            raise InputError(f"{where} is {value!r}; it must be of type {_called(hints[name])}")
+            raise InputError(f"{where} is {value!r}; it must be {_called(hints[name])}")
         elif not _is_finite(value):
             raise InputError(f"{where} is {value!r}; it must be finite")
 
