@@ -2,6 +2,8 @@
 
 A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A
 worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jobs, and ends with its parent.
+On Linux workers are forked from one process, a server that `multiprocessing` keeps for this, because importing
+Lightning and its kin takes seconds, and several processes at once take longer for it.
 """
 
 from __future__ import annotations
