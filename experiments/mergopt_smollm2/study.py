@@ -140,7 +140,10 @@ def arguments() -> argparse.ArgumentParser:
         "--seconds", type=float, default=1e9, help="no job begins later, and all end soon after"
     )
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
-    parser.add_argument("--jobs", nargs="+", help="such as adamw-0; default: all")
+    names = [f"{arm}-{seed}" for arm, seed in JOBS]
+    parser.add_argument(
+        "--jobs", nargs="+", choices=names, metavar="JOB", help="such as adamw-0, in this order; default: all"
+    )
     sizes = {"steps": 100, "batch": BATCH, "length": 192, "train": 4000, "validation": 100, "test": 200}
     for name, value in (sizes | {"fisher": 64}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -151,7 +154,8 @@ def arguments() -> argparse.ArgumentParser:
 def jobs_left(options: argparse.Namespace) -> list[tuple[str, int]]:
     """Those of the jobs asked for that are not finished, and those whose experts another one needs again."""
     over = {name for name, arm in options.kept.items() if finished(name, arm)}
-    wanted = [j for j in JOBS if options.jobs is None or f"{j[0]}-{j[1]}" in options.jobs]
+    known = {f"{arm}-{seed}": (arm, seed) for arm, seed in JOBS}
+    wanted = [known[name] for name in options.jobs or known]
     for arm, seed in wanted:
         if f"{arm}-{seed}" not in over:
             over -= set(missing(arm, seed, options))  # whose experts are gone is trained again
