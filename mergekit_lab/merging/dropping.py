@@ -6,11 +6,12 @@ Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Segment
+from mergekit_lab.merging.kernels import gpu_kernels
+
+logger = logging.getLogger(__name__)
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -48,6 +52,11 @@ class Counters:
     start: int
     count: int
 
+    @property
+    def state(self) -> int:
+        """SplitMix64's state before the first of the entries, as int64."""
+        return _signed(self.key + self.start * _GOLDEN_GAMMA)
+
 
 def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
     """The draws of one expert for a block, from the names and places alone."""
@@ -56,9 +65,12 @@ def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counte
 
 def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), 53 bits each: float64, the counters' entries end to end."""
+    out = torch.empty(sum(each.count for each in draws), dtype=torch.float64, device=device)
     if device.type != "cpu":
-        return ((_random_bits(draws, device) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-    out = torch.empty(sum(each.count for each in draws), dtype=torch.float64)
+        if not _drawn_by_kernel(draws, out, 0):
+            bits = (_random_bits(draws, device) >> 11) & ((1 << 53) - 1)
+            torch.mul(bits.to(torch.float64), 2.0**-53, out=out)
+        return out
     for place, bits in _bits_in_cache(draws):
         numpy.multiply(bits >> numpy.uint64(11), 2.0**-53, out=out.numpy()[place])
     return out
@@ -71,9 +83,11 @@ def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
         for place, bits in _bits_in_cache(draws):
             numpy.greater_equal(bits, numpy.uint64(bound), out=flat.numpy()[place])
         return
-    bits = _random_bits(draws, out.device)
-    bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
-    torch.ge(bits, _signed(bound ^ (1 << 63)), out=flat)
+    bound = _signed(bound ^ (1 << 63))
+    if not _drawn_by_kernel(draws, flat, bound):
+        bits = _random_bits(draws, out.device)
+        bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
+        torch.ge(bits, bound, out=flat)
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
@@ -169,6 +183,47 @@ def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
         if factor is not None:
             state *= _signed(factor)
     return state
+
+
+_FOR_A_KERNEL = 1 << 15
+"""Entries of a `Counters`, in the mean, from which on a kernel for each is worth its start."""
+
+
+def _drawn_by_kernel(draws: Sequence[Counters], out: Tensor, bound: int) -> bool:
+    """Fill `out` as `gpu_kernels.draw` does, if it can and there are enough entries for it."""
+    if out.device.type != "cuda" or len(out) < _FOR_A_KERNEL * len(draws) or not (draw := _gpu_draw()):
+        return False
+    first = 0
+    for each in draws:
+        draw(out[first : first + each.count], each.state, bound, _FACTORS)
+        first += each.count
+    return True
+
+
+_FACTORS = (_signed(_GOLDEN_GAMMA), _signed(_MIX_1), _signed(_MIX_2))
+
+
+@cache
+def _gpu_draw() -> Callable[..., None] | None:
+    """`gpu_kernels.draw`, if this machine's compiler makes of it what torch's operations give."""
+    found = gpu_kernels()
+    if found is None:
+        return None
+    try:
+        few = Counters(7, 1 << 40, 100)
+        keep = torch.empty(100, dtype=torch.bool, device="cuda")
+        uniform = torch.empty(100, dtype=torch.float64, device="cuda")
+        found.draw(keep, few.state, 11, _FACTORS)
+        found.draw(uniform, few.state, 11, _FACTORS)
+        bits = _random_bits([few], keep.device)
+        same = torch.equal(keep, bits ^ _signed(1 << 63) >= 11)
+        same &= torch.equal(uniform, ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53)
+    except Exception as error:  # the compiler does not know this kernel or this GPU
+        logger.warning("drawing without Triton, which is slower: %s: %s", type(error).__name__, error)
+        return None
+    if not same:
+        logger.warning("drawing without Triton, which is slower: its kernel gives other bits here")
+    return found.draw if same else None
 
 
 def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:

@@ -37,7 +37,7 @@ class DigitCounts:
 
     def __init__(self, prefix: Tensor, known: int, width: int) -> None:
         self._prefix, self._known, self._width = prefix, known, width
-        self._gpu = _gpu_kernels() if prefix.is_cuda else None
+        self._gpu = gpu_kernels() if prefix.is_cuda else None
         copies = _COPIES if self._gpu and width <= _CROWDED else 1
         shape = (len(prefix), copies, 1 << width)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=prefix.device)
@@ -74,14 +74,14 @@ _COPIES = 64
 
 
 @cache
-def _gpu_kernels() -> ModuleType | None:
+def gpu_kernels() -> ModuleType | None:
     """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
     try:
-        from mergekit_lab.merging import gpu_kernels
+        from mergekit_lab.merging import gpu_kernels as found
 
         counts = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
-        gpu_kernels.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
+        found.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
     except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
-        logger.warning("without Triton, which trims faster: %s: %s", type(error).__name__, error)
+        logger.warning("without Triton, which trims and drops faster: %s: %s", type(error).__name__, error)
         return None
-    return gpu_kernels
+    return found

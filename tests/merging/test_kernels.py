@@ -1,12 +1,15 @@
 """The GPU kernels, run by Triton's interpreter on the CPU, give what the CPU's own path gives."""
 
 import importlib
+import math
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 
+from mergekit_lab.merging import dropping
+from mergekit_lab.merging.dropping import Counters, counter_keep, counter_uniform
 from mergekit_lab.merging.kernels import DigitCounts
 
 pytest.importorskip("triton")
@@ -35,3 +38,18 @@ def test_digits_are_counted_as_on_the_cpu(gpu_kernels: ModuleType, known: int, w
     gpu_kernels.count_digits(block, prefix, counts, known, width)
     assert torch.equal(counts.sum(dim=1), 2 * expected.total())
     assert known > 0 or expected.total().sum() == block.numel()
+
+
+@pytest.mark.parametrize("key", [7, -(2**63), 2**63 - 1, 1234567])
+@pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1 - 2**-53])
+def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, key: int, drop: float) -> None:
+    draws = [Counters(key, 2**40 + 3, 2345)]
+    bound = dropping._signed((math.ceil(drop * 2.0**53) << 11) ^ (1 << 63))
+    found, expected = torch.empty(2, 2345, dtype=torch.bool)
+    gpu_kernels.draw(found, draws[0].state, bound, dropping._FACTORS)
+    counter_keep(draws, expected, drop)
+    assert torch.equal(found, expected)
+    uniform = torch.empty(2345, dtype=torch.float64)
+    gpu_kernels.draw(uniform, draws[0].state, bound, dropping._FACTORS)
+    assert torch.equal(uniform, counter_uniform(draws, uniform.device))
+    assert torch.equal(expected, uniform >= drop)
