@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
-    {"errors", "paths"},
+    {"errors", "machine", "paths"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},

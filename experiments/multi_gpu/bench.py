@@ -1,6 +1,6 @@
 """Several GPUs of one host: sweeps, data-parallel and sharded training, merges. See README.md.
 
-    python experiments/multi_gpu/bench.py PART --out FOLDER             one of: sweep run ddp fsdp merge
+    python experiments/multi_gpu/bench.py PART --out FOLDER             one of: sweep beside run ddp fsdp merge
     python experiments/multi_gpu/bench.py PART --out FOLDER --dry       tiny shapes, two CPU processes (gloo)
 
 Every part appends rows to FOLDER/PART_LABEL.json as they are measured, and skips the rows that are there.
@@ -72,12 +72,10 @@ def _sweep(given: argparse.Namespace) -> dict[str, Any]:
     place = given.out / f"store_{len(devices)}" if given.dry else Path(f"/tmp/sweep_{len(devices)}")
     seeds = range(2 if given.dry else 8)
     command = [
-        *(sys.executable, "-m", "mergekit_lab", "-m", "+experiment=quickstart", "hydra/launcher=local"),
+        *(sys.executable, "-m", "mergekit_lab", "-m", "hydra/launcher=local"),
         f"hydra.launcher.devices=[{','.join(devices)}]",
-        *("stage=finetune", "joint=false", "progress=false", f"training.steps={given.steps}"),
-        *(f"seed={','.join(map(str, seeds))}", f"store.root={place}/store", f"run_dir={place}/run"),
-        *(["training.warmup_steps=1", "trainer.accelerator=cpu"] if given.dry else []),
-        *("~suite.tasks.mnist", "~suite.tasks.style", "~suite.tasks.digits"),
+        *_expert(given, place),
+        f"seed={','.join(map(str, seeds))}",
     ]
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -85,9 +83,47 @@ def _sweep(given: argparse.Namespace) -> dict[str, Any]:
     jobs = [float(s) for s in re.findall(r"^#\d+ on \S+ done in ([\d.]+) s", done.stdout, re.MULTILINE)]
     if len(jobs) < len(seeds):
         raise RuntimeError((done.stdout + done.stderr)[-400:])
-    made = list(Path(place, "store/experts").glob("*/manifest.json"))
-    trained = [json.loads(m.read_text())["info"]["wall_seconds"] for m in made]
-    return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": trained}
+    return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": _trained(place)}
+
+
+def _expert(given: argparse.Namespace, place: Path) -> list[str]:
+    """The settings of one expert of one task, for `python -m mergekit_lab`."""
+    backbone = [f"backbone={given.backbone}", "backbone.weights=null"] if given.backbone else []
+    return [
+        *("+experiment=quickstart", "stage=finetune", "joint=false", "progress=false"),
+        *("~suite.tasks.mnist", "~suite.tasks.style", "~suite.tasks.digits"),
+        *(f"training.steps={given.steps}", f"store.root={place}/store", f"run_dir={place}/run"),
+        *(["training.warmup_steps=1", "trainer.accelerator=cpu"] if given.dry else []),
+        *backbone,
+    ]
+
+
+def _trained(place: Path) -> list[float]:
+    """Seconds that each training in the store there took."""
+    made = Path(place, "store/experts").glob("*/manifest.json")
+    return [json.loads(m.read_text())["info"]["wall_seconds"] for m in made]
+
+
+def beside(given: argparse.Namespace, rows: Rows) -> None:
+    """What a host loses where trainings run at once that have nothing in common: what a sweep cannot win."""
+    for count in (1, len(given.devices)):
+        rows.add(f"trainings at once: {count}", partial(_beside, given, count))
+
+
+def _beside(given: argparse.Namespace, count: int) -> dict[str, Any]:
+    places = [
+        given.out / f"beside_{count}_{n}" if given.dry else Path(f"/tmp/beside_{count}_{n}")
+        for n in range(count)
+    ]
+    running = []
+    for place, device in zip(places, given.devices, strict=False):
+        command = [sys.executable, "-m", "mergekit_lab", *_expert(given, place)]
+        seen = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
+        running.append(subprocess.Popen(command, env=seen, stdout=subprocess.DEVNULL))
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise RuntimeError("a training failed; what it said stands above")
+    return {"training_seconds": [seconds for place in places for seconds in _trained(place)]}
 
 
 def run(given: argparse.Namespace, rows: Rows) -> None:
@@ -173,7 +209,7 @@ def _merge_row(
     return {"first": seconds[0], "seconds": round(median(seconds[1:]), 4), "digest": digest.hexdigest()}
 
 
-PARTS = {"sweep": sweep, "run": run, "ddp": ddp, "fsdp": fsdp, "merge": merge}
+PARTS = {"sweep": sweep, "beside": beside, "run": run, "ddp": ddp, "fsdp": fsdp, "merge": merge}
 
 
 def main() -> None:
@@ -184,7 +220,8 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1], help="merge: how many of the devices")
     parser.add_argument("--shapes", nargs="+", default=["vit_l14", "llama_1b"])
     parser.add_argument("--repeats", type=int, default=2, help="merge: after the first call")
-    parser.add_argument("--steps", type=int, default=500, help="sweep, run: of an expert")
+    parser.add_argument("--steps", type=int, default=500, help="sweep, beside, run: of an expert")
+    parser.add_argument("--backbone", help="sweep, beside: with random weights, such as clip_vit_b32")
     parser.add_argument("--label", default=None)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()

@@ -1,7 +1,6 @@
 """`hydra/launcher=local`: a sweep's jobs over the devices of this machine, a process each."""
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,10 +102,12 @@ class LocalLauncher(Launcher):
     def _devices(self) -> list[str]:
         import torch
 
+        from mergekit_lab.machine import usable_cores
+
         if self.devices is not None:
             return list(self.devices)
         cards = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-        return cards or ["cpu"] * max(1, (os.cpu_count() or 1) // 2)
+        return cards or ["cpu"] * max(1, usable_cores() // 2)
 
 
 @dataclass(frozen=True)

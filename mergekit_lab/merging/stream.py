@@ -8,7 +8,6 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import usable_cores
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
@@ -287,7 +287,7 @@ _UNSETTLED = 8
 def _workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if reader.device.type == "cpu":
         return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1
     if not reader.fed:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import usable_cores
 from mergekit_lab.tasks.crops import centre_boxes, resized
 from mergekit_lab.tasks.sources import Rows
 
@@ -48,7 +48,7 @@ def over_chunks(
 ) -> Iterator[T]:
     """`work` on chunks of rows, several at a time, results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
         yield from pool.map(lambda chunk: work(rows.chunks[chunk], rows.load(chunk)), wanted)
 
 

@@ -32,7 +32,7 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
         assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
-        assert int(threads) == max(1, (os.cpu_count() or 1) // 2)
+        assert int(threads) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
     assert dies.error == "its worker died twice (killed by SIGKILL)"
