@@ -1,5 +1,7 @@
-"""A run or a sweep whose folder cannot be written is refused before Hydra writes there."""
+"""A run or a sweep whose folder cannot be written, or is another's, is refused before Hydra writes there."""
 
+import atexit
+import fcntl
 import os
 import tempfile
 from contextlib import suppress
@@ -14,7 +16,11 @@ _ROOM = 1 << 20
 
 
 class RunFolder(Callback):
-    """Asks before any work; by SystemExit, for Hydra makes a warning of what else a callback raises."""
+    """Asks before any work; by SystemExit, for Hydra makes a warning of what else a callback raises.
+
+    The folder stays this process's until it ends, however it ends: of two that write there at once, each would
+    read the other's records as its own.
+    """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         _refuse(Path(config.hydra.run.dir))
@@ -38,5 +44,22 @@ def _refuse(folder: Path) -> None:
             "run_dir=PATH"
         ) from None
     if not there:  # what is refused for another reason leaves nothing
-        with suppress(OSError):
-            folder.rmdir()
+        atexit.register(_remove_empty, folder)
+    _take(folder)
+
+
+def _take(folder: Path) -> None:
+    held = os.open(folder, os.O_RDONLY)  # never closed: the lock is the process's
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(
+            f"another run or sweep is writing to {folder}: wait for its end, or set run_dir=PATH"
+        ) from None
+    except OSError:  # a file system that does not lock folders, as NFS
+        os.close(held)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

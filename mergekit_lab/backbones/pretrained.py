@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints.hub import hub_id, snapshot
+from mergekit_lab.checkpoints.model_files import tokenizer_files
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.paths import default_store
 
@@ -47,13 +48,13 @@ class Place:
         return {"gguf_file": self.gguf} if self.gguf else {"local_files_only": True}
 
     def digest(self) -> str:
-        """SHA-256 over the weights' bytes and the configuration."""
+        """SHA-256 over the bytes of all that decides results: weights, configuration, tokenizer, templates."""
         if self.gguf:
             return _digest(self.folder / self.gguf)
-        files = sorted(
-            [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin"), self.folder / "config.json"]
-        )
-        return hashlib.sha256("".join(_digest(file) for file in files if file.is_file()).encode()).hexdigest()
+        weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
+        files = [*weights, self.folder / "config.json", *tokenizer_files(self.folder)]
+        told = [f"{file.relative_to(self.folder)} {_digest(file)}" for file in files]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def find(source: str | None, weights: bool = True) -> Place:

@@ -185,7 +185,7 @@ class EncoderObjective(ScoredText):
                 if len(ids) > most:
                     ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
                 rows.append(torch.tensor(ids, dtype=torch.int64))
-            longest, limit = max(map(len, rows)), positions(self.encoder.source)
+            longest, limit = max(map(len, rows)), _positions(self.encoder.source)
             if limit is not None and longest > limit:
                 raise InputError(
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
@@ -241,6 +241,14 @@ class EncoderObjective(ScoredText):
         assert self.task.choices is not None
         best = (self.embedded(model, part, index).float() @ self.head.T).argmax(dim=1)
         return [self.task.choices[i] for i in best.tolist()]
+
+
+def _positions(source: str) -> int | None:
+    """Tokens of a text that an encoder can have: RoBERTa and its kin count positions after their padding's."""
+    limit = positions(source)
+    embeddings = getattr(loaded(source, "encoder", "float32"), "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return limit if limit is None or padding is None else limit - padding - 1
 
 
 class TextClassifier(nn.Module):

@@ -44,6 +44,11 @@ def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
     return _copy(source, folder, _TOKENIZER)
 
 
+def tokenizer_files(source: Path) -> list[Path]:
+    """The tokenizer's files and chat templates in a folder, in the order of their names."""
+    return _matching(source, _TOKENIZER)
+
+
 def copy_model_files(
     source: Path,
     folder: Path,
@@ -132,9 +137,13 @@ def _adapt_open_clip(file: Path, vocabulary: int) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _matching(source: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+
+
 def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
     """Copy the files of a folder that match, unless a link leads out of it (and not into the hub's cache)."""
-    chosen = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    chosen = _matching(source, patterns)
     roots = (source.resolve(), source.resolve().parent.parent / "blobs")
     names = [str(path.relative_to(source)) for path in chosen]
     outside = [

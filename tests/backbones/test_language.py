@@ -284,3 +284,10 @@ def test_the_identity_follows_the_weights_and_no_path(folders, tmp_path) -> None
     first, copy = (LanguageModel(source=str(f)).identity() for f in (folders["llama"], tmp_path / "copy"))
     assert first == copy
     assert first["sha256"] != LanguageModel(source=str(folders["qwen2"])).identity()["sha256"]
+    (tmp_path / "copy/README.md").write_text("what decides nothing")
+    assert LanguageModel(source=str(tmp_path / "copy")).identity() == copy
+    for changed in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "copy" / changed).write_text("{}")
+        changing = LanguageModel(source=str(tmp_path / "copy")).identity()
+        assert changing != copy
+        copy = changing

@@ -147,3 +147,26 @@ def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
         TextEncoder(source=str(folder), temperature=0)
     with pytest.raises(InputError, match="needs a text of every class, and 'colours' has none of 'no idea'"):
         TextEncoder(source=str(folder), head_samples=2).objective(Colours())
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
+def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, kind) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=130, pad_token_id=1,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows").mkdir()
+    encoder = TextEncoder(source=str(tmp_path / "model"))
+    task = TextFile(name="long", source=str(tmp_path / "rows"), choices=("no", "yes"))
+    for length in (128, 129):
+        rows = [{"prompt": "a" * length, "answer": a} for a in ("no", "yes")]
+        for part in ("train", "validation", "test"):
+            (tmp_path / "rows" / f"{part}.json").write_text(json.dumps(rows))
+        if length == 128:
+            assert encoder.objective(task).head.isfinite().all()
+    with pytest.raises(InputError, match=r"texts of train take up to 129 tokens, and this encoder has 128"):
+        encoder.objective(TextFile(name="longer", source=str(tmp_path / "rows"), choices=("no", "yes")))

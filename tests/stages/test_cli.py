@@ -1,5 +1,6 @@
 """What a user sees on the command line, in processes of their own."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -59,6 +60,21 @@ def test_a_mistake_is_one_message_without_a_traceback(
     for text in expected:
         assert text in said
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]])
+def test_a_run_s_folder_that_another_writes_to_is_refused_before_any_work(tmp_path, sweep) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    done = cli(tmp_path, *sweep, "run_dir=run")
+    os.close(held)
+    assert done.returncode == 1
+    assert done.stderr == ("another run or sweep is writing to run: wait for its end, or set run_dir=PATH\n")
+    assert not list(folder.iterdir())
+    again = cli(tmp_path, *sweep, "run_dir=run", "suite.tasks=7")
+    assert "another run" not in again.stderr
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]])
