@@ -1,6 +1,7 @@
 """Fine-tuning learns, and one that was cut goes on as if it had not been."""
 
 import gc
+import traceback
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -143,6 +144,19 @@ def test_processes_draw_their_own_dropout_and_one_alone_draws_by_seed_and_step()
 
     assert drawn(1, 0) == drawn(1, 0)
     assert len({drawn(2, 0), drawn(2, 1), drawn(2, 0, 4), drawn(2, 1, 4)}) == 4
+
+
+def test_no_step_asks_for_a_trace_of_the_stack(tmp_path, head, monkeypatch) -> None:
+    """`torch.manual_seed` does, for each kind of accelerator: a small model's steps would take far longer."""
+    asked: list[int] = []
+    original = traceback.extract_stack
+    monkeypatch.setattr(traceback, "extract_stack", lambda *a, **k: (asked.append(1), original(*a, **k))[1])
+    found = []
+    for steps in (4, 12):
+        asked.clear()
+        run(tmp_path / str(steps), head, settings=replace(SETTINGS, steps=steps))
+        found.append(len(asked))
+    assert found[0] == found[1]
 
 
 def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
