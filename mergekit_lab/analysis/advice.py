@@ -68,7 +68,7 @@ def _alike(found: Interference) -> Advice:
         because=f"they are nearly equal: cosines of {float(_between(found).min()):.4f} or more between task "
         f"vectors, which lie at most {100 * _apart(found):.1f} % of their length apart",
         evidence="arithmetic: the average of equal models is that model. At a cosine of .99 it holds no "
-        "more: SGD's experts of a language model 76.0, average 43.7, TSV-M 58.5 (experiments/mergopt_smollm2)",
+        "more: SGD's experts of a language model 76.0, average 42.9, TSV-M 57.9 (experiments/mergopt_smollm2)",
     )
 
 
@@ -81,9 +81,9 @@ def _method(found: Interference) -> Advice:
         f"lose {lost:.0f} % of what they share to opposite signs",
         evidence="test accuracy of average / task arithmetic / TSV-M, three seeds: 73.7 / 86.0 / 91.7 on four "
         "tasks, 68.3 / 79.9 / 86.3 on eight, with coefficients of 0.4 to 0.7 and 1.4 to 1.6 "
-        "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.8, "
+        "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
         "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
-        "59.8 ± 3.5 of two seeds: no difference to rely on; seven merged, mean of six "
+        "58.9 ± 2.9: no difference to rely on; seven merged, mean of six tasks, three seeds "
         "(experiments/mergopt_smollm2). Other models may differ",
     )
 
