@@ -1,4 +1,4 @@
-"""The README's demonstration, from a cold store and again."""
+"""The README's demonstration, shortened, from a cold store and again."""
 
 import os
 import subprocess
@@ -12,14 +12,17 @@ from mergekit_lab.reporting import read_records
 
 MERGERS = {"average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"}
 
-_QUIET = ("progress=false", "joint=false")
+_SHORTER = (
+    *("progress=false", "joint=false", "training.steps=90", "training.warmup_steps=9"),
+    "search.coefficients=[0.3,0.7,1.4]",
+)
 """The joint model takes as long as everything else; that there is one, the runs in tests/stages show."""
 
 
 def demo(folder: Path, name: str) -> tuple[str, float]:
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "mergekit_lab", "+experiment=quickstart", f"run_dir={name}", *_QUIET],
+        [sys.executable, "-m", "mergekit_lab", "+experiment=quickstart", f"run_dir={name}", *_SHORTER],
         cwd=folder,
         env=os.environ | {"MERGEKIT_LAB_STORE": str(folder / "store"), "COLUMNS": "160"},
         capture_output=True,
