@@ -16,7 +16,8 @@ _SHORTER = (
     *("progress=false", "joint=false", "training.steps=90", "training.warmup_steps=9"),
     "search.coefficients=[0.3,0.7,1.4]",
 )
-"""The joint model takes as long as everything else; that there is one, the runs in tests/stages show."""
+"""Enough for the order of the rows. The joint model alone takes as long as everything else; that there is one,
+the runs in tests/stages show."""
 
 
 def demo(folder: Path, name: str) -> tuple[str, float]:

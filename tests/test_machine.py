@@ -1,3 +1,5 @@
+"""Cores are counted as the system gives them out."""
+
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ def test_cores_that_were_taken_away_do_not_count() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "1"
 
 
-def test_there_are_as_many_as_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cores_count_where_the_system_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert usable_cores() == 5

@@ -23,14 +23,15 @@ class RunFolder(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        _refuse(Path(config.hydra.run.dir))
+        _take(Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if not config.get("dry_run"):
-            _refuse(Path(config.hydra.sweep.dir))
+            _take(Path(config.hydra.sweep.dir))
 
 
-def _refuse(folder: Path) -> None:
+def _take(folder: Path) -> None:
+    """Make the folder this process's, or refuse it."""
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,10 +46,10 @@ def _refuse(folder: Path) -> None:
         ) from None
     if not there:  # what is refused for another reason leaves nothing
         atexit.register(_remove_empty, folder)
-    _take(folder)
+    _lock(folder)
 
 
-def _take(folder: Path) -> None:
+def _lock(folder: Path) -> None:
     held = os.open(folder, os.O_RDONLY)  # never closed: the lock is the process's
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -53,7 +53,7 @@ class Place:
             return _digest(self.folder / self.gguf)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
         files = [*weights, self.folder / "config.json", *tokenizer_files(self.folder)]
-        told = [f"{file.relative_to(self.folder)} {_digest(file)}" for file in files]
+        told = [f"{file.relative_to(self.folder)} {_digest(file)}" for file in files if file.is_file()]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 

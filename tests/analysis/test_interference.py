@@ -196,6 +196,12 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
     for number in ("76.5", "36.9", "39.6", "45.6", "56.8 ± 1.9", "58.9 ± 2.9"):
         assert number in method.evidence
         assert number in row
+    first = experts["e0"]
+    alike = advise(measure(base, {"x": first, "y": first}))[0]
+    (row,) = (line for line in study.splitlines() if line.startswith("| SGD "))
+    for number in ("76.0", "42.9", "57.9"):
+        assert number in alike.evidence
+        assert number in row
     gallery = (folder / "docs/gallery.md").read_text()
     for number in ("80.7", "78.1", "95.8", "94.9"):
         assert number in rank.evidence
