@@ -44,18 +44,14 @@ def hash_key(*parts: object) -> int:
 class Counters:
     """Entries that draw random numbers: a key, and flat indices from `start` on, of `count` entries.
 
-    SplitMix64 (Steele, Lea & Flood 2014) of key and index in wrapping 64-bit arithmetic: the same bits on
-    every device, in any order and any sharding. Several of them stand end to end in a pooled block.
+    32 bits each: entries 2k and 2k + 1 have the lower and the upper half of the output k of SplitMix64
+    (Steele, Lea & Flood 2014) from the key, in wrapping 64-bit arithmetic: the same bits on every device, in
+    any order and any sharding. Several of them stand end to end in a pooled block.
     """
 
     key: int
     start: int
     count: int
-
-    @property
-    def state(self) -> int:
-        """SplitMix64's state before the first of the entries, as int64."""
-        return _signed(self.key + self.start * _GOLDEN_GAMMA)
 
 
 def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
@@ -64,30 +60,26 @@ def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counte
 
 
 def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1), 53 bits each: float64, the counters' entries end to end."""
+    """Uniform numbers in [0, 1), 32 bits each: float64, the counters' entries end to end."""
     out = torch.empty(sum(each.count for each in draws), dtype=torch.float64, device=device)
-    if device.type != "cpu":
-        if not _drawn_by_kernel(draws, out, 0):
-            bits = (_random_bits(draws, device) >> 11) & ((1 << 53) - 1)
-            torch.mul(bits.to(torch.float64), 2.0**-53, out=out)
-        return out
-    for place, bits in _bits_in_cache(draws):
-        numpy.multiply(bits >> numpy.uint64(11), 2.0**-53, out=out.numpy()[place])
+    if device.type == "cpu":
+        for place, bits in _bits_in_cache(draws):
+            numpy.multiply(bits, 2.0**-32, out=out.numpy()[place])
+    elif not _drawn_by_kernel(draws, out, 0):
+        torch.mul(_random_bits(draws, device), 2.0**-32, out=out)
     return out
 
 
 def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
     """Make `out`, which is boolean and contiguous, true where `counter_uniform` is at least `drop`."""
-    flat, bound = out.view(-1), math.ceil(drop * 2.0**53) << 11
-    if out.device.type == "cpu":
+    flat, bound = out.view(-1), math.ceil(drop * 2.0**32)
+    if bound == 1 << 32:  # more than any number of 32 bits
+        flat.zero_()
+    elif out.device.type == "cpu":
         for place, bits in _bits_in_cache(draws):
-            numpy.greater_equal(bits, numpy.uint64(bound), out=flat.numpy()[place])
-        return
-    bound = _signed(bound ^ (1 << 63))
-    if not _drawn_by_kernel(draws, flat, bound):
-        bits = _random_bits(draws, out.device)
-        bits ^= _signed(1 << 63)  # signed numbers in the order of the unsigned ones
-        torch.ge(bits, bound, out=flat)
+            numpy.greater_equal(bits, numpy.uint32(bound), out=flat.numpy()[place])
+    elif not _drawn_by_kernel(draws, flat, bound):
+        torch.ge(_random_bits(draws, out.device), bound, out=flat)
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
@@ -127,7 +119,7 @@ def thinned(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tenso
 
 
 _IN_CACHE = 1 << 15
-"""Entries that a CPU draws at a time: three times so many 64-bit numbers stay in a core's own cache."""
+"""Outputs that a CPU computes at a time: three times so many 64-bit numbers stay in a core's own cache."""
 _ROUNDS = ((30, _MIX_1), (27, _MIX_2), (31, None))
 """SplitMix64's: how far a state is shifted before it is combined with itself, and what it is multiplied by."""
 
@@ -148,12 +140,13 @@ _scratch = _Scratch()
 
 
 def _bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
-    """SplitMix64's outputs on a CPU, as NumPy's uint64, and their place among all; valid until the next."""
+    """The bits of entries on a CPU, as NumPy's uint32, and their place among all; valid until the next."""
     first = 0
     for each in draws:
-        for start in range(0, each.count, _IN_CACHE):
-            count = min(_IN_CACHE, each.count - start)
-            shift = (each.key + (each.start + start) * _GOLDEN_GAMMA) % (1 << 64)
+        stop = each.start + each.count
+        for output in range(each.start // 2, -(-stop // 2), _IN_CACHE):
+            count = min(_IN_CACHE, -(-stop // 2) - output)
+            shift = (each.key + output * _GOLDEN_GAMMA) % (1 << 64)
             state, other = _scratch.state[:count], _scratch.other[:count]
             numpy.add(_first_states()[:count], numpy.uint64(shift), out=state)
             for places, factor in _ROUNDS:
@@ -161,20 +154,25 @@ def _bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
                 numpy.bitwise_xor(state, other, out=state)
                 if factor is not None:
                     numpy.multiply(state, numpy.uint64(factor), out=state)
-            yield slice(first, first + count), state
-            first += count
+            halves = state.astype("<u8", copy=False).view("<u4")  # the lower one first
+            bits = halves[max(0, each.start - 2 * output) : stop - 2 * output]
+            yield slice(first, first + len(bits)), bits
+            first += len(bits)
 
 
 def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
-    """SplitMix64's outputs, 64 bits each, as int64, by torch's operations."""
-    total = sum(each.count for each in draws)
-    before, shifts = 0, []
-    for each in draws:
-        shifts.append(_signed(each.key + (each.start - before) * _GOLDEN_GAMMA))
-        before += each.count
+    """The bits of entries, as int64, by torch's operations."""
     lengths = torch.tensor([each.count for each in draws], device=device)
-    state = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
-    state += torch.arange(1, total + 1, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN_GAMMA))
+    total, before = sum(each.count for each in draws), 0
+    keys, shifts = [], []
+    for each in draws:
+        keys.append(_signed(each.key))
+        shifts.append(each.start - before)
+        before += each.count
+    index = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
+    index += torch.arange(total, device=device)
+    state = (index >> 1).add_(1).mul_(_signed(_GOLDEN_GAMMA))
+    state += torch.tensor(keys, device=device).repeat_interleave(lengths, output_size=total)
     other = torch.empty_like(state)
     for places, factor in _ROUNDS:
         torch.bitwise_right_shift(state, places, out=other)
@@ -182,7 +180,7 @@ def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
         state ^= other
         if factor is not None:
             state *= _signed(factor)
-    return state
+    return (state >> (index & 1).mul_(32)) & 0xFFFFFFFF
 
 
 _FOR_A_KERNEL = 1 << 15
@@ -195,7 +193,7 @@ def _drawn_by_kernel(draws: Sequence[Counters], out: Tensor, bound: int) -> bool
         return False
     first = 0
     for each in draws:
-        draw(out[first : first + each.count], each.state, bound, _FACTORS)
+        draw(out[first : first + each.count], _signed(each.key), each.start, bound, _FACTORS)
         first += each.count
     return True
 
@@ -210,14 +208,13 @@ def _gpu_draw() -> Callable[..., None] | None:
     if found is None:
         return None
     try:
-        few = Counters(7, 1 << 40, 100)
+        few = Counters(7, (1 << 40) + 1, 100)
         keep = torch.empty(100, dtype=torch.bool, device="cuda")
         uniform = torch.empty(100, dtype=torch.float64, device="cuda")
-        found.draw(keep, few.state, 11, _FACTORS)
-        found.draw(uniform, few.state, 11, _FACTORS)
+        for out in (keep, uniform):
+            found.draw(out, few.key, few.start, 1 << 31, _FACTORS)
         bits = _random_bits([few], keep.device)
-        same = torch.equal(keep, bits ^ _signed(1 << 63) >= 11)
-        same &= torch.equal(uniform, ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53)
+        same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, bits * 2.0**-32)
     except Exception as error:  # the compiler does not know this kernel or this GPU
         logger.warning("drawing without Triton, which is slower: %s: %s", type(error).__name__, error)
         return None

@@ -47,37 +47,38 @@ def count_digits(block: Tensor, prefix: Tensor, counts: Tensor, known: int, widt
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("key", "start", "bound", "entries"))
 def _draw(  # type: ignore[no-untyped-def]
-    out, before, bound, entries,
+    out, key, start, bound, entries,
     GAMMA: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    state = (place + 1) * GAMMA + before
+    index = place + start
+    state = ((index >> 1) + 1) * GAMMA + key
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * MIX_1  # masks, because zeros come in at the left
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * MIX_2
     state = state ^ ((state >> 31) & 0x1FFFFFFFF)
+    bits = (state >> ((index & 1) * 32)) & 0xFFFFFFFF
     if KEEP:
-        flipped = state ^ -0x8000000000000000  # signed numbers in the order of the unsigned ones
-        tl.store(out + place, (flipped >= bound).to(tl.uint8), mask=place < entries)
+        tl.store(out + place, (bits >= bound).to(tl.uint8), mask=place < entries)
     else:
-        uniform = ((state >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
-        tl.store(out + place, uniform, mask=place < entries)
+        tl.store(out + place, bits.to(tl.float64) * 2.3283064365386963e-10, mask=place < entries)
 
 
-def draw(out: Tensor, state: int, bound: int, factors: tuple[int, int, int]) -> None:
-    """SplitMix64's outputs for states `state` + γ, `state` + 2γ, …: see `dropping.Counters`.
+def draw(out: Tensor, key: int, start: int, bound: int, factors: tuple[int, int, int]) -> None:
+    """The 32 bits of entries from `start` on: see `dropping.Counters`.
 
     Args:
-        out: flat and contiguous. float64: becomes uniform in [0, 1), 53 bits each. bool: becomes whether the
-            64 bits, their first one flipped, are at least `bound` as signed numbers.
-        state, bound: int64.
-        factors: γ and the two multipliers, as int64.
+        out: flat and contiguous. float64: becomes the bits over 2³². bool: becomes whether they are at least
+            `bound`.
+        key: int64.
+        start, bound: at least 0; `bound` has 32 bits.
+        factors: SplitMix64's γ and its two multipliers, as int64.
     """
     gamma, mix_1, mix_2 = factors
     keep = out.dtype == torch.bool
     with torch.cuda.device_of(out):
         _draw[(triton.cdiv(len(out), _BLOCK),)](
-            out.view(torch.uint8) if keep else out, state, bound, len(out),
+            out.view(torch.uint8) if keep else out, key, start, bound, len(out),
             GAMMA=gamma, MIX_1=mix_1, MIX_2=mix_2, KEEP=keep, BLOCK=_BLOCK,
         )  # fmt: skip

@@ -45,18 +45,21 @@ def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     from mergekit_lab.merging.dropping import Counters, counter_uniform
 
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = counter_uniform([Counters(1234567, 0, 4)], torch.device("cpu"))
-    assert [int(v * 2**53) for v in found.tolist()] == [p >> 11 for p in published]
-    assert torch.equal(counter_uniform([Counters(1234567, 2, 2)], torch.device("cpu")), found[2:])
+    found = counter_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
+    assert [int(v * 2**32) for v in found.tolist()] == [half for p in published for half in (p % 2**32, p >> 32)]
+    for start, count in ((2, 3), (3, 5), (0, 1), (7, 1)):
+        part = counter_uniform([Counters(1234567, start, count)], torch.device("cpu"))
+        assert torch.equal(part, found[start : start + count])
 
 
 def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
     from mergekit_lab.merging.dropping import _IN_CACHE, Counters, _bits_in_cache, _random_bits
 
-    draws = [Counters(-3, 5, _IN_CACHE + 9), Counters(7, 2**40, 11)]
+    draws = [Counters(-3, 5, 2 * _IN_CACHE + 9), Counters(7, 2**40, 11), Counters(2**63 - 1, 0, 1)]
     by_torch = _random_bits(draws, torch.device("cpu"))
-    for place, bits in _bits_in_cache(draws):
-        assert torch.equal(torch.from_numpy(bits.view("int64")), by_torch[place])
+    drawn = torch.cat([torch.from_numpy(bits.astype("int64")) for _, bits in _bits_in_cache(draws)])
+    assert torch.equal(drawn, by_torch)
+    assert [place for place, _ in _bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,20 @@ def test_digits_are_counted_as_on_the_cpu(gpu_kernels: ModuleType, known: int, w
 
 
 @pytest.mark.parametrize("key", [7, -(2**63), 2**63 - 1, 1234567])
-@pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1 - 2**-53])
+@pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1 - 2**-32])
 def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, key: int, drop: float) -> None:
     draws = [Counters(key, 2**40 + 3, 2345)]
-    bound = dropping._signed((math.ceil(drop * 2.0**53) << 11) ^ (1 << 63))
     found, expected = torch.empty(2, 2345, dtype=torch.bool)
-    gpu_kernels.draw(found, draws[0].state, bound, dropping._FACTORS)
+    gpu_kernels.draw(found, key, draws[0].start, math.ceil(drop * 2.0**32), dropping._FACTORS)
     counter_keep(draws, expected, drop)
     assert torch.equal(found, expected)
     uniform = torch.empty(2345, dtype=torch.float64)
-    gpu_kernels.draw(uniform, draws[0].state, bound, dropping._FACTORS)
+    gpu_kernels.draw(uniform, key, draws[0].start, 0, dropping._FACTORS)
     assert torch.equal(uniform, counter_uniform(draws, uniform.device))
     assert torch.equal(expected, uniform >= drop)
+
+
+def test_nothing_is_kept_where_next_to_all_is_dropped() -> None:
+    kept = torch.ones(9, dtype=torch.bool)
+    counter_keep([Counters(7, 0, 9)], kept, 1 - 2**-53)
+    assert not kept.any()
