@@ -36,7 +36,8 @@ JOBS = list(dict.fromkeys([
     ("asam", 0), ("adamw", 0), ("mergopt", 0), ("sam", 0), ("adamw", 1), ("mergopt", 1), ("asam", 1),
     ("adamw_double", 0), ("adamw", 2), ("mergopt", 2), ("mixed", 2), ("mergopt_fit", 0), ("asam", 2),
     ("mergopt_gaussian", 2), ("sgd", 2), *[("mergopt_b5e-3", seed) for seed in SEEDS], ("sam", 1), ("sam", 2),
-    *[(arm, seed) for seed in SEEDS for arm in ("mixed", "mergopt_gaussian", "sgd")],
+    *[(arm, seed) for seed in SEEDS for arm in ("mixed", "mergopt_gaussian", "sgd", "adamw_double")],
+    *[("mergopt_fit", seed) for seed in SEEDS],
     *[(f"mergopt_b{b}", 0) for b in ("1e-3", "5e-5", "5e-2")],
 ]))  # fmt: skip
 """What is least known first. "mixed" merges experts of both kinds, which other jobs have left on disk."""

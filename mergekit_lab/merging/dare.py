@@ -135,8 +135,7 @@ class DARE(Method):
     def _keep(self, deltas: Tensor, site: Site) -> Tensor:
         """Whether an entry stays, shaped like `deltas`."""
         keep = torch.empty_like(deltas, dtype=torch.bool, memory_format=torch.contiguous_format)
-        for expert, row in zip(site.experts, keep, strict=True):
-            counter_keep(counters(self.seed, expert, site.segments), row, self.drop)
+        counter_keep([counters(self.seed, expert, site.segments) for expert in site.experts], keep, self.drop)
         return keep
 
 

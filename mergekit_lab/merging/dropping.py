@@ -65,21 +65,34 @@ def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     if device.type == "cpu":
         for place, bits in _bits_in_cache(draws):
             numpy.multiply(bits, 2.0**-32, out=out.numpy()[place])
-    elif not _drawn_by_kernel(draws, out, 0):
-        torch.mul(_random_bits(draws, device), 2.0**-32, out=out)
+    elif not _drawn_by_kernel([draws], out[None], 0):
+        out.copy_(_uniform(_random_bits(draws, device)))
     return out
 
 
-def counter_keep(draws: Sequence[Counters], out: Tensor, drop: float) -> None:
-    """Make `out`, which is boolean and contiguous, true where `counter_uniform` is at least `drop`."""
-    flat, bound = out.view(-1), math.ceil(drop * 2.0**32)
+def _uniform(bits: Tensor) -> Tensor:
+    """What 32 bits are as a number in [0, 1): in float64, where torch would compute in float32."""
+    return bits.double().mul_(2.0**-32)
+
+
+def counter_keep(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) -> None:
+    """Make rows true where `counter_uniform` of the row's counters is at least `drop`.
+
+    Args:
+        draws: of each row; starts and counts are the same for all.
+        out: `[T, *S]`, boolean, contiguous.
+        drop: in [0, 1).
+    """
+    rows, bound = out.view(len(draws), -1), math.ceil(drop * 2.0**32)
     if bound == 1 << 32:  # more than any number of 32 bits
-        flat.zero_()
+        rows.zero_()
     elif out.device.type == "cpu":
-        for place, bits in _bits_in_cache(draws):
-            numpy.greater_equal(bits, numpy.uint32(bound), out=flat.numpy()[place])
-    elif not _drawn_by_kernel(draws, flat, bound):
-        torch.ge(_random_bits(draws, out.device), bound, out=flat)
+        for each, row in zip(draws, rows.numpy(), strict=True):
+            for place, bits in _bits_in_cache(each):
+                numpy.greater_equal(bits, numpy.uint32(bound), out=row[place])
+    elif not _drawn_by_kernel(draws, rows, bound):
+        for each, kept in zip(draws, rows, strict=True):
+            torch.ge(_random_bits(each, out.device), bound, out=kept)
 
 
 def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
@@ -183,17 +196,19 @@ def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
     return (state >> (index & 1).mul_(32)) & 0xFFFFFFFF
 
 
-_FOR_A_KERNEL = 1 << 15
-"""Entries of a `Counters`, in the mean, from which on a kernel for each is worth its start."""
+_FOR_A_KERNEL = 1 << 18
+"""Entries of a `Counters` in all rows, in the mean, from which on a kernel for each is worth its start."""
 
 
-def _drawn_by_kernel(draws: Sequence[Counters], out: Tensor, bound: int) -> bool:
-    """Fill `out` as `gpu_kernels.draw` does, if it can and there are enough entries for it."""
-    if out.device.type != "cuda" or len(out) < _FOR_A_KERNEL * len(draws) or not (draw := _gpu_draw()):
+def _drawn_by_kernel(draws: Sequence[Sequence[Counters]], out: Tensor, bound: int) -> bool:
+    """Fill rows as `gpu_kernels.draw` does, if it can and there are enough entries for it."""
+    if out.device.type != "cuda" or out.numel() < _FOR_A_KERNEL * len(draws[0]) or not (draw := _gpu_draw()):
         return False
+    keys = torch.tensor([[_signed(each.key) for each in row] for row in draws]).pin_memory()
+    keys = keys.to(out.device, non_blocking=True)
     first = 0
-    for each in draws:
-        draw(out[first : first + each.count], _signed(each.key), each.start, bound, _FACTORS)
+    for number, each in enumerate(draws[0]):
+        draw(out[:, first : first + each.count], keys[:, number], each.start, bound, _FACTORS)
         first += each.count
     return True
 
@@ -208,13 +223,14 @@ def _gpu_draw() -> Callable[..., None] | None:
     if found is None:
         return None
     try:
-        few = Counters(7, (1 << 40) + 1, 100)
-        keep = torch.empty(100, dtype=torch.bool, device="cuda")
-        uniform = torch.empty(100, dtype=torch.float64, device="cuda")
+        few = [[Counters(key, (1 << 40) + 1, 100)] for key in (7, -7)]
+        keys = torch.tensor([7, -7], device="cuda")
+        keep = torch.empty(2, 100, dtype=torch.bool, device="cuda")
+        uniform = torch.empty(2, 100, dtype=torch.float64, device="cuda")
         for out in (keep, uniform):
-            found.draw(out, few.key, few.start, 1 << 31, _FACTORS)
-        bits = _random_bits([few], keep.device)
-        same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, bits * 2.0**-32)
+            found.draw(out, keys, few[0][0].start, 1 << 31, _FACTORS)
+        bits = torch.stack([_random_bits(each, keep.device) for each in few])
+        same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, _uniform(bits))
     except Exception as error:  # the compiler does not know this kernel or this GPU
         logger.warning("drawing without Triton, which is slower: %s: %s", type(error).__name__, error)
         return None

@@ -47,38 +47,41 @@ def count_digits(block: Tensor, prefix: Tensor, counts: Tensor, known: int, widt
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("key", "start", "bound", "entries"))
+@triton.jit(do_not_specialize=("key_stride", "start", "bound", "entries"))
 def _draw(  # type: ignore[no-untyped-def]
-    out, key, start, bound, entries,
+    out, stride, keys, key_stride, start, bound, entries,
     GAMMA: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = place + start
-    state = ((index >> 1) + 1) * GAMMA + key
+    state = ((index >> 1) + 1) * GAMMA + tl.load(keys + row * key_stride)
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * MIX_1  # masks, because zeros come in at the left
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * MIX_2
     state = state ^ ((state >> 31) & 0x1FFFFFFFF)
     bits = (state >> ((index & 1) * 32)) & 0xFFFFFFFF
+    target = out + row * stride + place
     if KEEP:
-        tl.store(out + place, (bits >= bound).to(tl.uint8), mask=place < entries)
+        tl.store(target, (bits >= bound).to(tl.uint8), mask=place < entries)
     else:
-        tl.store(out + place, bits.to(tl.float64) * 2.3283064365386963e-10, mask=place < entries)
+        tl.store(target, bits.to(tl.float64) * 2.3283064365386963e-10, mask=place < entries)
 
 
-def draw(out: Tensor, key: int, start: int, bound: int, factors: tuple[int, int, int]) -> None:
-    """The 32 bits of entries from `start` on: see `dropping.Counters`.
+def draw(out: Tensor, keys: Tensor, start: int, bound: int, factors: tuple[int, int, int]) -> None:
+    """The 32 bits of the entries from `start` on, in rows of a key each: see `dropping.Counters`.
 
     Args:
-        out: flat and contiguous. float64: becomes the bits over 2³². bool: becomes whether they are at least
-            `bound`.
-        key: int64.
+        out: `[T, n]`, rows contiguous. float64: becomes the bits over 2³². bool: becomes whether they are at
+            least `bound`.
+        keys: `[T]`, int64.
         start, bound: at least 0; `bound` has 32 bits.
         factors: SplitMix64's γ and its two multipliers, as int64.
     """
     gamma, mix_1, mix_2 = factors
+    rows, entries = out.shape
     keep = out.dtype == torch.bool
     with torch.cuda.device_of(out):
-        _draw[(triton.cdiv(len(out), _BLOCK),)](
-            out.view(torch.uint8) if keep else out, key, start, bound, len(out),
+        _draw[(triton.cdiv(entries, _BLOCK), rows)](
+            out.view(torch.uint8) if keep else out, out.stride(0), keys, keys.stride(0), start, bound, entries,
             GAMMA=gamma, MIX_1=mix_1, MIX_2=mix_2, KEEP=keep, BLOCK=_BLOCK,
         )  # fmt: skip

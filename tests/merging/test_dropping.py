@@ -10,6 +10,14 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import DARE, DELLA, TIES, Breadcrumbs, IsoC, Method, TaskArithmetic, WeightAverage
 from mergekit_lab.merging.breadcrumbs import keep_middle
 from mergekit_lab.merging.della import keep_probabilities
+from mergekit_lab.merging.dropping import (
+    _IN_CACHE,
+    Counters,
+    _bits_in_cache,
+    _random_bits,
+    _uniform,
+    counter_uniform,
+)
 
 
 def test_dare_without_dropping_is_its_inner_method() -> None:
@@ -42,23 +50,21 @@ def test_dare_draws_by_expert_tensor_and_seed() -> None:
 
 def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     """Reference output of SplitMix64 for seed 1234567 (Rosetta Code's worked values)."""
-    from mergekit_lab.merging.dropping import Counters, counter_uniform
-
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     found = counter_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
-    assert [int(v * 2**32) for v in found.tolist()] == [half for p in published for half in (p % 2**32, p >> 32)]
+    halves = [half for output in published for half in (output % 2**32, output >> 32)]
+    assert [int(v * 2**32) for v in found.tolist()] == halves
     for start, count in ((2, 3), (3, 5), (0, 1), (7, 1)):
         part = counter_uniform([Counters(1234567, start, count)], torch.device("cpu"))
         assert torch.equal(part, found[start : start + count])
 
 
 def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
-    from mergekit_lab.merging.dropping import _IN_CACHE, Counters, _bits_in_cache, _random_bits
-
     draws = [Counters(-3, 5, 2 * _IN_CACHE + 9), Counters(7, 2**40, 11), Counters(2**63 - 1, 0, 1)]
     by_torch = _random_bits(draws, torch.device("cpu"))
     drawn = torch.cat([torch.from_numpy(bits.astype("int64")) for _, bits in _bits_in_cache(draws)])
     assert torch.equal(drawn, by_torch)
+    assert torch.equal(_uniform(by_torch), counter_uniform(draws, torch.device("cpu")))
     assert [place for place, _ in _bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
 
 

@@ -40,21 +40,22 @@ def test_digits_are_counted_as_on_the_cpu(gpu_kernels: ModuleType, known: int, w
     assert known > 0 or expected.total().sum() == block.numel()
 
 
-@pytest.mark.parametrize("key", [7, -(2**63), 2**63 - 1, 1234567])
 @pytest.mark.parametrize("drop", [0.0, 0.5, 0.9, 1 - 2**-32])
-def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, key: int, drop: float) -> None:
-    draws = [Counters(key, 2**40 + 3, 2345)]
-    found, expected = torch.empty(2, 2345, dtype=torch.bool)
-    gpu_kernels.draw(found, key, draws[0].start, math.ceil(drop * 2.0**32), dropping._FACTORS)
+def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, drop: float) -> None:
+    keys = [7, -(2**63), 2**63 - 1, 1234567]
+    draws = [[Counters(key, 2**40 + 3, 2345)] for key in keys]
+    both = torch.tensor([[key, 0] for key in keys])
+    found, expected = torch.empty(2, 4, 2345, dtype=torch.bool)
+    gpu_kernels.draw(found, both[:, 0], 2**40 + 3, math.ceil(drop * 2.0**32), dropping._FACTORS)
     counter_keep(draws, expected, drop)
     assert torch.equal(found, expected)
-    uniform = torch.empty(2345, dtype=torch.float64)
-    gpu_kernels.draw(uniform, key, draws[0].start, 0, dropping._FACTORS)
-    assert torch.equal(uniform, counter_uniform(draws, uniform.device))
+    uniform = torch.empty(4, 3000, dtype=torch.float64)[:, 5:2350]  # rows that do not follow each other
+    gpu_kernels.draw(uniform, both[:, 0], 2**40 + 3, 0, dropping._FACTORS)
+    assert torch.equal(uniform, torch.stack([counter_uniform(each, uniform.device) for each in draws]))
     assert torch.equal(expected, uniform >= drop)
 
 
 def test_nothing_is_kept_where_next_to_all_is_dropped() -> None:
-    kept = torch.ones(9, dtype=torch.bool)
-    counter_keep([Counters(7, 0, 9)], kept, 1 - 2**-53)
+    kept = torch.ones(1, 9, dtype=torch.bool)
+    counter_keep([[Counters(7, 0, 9)]], kept, 1 - 2**-53)
     assert not kept.any()
