@@ -124,7 +124,7 @@ class AscentOptimizer(WrappedOptimizer):
             return False
         grads = [p.grad for p in params if p.grad is not None]
         if self.mixes_gradients:
-            keep.update(zip(params, grads, strict=True))
+            keep.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
         shift = self.perturbation(params, grads)
         self.theta.save(params)
         torch._foreach_add_(params, list(shift))

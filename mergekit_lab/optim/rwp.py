@@ -95,7 +95,7 @@ class RWP(OffsetOptimizer):
         if self.evaluations_per_step == 1:
             return super().explore(closure)
         loss = self.evaluate(closure)
-        first = {p: p.grad for p in self.parameters if p.grad is not None}
+        first = {p: p.grad.clone() for p in self.parameters if p.grad is not None}  # DDP may reuse their memory
         self._move()
         self.evaluate(closure, 1)
         mix_gradients(first, partial(penalised_gradient, alpha=self.alpha))

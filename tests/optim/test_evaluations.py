@@ -25,6 +25,27 @@ FRACTIONS = {"sam": SAM, "asam": partial(ASAM, scaling="saft"), "wasam": partial
 
 
 @every_optimizer
+def test_gradients_that_are_views_of_one_buffer_give_the_same_weights(make) -> None:
+    weights = []
+    for views in (False, True):
+        problem = Problem()
+        optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
+        buffers = [torch.zeros_like(p) for p in problem.model.parameters()]
+
+        def closure(problem=problem, buffers=buffers, views=views) -> Tensor:
+            loss = problem.closure()
+            if views:  # as DistributedDataParallel(gradient_as_bucket_view=True) does
+                for p, buffer in zip(problem.model.parameters(), buffers, strict=True):
+                    p.grad = buffer.copy_(p.grad)
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        weights.append(problem.weights())
+    assert_equal_bits(*weights)
+
+
+@every_optimizer
 def test_evaluations_are_numbered_and_the_base_gets_the_last_gradient_or_a_mixture(make) -> None:
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
