@@ -28,7 +28,7 @@ class Candidate:
 
     Attributes:
         coefficient: `α`.
-        values: in [0, 1] by task; of a pruned candidate, of the tasks that were looked at.
+        values: by task, at most 1; of a pruned candidate, of the tasks that were looked at.
         normalised: the criterion; of a pruned candidate, more than it could have reached.
         pruned: it could not become the best any more.
         share: the part of the validation samples that was looked at.
@@ -47,14 +47,14 @@ def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) 
     """Mean over tasks of `value / expert's value`.
 
     Raises:
-        InputError: an expert's value is zero, so that nothing can be measured against it.
+        InputError: an expert's value is not above zero, so that nothing can be measured against it.
     """
-    dead = [task for task, value in expert_values.items() if value == 0]
+    dead = [task for task, value in expert_values.items() if not value > 0]
     if dead:
         raise InputError(
-            f"the experts of {', '.join(dead)} score 0, so no value can be divided by theirs: train them "
-            f"longer, leave the task out ('~suite.tasks.{dead[0]}'), or fix the coefficient, so that none is "
-            "searched (merger.coefficient=1, mergers.NAME.coefficient=1)"
+            f"the experts of {', '.join(dead)} score 0 or less, so no value can be divided by theirs: train "
+            f"them longer, leave the task out ('~suite.tasks.{dead[0]}'), or fix the coefficient, so that none "
+            "is searched (merger.coefficient=1, mergers.NAME.coefficient=1)"
         )
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 

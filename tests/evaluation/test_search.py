@@ -72,11 +72,13 @@ def test_the_best_is_sought_among_what_was_wholly_evaluated() -> None:
     assert best_candidate(curve).coefficient == 0.3
 
 
-def test_a_dead_expert_is_named_before_anything_is_evaluated() -> None:
+@pytest.mark.parametrize("value", [0.0, -0.02])
+def test_a_dead_expert_is_named_before_anything_is_evaluated(value: float) -> None:
+    """A correlation below 0 would turn the order of the candidates round."""
     seen = Curve()
     for search in (search_grid, halve):
         with pytest.raises(InputError, match="experts of b score 0"):
-            search(GRID, EXPERTS | {"b": 0.0}, seen)  # type: ignore[operator]
+            search(GRID, EXPERTS | {"b": value}, seen)  # type: ignore[operator]
     assert not seen.asked
 
 
