@@ -40,8 +40,10 @@ class _Inputs(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if id(weight) in self.keys:
                 self._add(self.keys[id(weight)], args[0] if args else kwargs["input"])
-        if func is torch.addmm and id(args[2]) in self.keys:  # transformers' Conv1D, with weights [in, out]
-            self._add(self.keys[id(args[2])], args[1])
+        if func is torch.addmm:  # transformers' Conv1D, with weights [in, out]
+            weight = args[2] if len(args) > 2 else kwargs["mat2"]
+            if id(weight) in self.keys:
+                self._add(self.keys[id(weight)], args[1] if len(args) > 1 else kwargs["mat1"])
         if func is ATTENTION:
             try:
                 with self:
@@ -51,7 +53,7 @@ class _Inputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _add(self, key: str, inputs: Tensor) -> None:
-        rows = inputs.detach().flatten(0, -2)
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
         rows = rows if rows.dtype == torch.float64 else rows.float()
         if key in self.sums:
             self.sums[key].addmm_(rows.T, rows)

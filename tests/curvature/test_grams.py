@@ -69,6 +69,28 @@ def test_batches_are_weighed_by_their_rows() -> None:
     assert layer.training
 
 
+class Queried(nn.Module):
+    """A learned vector goes through a layer without the samples; the other layer is called by keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(noise(4))
+        self.inner = nn.Linear(4, 4)
+        self.outer = Conv1D(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.inner(self.query)
+        return torch.addmm(self.outer.bias, mat1=x, mat2=self.outer.weight)
+
+
+def test_a_vector_is_one_row_and_keywords_are_understood() -> None:
+    model, x = Queried(), noise(7, 4)
+    found = input_grams(model, [(x, None)])
+    torch.testing.assert_close(found["inner"], torch.outer(model.query, model.query).detach())
+    rows = (x + model.inner(model.query)).detach()
+    torch.testing.assert_close(found["outer"], rows.T @ rows / 7)
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(InputError, match="no linear layer was reached"):
         input_grams(nn.ReLU(), [(noise(2, 3), None)])
