@@ -31,11 +31,13 @@ def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Tensor:
     return _product(tape, torch.matmul(input, other.detach()), input, other, None, flipped=True)
 
 
-def _addmm(tape: Tape, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    known = tape.has_rows(input) and not tape.is_batched(weight) and bias.dim() == 1
-    tape.require(known, bias, input, weight)
-    out = torch.addmm(tape.plain(bias), input, tape.plain(weight))
-    return _product(tape, out, input, weight, bias, flipped=True)
+def _addmm(tape: Tape, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: float) -> Tensor:
+    if scales:
+        return local_rule(torch.addmm)(tape, input, mat1, mat2, **scales)
+    known = tape.has_rows(mat1) and not tape.is_batched(mat2) and input.dim() == 1
+    tape.require(known, input, mat1, mat2)
+    out = torch.addmm(tape.plain(input), mat1, tape.plain(mat2))
+    return _product(tape, out, mat1, mat2, input, flipped=True)
 
 
 def _product(
@@ -169,7 +171,7 @@ def _is_per_sample(
 
     try:
         one = func(*_replaced(args, first), **_replaced(kwargs, first))
-        return torch.allclose(one, out[:1], rtol=1e-3, atol=1e-5)
+        return one.shape == out[:1].shape and torch.allclose(one, out[:1], rtol=1e-3, atol=1e-5)
     except (RuntimeError, TypeError, IndexError):
         return False
 

@@ -88,7 +88,7 @@ class Tape(TorchFunctionMode):
         return tensor.reshape(self.samples, -1, tensor.shape[-1])
 
     def has_rows(self, value: Any) -> bool:
-        return self.is_aligned(value) or getattr(value, "_flattened", False)
+        return (self.is_aligned(value) and value.dim() > 1) or getattr(value, "_flattened", False)
 
     def _mark_flattened(self, tensor: Tensor) -> None:
         if tensor.dim() == 2 and len(tensor) != self.samples:

@@ -167,6 +167,46 @@ def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
 
+class Scaled(nn.Module):
+    """`addmm` by keywords and with its factors."""
+
+    def __init__(self, **factors: float) -> None:
+        super().__init__()
+        self.factors = factors
+        self.weight, self.bias = nn.Parameter(noise(6, 6)), nn.Parameter(noise(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, mat1=x, mat2=self.weight, **self.factors)
+
+
+class Rows(nn.Module):
+    """Samples one by one, as vectors of as many entries as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SAMPLES, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(row) for row in x[:, :SAMPLES]])
+
+
+class Repeated(nn.Module):
+    """A vector given to each sample by a view, for a function that would broadcast it anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floor = nn.Parameter(noise(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x, self.floor.expand(len(x), 6), 0.3)
+
+
+@pytest.mark.parametrize("layer", [Scaled(), Scaled(beta=0.5, alpha=2.0), Rows(), Repeated()])
+def test_unusual_calls_are_exact(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    compare(Case(nn.Sequential(layer, nn.Linear(6, 3)), (noise(SAMPLES, 6), torch.arange(SAMPLES) % 3)))
+
+
 class Hidden(nn.Module):
     """A parameter that enters behind the function mode's back, and one that nothing uses."""
 
