@@ -11,7 +11,7 @@ Legend: P entries of all parameters that require gradients, k iterations, m prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ class Hessian:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise InputError("no parameter requires gradients, so there is no Hessian")
+        if isinstance(batches, Iterator):
+            raise InputError("the batches are an iterator, which can be gone through once only: give a list")
         self._samples = sum(samples_of(batch) for batch in batches)
         self.size = sum(p.numel() for p in self._parameters)
 
@@ -187,4 +189,5 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     rest = signs(third)
     rest = rest - (rest @ basis) @ basis.T
     estimates = torch.tensor([float(g @ product(g)) for g in rest], dtype=torch.float64)
-    return Trace(exact + float(estimates.mean()), float(estimates.std() / third**0.5), 3 * third)
+    products = 2 * third + basis.shape[1]
+    return Trace(exact + float(estimates.mean()), float(estimates.std() / third**0.5), products)

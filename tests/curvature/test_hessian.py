@@ -139,6 +139,12 @@ def test_hutch_plus_plus_is_exact_for_low_rank_and_unbiased_otherwise() -> None:
     assert all(t.products == 12 for t in values)
 
 
+def test_products_with_fewer_entries_than_a_sketch_are_counted() -> None:
+    seen = []
+    found = trace(lambda v: seen.append(v) or 3 * v, torch.zeros(2), products=30)
+    assert found.products == len(seen) == 22
+
+
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="count is 3 and iterations 2"):
         top_eigenvalues(lambda v: v, torch.ones(4), count=3, iterations=2)
@@ -148,3 +154,5 @@ def test_wrong_numbers_are_refused() -> None:
         top_eigenvalues(lambda v: v / 0, torch.ones(4))
     with pytest.raises(InputError, match="no parameter requires gradients"):
         Hessian(nn.ReLU(), [])
+    with pytest.raises(InputError, match="gone through once only"):
+        Hessian(nn.Linear(2, 2), iter([(torch.ones(1, 2), torch.zeros(1).long())]))
