@@ -151,6 +151,8 @@ class TextFile(TextTask):
             for part in getattr(self, name) or ():
                 if part not in PARTS:
                     raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
+        if self.labels is not None:  # YAML reads an unquoted 0 as a number
+            object.__setattr__(self, "labels", {str(value): word for value, word in self.labels.items()})
         if not self.source:
             raise InputError(f"task {self.name!r} has no source: a folder, or hub:org/name")
         for name in ("prompt", "answer"):

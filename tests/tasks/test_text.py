@@ -3,6 +3,7 @@
 import json
 import tarfile
 import zipfile
+from dataclasses import replace
 
 import pandas
 import pytest
@@ -64,6 +65,11 @@ def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) ->
     write(tmp_path / "mine", ".jsonl")
     monkeypatch.setenv("MERGEKIT_LAB_DATA", str(tmp_path))
     assert len(task("mine").split("validation")) == 4
+
+
+def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
+    made = task(write(tmp_path / "data", ".jsonl"))
+    assert replace(made, labels={0: "no", 1: "yes"}).split("test").answers == made.split("test").answers
 
 
 @pytest.mark.parametrize(
