@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -136,7 +137,7 @@ class Averaging(WrappedOptimizer):
         return loss
 
     def _take_in(self) -> None:
-        since = self.steps_done - int(self.start * self.steps)
+        since = self.steps_done - int(Fraction(str(self.start)) * self.steps)  # 0.29 · 100 is 28.99… in floats
         if since < 0 or since % self.every:
             return
         params = [p for p in self.parameters if p.requires_grad]

@@ -143,6 +143,16 @@ def test_saved_in_either_mode_and_resumed_equals_uninterrupted(make, step, saved
     assert_equal_bits(second.weights(), train(make, "adamw", 6))
 
 
+def test_the_average_begins_at_the_very_step_that_start_names() -> None:
+    problem = Problem()
+    optimizer = SWA(problem.model.named_parameters(), base=BASES["sgd"], steps=100, start=0.29)
+    counts = []
+    for _ in range(30):
+        optimizer.step(problem.closure)
+        counts.append(optimizer.averaged_count)
+    assert counts[27:] == [0, 1, 2]
+
+
 def test_the_average_of_low_precision_weights_is_kept_in_float32() -> None:
     path, _ = reference(None, 6, [], torch.bfloat16)
     problem = Problem(torch.bfloat16)
