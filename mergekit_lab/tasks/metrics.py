@@ -147,7 +147,7 @@ def spearman(predictions: Sequence[str], references: Sequence[str], sources: Seq
     from torchmetrics.functional.regression import spearman_corrcoef
 
     p, r = (torch.tensor([_number(x) for x in side], dtype=torch.float64) for side in (predictions, references))
-    if not (p.std() > 0 and r.std() > 0):
+    if not (p.std(correction=0) > 0 and r.std(correction=0) > 0):
         return 0.0
     return float(spearman_corrcoef(p, r))
 

@@ -80,6 +80,7 @@ def test_correlations_equal_those_of_scikit_learn_and_scipy() -> None:
         spearmanr(numbers, [0.2, 3.0, 2.6, 2.8, 1.0]).statistic, abs=1e-5
     )
     assert spearman(["1", "1"], ["1", "2"]) == 0.0
+    assert spearman(["1"], ["2"]) == 0.0
     for odd in ("nan", "inf", "-1e999"):
         assert spearman([*said[:-1], odd], wanted) == spearman(said, wanted)
 
