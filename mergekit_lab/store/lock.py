@@ -67,8 +67,8 @@ class FolderLock:
             owner, beat = self._read()
             if (owner.get("token"), beat) != seen:
                 seen, since = (owner.get("token"), beat), now
-            if owner and (now - since > self.stale_after or _is_dead(owner)):
-                self._recover(owner["token"])
+            if now - since > self.stale_after or _is_dead(owner):
+                self._recover(owner.get("token"))
                 since = time.monotonic()
             time.sleep(min(1.0, self.poll * (1 + (now - began))))
         self._thread = threading.Thread(target=self._keep_beating, daemon=True)
@@ -108,11 +108,11 @@ class FolderLock:
         other = FolderLock(path, path.name, stale_after=self.stale_after)
         owner, _ = other._read()
         latest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
-        if (owner and _is_dead(owner)) or now - latest > _FORGOTTEN:
+        if _is_dead(owner) or now - latest > _FORGOTTEN:
             if path.name.startswith("."):
                 shutil.rmtree(path, ignore_errors=True)
-            elif owner:
-                other._recover(owner["token"])
+            else:
+                other._recover(owner.get("token"))
 
     def _take(self) -> bool:
         if self.path.exists():
@@ -132,10 +132,11 @@ class FolderLock:
         return True
 
     def _read(self) -> tuple[dict[str, Any], str]:
+        """The owner and its count; nothing of a lock that is released at this moment, or damaged."""
         try:
             owner = json.loads((self.path / _OWNER).read_text())
-            return owner, (self.path / _BEAT).read_text()
-        except (OSError, ValueError):  # released, or renamed, at this moment
+            return (owner if isinstance(owner, dict) else {}), (self.path / _BEAT).read_text()
+        except (OSError, ValueError):
             return {}, ""
 
     def _keep_beating(self) -> None:
@@ -154,13 +155,15 @@ class FolderLock:
             except OSError as error:  # what is refused now may be granted in a while
                 log.warning("the lock of %s cannot be kept (%s)", self.what, error)
 
-    def _recover(self, token: str) -> None:
-        """Rename an abandoned lock away, unless another waiter did and somebody holds it anew."""
+    def _recover(self, token: str | None) -> None:
+        """Rename an abandoned lock away, unless another waiter did and somebody holds it anew; the token is None
+        where a kill of the machine left a lock that says of nobody."""
         name = f"{self.path.name}.recovery"
         guard = FolderLock(self.path.with_name(name), self.what, stale_after=self.stale_after)
         with guard:
+            there = self.path.is_dir()
             owner, _ = self._read()
-            if owner.get("token") == token:
+            if there and owner.get("token") == token:
                 log.warning(
                     "the lock of %s was left by process %s of %s, which is gone",
                     self.what, owner.get("pid"), owner.get("host"),
@@ -208,13 +211,14 @@ def _started(pid: int) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    if owner.get("host") != _host():
+    pid = owner.get("pid")
+    if owner.get("host") != _host() or not isinstance(pid, int):
         return False
     try:
-        os.kill(int(owner["pid"]), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         return False
-    started = _started(int(owner["pid"]))
+    started = _started(pid)
     return bool(started and owner.get("started") and started != owner["started"])

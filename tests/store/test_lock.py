@@ -51,6 +51,24 @@ def test_another_host_s_lock_without_a_beat_is_taken_over_after_its_time(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("owner", [None, "", '{"host": "far', "[]", "{}"])
+def test_a_lock_that_says_of_no_owner_is_taken_over_after_its_time(tmp_path, owner) -> None:
+    """A machine that lost its power leaves files that are empty, cut or not there."""
+    left_by(tmp_path / "lock")
+    (tmp_path / "lock/owner.json").unlink()
+    if owner is not None:
+        (tmp_path / "lock/owner.json").write_text(owner)
+    taken = threading.Event()
+
+    def take() -> None:
+        with FolderLock(tmp_path / "lock", "it", stale_after=0.6, poll=0.05):
+            taken.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert not taken.wait(0.4)
+    assert taken.wait(5)
+
+
 @pytest.mark.parametrize("skew", [-1e6, 1e6], ids=["clock behind", "clock ahead"])
 def test_a_beating_lock_is_waited_for_though_the_clocks_of_the_hosts_differ(tmp_path, skew) -> None:
     lock = tmp_path / "lock"
