@@ -310,6 +310,8 @@ def read_artefact(folder: Path) -> Artefact:
         ValueError, KeyError, TypeError: its manifest is damaged.
     """
     manifest = json.loads((folder / _MANIFEST).read_text())
+    if not isinstance(manifest, dict):
+        raise TypeError(f"it holds a {type(manifest).__name__}")
     if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
         raise ValueError("it is not as it was published")
     return Artefact(

@@ -74,11 +74,13 @@ def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(t
     assert not (tmp_path / "work" / "experts" / content_key(CONTENT)).exists()
 
 
-def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path) -> None:
+@pytest.mark.parametrize("text", ["{", "", "null", "[]", '"x"', "{}"])
+def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
-    made.file("manifest.json").write_text("{")
+    made.file("manifest.json").write_text(text)
     with pytest.raises(InputError, match=f"delete the folder .*{made.key}"):
         Store(tmp_path).find("experts", CONTENT)
+    assert list(Store(tmp_path).artefacts()) == []
 
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
