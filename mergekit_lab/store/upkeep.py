@@ -180,7 +180,8 @@ def adopt(store: Store, folder: Path) -> Artefact:
     if not kind.isidentifier() or kind in ("work", "locks"):
         raise InputError(f"{folder / 'manifest.json'} names the kind {kind!r}")
     for name in files:
-        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        up = Path(name).is_absolute() or ".." in Path(name).parts  # also by a way that comes back
+        if up or "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
     if key != content_key(content):
         raise InputError(

@@ -275,8 +275,11 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     folder = exported(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (tmp_path / "secret").write_text("x")
+    digest = manifest["files"]["model.safetensors"]
     for change, match in (
         ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
+        ({"files": {"../out/model.safetensors": digest}}, "outside of its folder"),
+        ({"files": {str(folder / "model.safetensors"): digest}}, "outside of its folder"),
         ({"files": {"a\0b": "0" * 64}}, "outside of its folder"),
         ({"info": {"val_accuracy": 0.99}}, "was changed: it is not as it was published"),
         ({"kind": "../../etc"}, "names the kind"),
