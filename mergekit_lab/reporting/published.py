@@ -143,11 +143,15 @@ def read_beside(folder: Path) -> list[Beside]:
     file = folder / FILE
     names = [field.name for field in fields(Beside)]
     try:
-        return [Beside(**{name: row[name] for name in names}) for row in json.loads(file.read_text())]
+        rows = [Beside(**{name: row[name] for name in names}) for row in json.loads(file.read_text())]
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} cannot be read: {error!r}") from None
+    for row in rows:
+        if not isinstance(row.published, int | float) or not isinstance(row.ours, int | float | None):
+            raise InputError(f"{file} holds {row.published!r} and {row.ours!r} for {row.row}, not numbers")
+    return rows
 
 
 def united(rows: Iterable[Beside]) -> list[Beside]:

@@ -1,8 +1,8 @@
 """What a run leaves in its folder so that its report can be drawn again, alone or beside others."""
 
 import json
+import math
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,12 +70,13 @@ def read_run(folder: Path) -> RunFiles | Failure:
         records = read_records(folder / "records.jsonl")
         if not records:
             return Failure(name, "records.jsonl is empty")
-        timings = {stage: Timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
-        curves, searches = _object(folder / "curves.json"), _object(folder / "searches.json")
+        timings = {stage: _timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
+        curves = _series(folder / "curves.json", "step")
+        searches = _series(folder / "searches.json", "coefficient", "normalised", "chosen")
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
         samples, published = _read_samples(folder), read_beside(folder)
         return RunFiles(folder, records, curves, searches, timings, samples, published, config)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
 
 
@@ -97,10 +98,31 @@ def _read_samples(folder: Path) -> Samples:
     if not (folder / SAMPLES).exists():
         return {}
     try:
-        with np.load(folder / SAMPLES, allow_pickle=False) as found:
-            return dict(found)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InputError(f"{folder / SAMPLES} cannot be read: {error}") from None
+        with (folder / SAMPLES).open("rb") as file, np.load(file, allow_pickle=False) as found:
+            samples = dict(found)
+    except Exception as error:  # a damaged archive makes zipfile and zlib raise anything
+        raise InputError(f"{folder / SAMPLES} cannot be read: {error!r}") from None
+    for key, values in samples.items():
+        if values.ndim != 1 or values.dtype.kind not in "biuf":
+            raise InputError(f"{folder / SAMPLES}: {key} is {values.dtype}{values.shape}, not a row of numbers")
+    return samples
+
+
+def _timing(seconds: float, computed: int = 0, reused: int = 0) -> Timing:
+    if not math.isfinite(seconds):
+        raise InputError(f"a stage took {seconds} seconds")
+    return Timing(float(seconds), int(computed), int(reused))
+
+
+def _series(path: Path, *needed: str) -> dict[str, Any]:
+    """Points by label, each with the numbers that are needed to draw it."""
+    content = _object(path)
+    for label, points in content.items():
+        for point in points if isinstance(points, list) else [None]:
+            numbers = isinstance(point, dict) and all(isinstance(n, int | float) for n in point.values())
+            if not numbers or not point.keys() >= {*needed}:
+                raise InputError(f"{path}: {label!r} holds {point!r}, not numbers {', '.join(needed)}")
+    return content
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -156,8 +156,10 @@ class FolderLock:
                 log.warning("the lock of %s cannot be kept (%s)", self.what, error)
 
     def _recover(self, token: str | None) -> None:
-        """Rename an abandoned lock away, unless another waiter did and somebody holds it anew; the token is None
-        where a kill of the machine left a lock that says of nobody."""
+        """Rename an abandoned lock away, unless another waiter did and somebody holds it anew.
+
+        The token is None where a machine that lost its power left a lock that says of no owner.
+        """
         name = f"{self.path.name}.recovery"
         guard = FolderLock(self.path.with_name(name), self.what, stale_after=self.stale_after)
         with guard:

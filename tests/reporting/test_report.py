@@ -2,10 +2,12 @@ import base64
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from mergekit_lab.reporting import (
@@ -18,6 +20,7 @@ from mergekit_lab.reporting import (
     write_report,
 )
 from mergekit_lab.reporting.html import cache_sentence, duration
+from mergekit_lab.reporting.run_files import RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
 SEARCHES = {"merger0": [{"coefficient": 0.1, "normalised": 0.7, "chosen": True}]}
@@ -283,6 +286,42 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     assert "7 failures: see the list." in text
     assert len(together.failures) == 7
     assert "finetune: 2 min 02 s, 2 computed, 4 reused" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("timings.json", '{"merge": {"seconds": "x"}}'),
+        ("timings.json", '{"merge": {"seconds": NaN}}'),
+        ("timings.json", "[" * 100_000),
+        ("curves.json", '{"task0": 5}'),
+        ("curves.json", '{"task0": [{"train_loss": 1.0}]}'),
+        ("curves.json", '{"task0": [{"step": 0, "train_loss": "x"}]}'),
+        ("searches.json", '{"merger0": [{"coefficient": 0.1}]}'),
+        ("published.json", '[{"source": "a", "table": "b", "setting": "", "row": "r", "column": "c",'
+         ' "published": "x", "ours": null}]'),
+    ],
+)  # fmt: skip
+def test_a_run_whose_file_is_damaged_is_a_failure_with_a_reason(tmp_path, written, file, text):
+    folder = shutil.copytree(written.records.parent, tmp_path / "odd")
+    assert isinstance(read_run(folder), RunFiles)
+    (folder / file).write_text(text)
+    failure = read_run(folder)
+    assert isinstance(failure, Failure)
+    assert failure.error
+
+
+def test_no_flipped_bit_of_the_samples_stops_a_comparison(tmp_path, study):
+    records = study(tasks=1, mergers=1)
+    samples = {record.evaluation_key: np.arange(40) % 7 < 3 for record in records}
+    report(tmp_path, records, samples=samples)
+    file = tmp_path / "samples.npz"
+    sound = file.read_bytes()
+    told = set()
+    for place in range(len(sound)):
+        file.write_bytes(sound[:place] + bytes([sound[place] ^ 64]) + sound[place + 1 :])
+        told.add(type(read_run(tmp_path)))
+    assert told == {RunFiles, Failure}
 
 
 def test_a_comparison_draws_the_curves_of_each_group_once(tmp_path, study):
