@@ -54,7 +54,7 @@ class TopLevel:
     evaluation_batch_size: int
     progress: bool
     run_dir: str
-    runs: Any
+    runs: str | int | list[str | int] | None
     table: str | None
     metric: str
     objective: str | None
@@ -266,7 +266,7 @@ def check_slice(cfg: DictConfig) -> None:
     from mergekit_lab.reporting import asked
 
     names, fixed = asked(cfg.table or "merger×task", cfg.metric)
-    if cfg.table and not cfg.runs and "merger" not in (*names, *fixed):
+    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
         raise InputError(
             f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
             f"table={cfg.table}@merger:NAME"

@@ -276,7 +276,7 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     Raises:
         InputError: a folder that is not there, none that holds a run, or none whose run has a result.
     """
-    given = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs)
+    given = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
     folders = [place for pattern in given for place in _run_folders(str(pattern))]
     paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
     for failure in paths.failures:

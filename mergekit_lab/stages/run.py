@@ -81,7 +81,7 @@ def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: li
         if set(wanted) & set(_ON_DATA):
             _run_on_data(wanted, cfg, folder)
             return None
-        if cfg.runs:
+        if cfg.runs is not None:
             _compare(wanted, cfg, folder)
             return None
         refuse_missing(cfg)
@@ -145,7 +145,7 @@ def refuse_missing(*configs: DictConfig) -> None:
 def _works_on_tasks(cfg: DictConfig) -> bool:
     """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
     asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
-    return not (asked & {*_ALONE, *_ON_DATA} or cfg.runs)
+    return not asked & {*_ALONE, *_ON_DATA} and cfg.get("runs") is None
 
 
 def _holds_results(folder: Path) -> bool:

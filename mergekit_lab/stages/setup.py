@@ -18,6 +18,7 @@ from mergekit_lab import merging
 from mergekit_lab.backbones import Backbone, Parametrisation
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
+from mergekit_lab.merging.devices import device_names
 from mergekit_lab.paths import default_store
 from mergekit_lab.stages.checking import build, with_floats, without_null_coefficient
 from mergekit_lab.stages.config import Main, Place, Search, evaluations_a_step, wants_fit
@@ -347,12 +348,14 @@ class Setup:
         return content | {"data": data} | self.search.content() | searched | scoring
 
 
-def devices_of(device: str | list[str]) -> list[str]:
+def devices_of(device: object) -> list[str]:
     """The devices that a configuration names, `auto` resolved."""
+    if device != []:
+        device = device_names(device)
     if isinstance(device, list):
         if not device:
             raise InputError("device is an empty list")
         return [str(resolve_device(one)) for one in device]
     if device == "auto":
         return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
-    return [device]
+    return [str(device)]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import resource
 import shutil
 import signal
@@ -207,6 +208,22 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
         with pytest.raises(InputError, match=match):
             go(tmp_path / "wrong", tmp_path / "none", wrong)
     assert not (tmp_path / "none").exists()  # before any work
+
+
+def test_a_number_is_the_name_of_a_run_s_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("0").mkdir()
+    Path("0/failure.json").write_text(json.dumps({"error": "lost"}))
+    for runs in ("0", "[0]"):
+        with pytest.raises(InputError, match=rf"no run of runs={re.escape(runs)} has a result"):
+            go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={runs}")
+
+
+@pytest.mark.parametrize("device", ["null", "1.5", "[nan]", "{a:1}", "[]", "true"])
+def test_what_is_no_device_is_refused_by_name(tmp_path, device: str) -> None:
+    with pytest.raises(InputError, match=r"device is "):
+        go(tmp_path / "run", tmp_path / "store", f"device={device}")
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path, caplog) -> None:
