@@ -252,6 +252,8 @@ def check(cfg: DictConfig) -> None:
     check_slice(cfg)
     if cfg.evaluation_batch_size < 1:
         raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
+    if not -(2**63) <= cfg.seed < 2**63:
+        raise InputError(f"seed is {cfg.seed}; it must be a whole number of 64 bits")
     if not 0 <= cfg.images_limit_gb < math.inf:
         raise InputError(f"images_limit_gb is {cfg.images_limit_gb}; it must be at least 0, and finite")
     if cfg.runs == []:

@@ -102,6 +102,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("search.coefficients=0.5", "search.coefficients is 0.5; it must be of type"),
         ("search.coefficients=[inf]", "must be finite"),
         ("evaluation_batch_size=0", "evaluation_batch_size is 0; it must be at least 1"),
+        ("seed=9223372036854775808", "seed is 9223372036854775808; it must be a whole number of 64 bits"),
         ("images_limit_gb=-1", "images_limit_gb is -1; it must be at least 0, and finite"),
         ("images_limit_gb=nan", "images_limit_gb is nan; it must be at least 0, and finite"),
         ("runs=[]", "runs is an empty list: name the folders"),
