@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -190,6 +191,11 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def printable(text: str) -> str:
+    """The text without control characters other than the end of a line and tabs: terminals obey them."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
 _TYPES = {
     name: get_args(hint) or (hint,)
     for name, hint in get_type_hints(Record).items()
@@ -215,4 +221,6 @@ def _record(entry: object) -> Record:
         if type(value) not in allowed and not whole_number_as_float:
             names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise InputError(f"field {name!r} is {value!r}, not {names}")
+        if isinstance(value, str) and value != printable(value):
+            raise InputError(f"field {name!r} is {value!r}, which a terminal would obey instead of print")
     return Record(**entry)

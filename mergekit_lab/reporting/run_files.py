@@ -12,7 +12,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.bootstrap import Samples
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, read_beside, write_beside
-from mergekit_lab.reporting.records import Failure, Record, Timing, read_records, write_text
+from mergekit_lab.reporting.records import Failure, Record, Timing, printable, read_records, write_text
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
@@ -59,8 +59,8 @@ def read_run(folder: Path) -> RunFiles | Failure:
             told = _object(folder / "failure.json")
             return Failure(
                 name,
-                str(told.get("error", "failed without a message")),
-                tuple(map(str, told.get("overrides", ()))),
+                printable(str(told.get("error", "failed without a message"))),
+                tuple(printable(str(each)) for each in told.get("overrides", ())),
             )
         if not (folder / "records.jsonl").exists():
             return Failure(

@@ -257,7 +257,7 @@ def check(cfg: DictConfig) -> None:
     if not 0 <= cfg.images_limit_gb < math.inf:
         raise InputError(f"images_limit_gb is {cfg.images_limit_gb}; it must be at least 0, and finite")
     if cfg.runs == []:
-        raise InputError("runs is an empty list: name the folders of runs or sweeps to compare, or leave it null")
+        raise InputError("runs is an empty list: name the folders of runs or sweeps, or leave it null")
     if cfg.objective not in (None, *OBJECTIVES):
         raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
     if cfg.objective and not (cfg.mergers or cfg.merger):

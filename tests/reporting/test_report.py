@@ -311,6 +311,18 @@ def test_a_run_whose_file_is_damaged_is_a_failure_with_a_reason(tmp_path, writte
     assert failure.error
 
 
+def test_what_a_terminal_would_obey_comes_from_no_run_s_folder(tmp_path, written):
+    folder = shutil.copytree(written.records.parent, tmp_path / "odd")
+    text = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text(text.replace('"task0"', '"\\u001b[2J"'))
+    failure = read_run(folder)
+    assert isinstance(failure, Failure)
+    assert r"field 'task' is '\x1b[2J'" in failure.error
+    told = {"error": "\x1b]0;title\x07 lost\n\tline", "overrides": ["a=\x9b2J"]}
+    (folder / "failure.json").write_text(json.dumps(told))
+    assert read_run(folder) == Failure(str(folder), "]0;title lost\n\tline", ("a=2J",))
+
+
 def test_no_flipped_bit_of_the_samples_stops_a_comparison(tmp_path, study):
     records = study(tasks=1, mergers=1)
     samples = {record.evaluation_key: np.arange(40) % 7 < 3 for record in records}
