@@ -118,9 +118,10 @@ def _series(path: Path, *needed: str) -> dict[str, Any]:
     """Points by label, each with the numbers that are needed to draw it."""
     content = _object(path)
     for label, points in content.items():
+        point: Any
         for point in points if isinstance(points, list) else [None]:
             numbers = isinstance(point, dict) and all(isinstance(n, int | float) for n in point.values())
-            if not numbers or not point.keys() >= {*needed}:
+            if not numbers or any(name not in point for name in needed):
                 raise InputError(f"{path}: {label!r} holds {point!r}, not numbers {', '.join(needed)}")
     return content
 
