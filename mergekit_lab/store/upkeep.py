@@ -129,7 +129,7 @@ def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artefac
 def older_than(artefact: Artefact, days: float) -> bool:
     """Whether it was made more than so many days ago."""
     made = datetime.fromisoformat(artefact.created.replace("Z", "+00:00"))
-    return datetime.now(UTC) - made > timedelta(days=days)
+    return (datetime.now(UTC) - made) / timedelta(days=1) > days
 
 
 def size(artefact: Artefact) -> int:

@@ -240,6 +240,7 @@ def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     (read,) = store.artefacts()
     assert older_than(read, 0)
     assert not older_than(read, 1)
+    assert not older_than(read, 1e23)
     remove(store, read.folder)
     assert store.find("experts", CONTENT) is None
     assert not made.folder.exists()
