@@ -11,6 +11,7 @@ from mergekit_lab.reporting.records import (
     Record,
     Timing,
     deduplicate,
+    printable,
     read_records,
     write_records,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "deduplicate",
     "print_slice",
     "print_table",
+    "printable",
     "read_published",
     "read_records",
     "set_beside",

@@ -15,6 +15,7 @@ from mergekit_lab.backbones import Backbone
 from mergekit_lab.checkpoints import new_folder, size_text
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
+from mergekit_lab.reporting import printable
 from mergekit_lab.stages.config import StorePlace, build, check
 from mergekit_lab.stages.context import Context
 from mergekit_lab.store import Artefact, Store
@@ -73,8 +74,8 @@ def _list(store: Store, place: StorePlace) -> None:
         log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
         if place.kind or place.key:
             for artefact in members:
-                log.info("  %s  %s  %s  %s", artefact.key, artefact.created, size_text(size(artefact)),
-                         _described(artefact))  # fmt: skip
+                told = (artefact.key, artefact.created, size_text(size(artefact)), _described(artefact))
+                log.info("  %s", printable("  ".join(told)))
     if not by_kind:
         log.info("nothing")
 

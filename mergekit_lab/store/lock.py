@@ -166,10 +166,8 @@ class FolderLock:
             there = self.path.is_dir()
             owner, _ = self._read()
             if there and owner.get("token") == token:
-                log.warning(
-                    "the lock of %s was left by process %s of %s, which is gone",
-                    self.what, owner.get("pid"), owner.get("host"),
-                )  # fmt: skip
+                whose = f"process {owner.get('pid')} of {owner.get('host')}, which is gone"
+                log.warning("the lock of %s was left by %s", self.what, whose if token else "nobody it names")
                 self._remove(self.path)
 
     def _remove(self, path: Path) -> None:

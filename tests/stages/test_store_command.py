@@ -154,6 +154,14 @@ def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_
     assert not left.exists()
 
 
+def test_a_list_holds_nothing_that_a_terminal_would_obey(folder, caplog) -> None:
+    Store(folder / "store").obtain("experts", {"task": "digits\x1b[2J"}, lambda place: {})
+    with caplog.at_level(logging.INFO, "mergekit_lab"):
+        command(folder, "store.action=list", "store.kind=experts")
+    assert "digits[2J" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
