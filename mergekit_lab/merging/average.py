@@ -5,12 +5,17 @@ Wortsman et al. 2022, "Model soups". With `weights`, the weighted mean `Σ λ_t 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
+
+_ROUNDING = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,12 @@ class WeightAverage(Method):
     def pools(self) -> bool:
         return True
 
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        found = super().expert_weights(experts, name)
+        known = name or not self.weights_by_tensor
+        if known and abs(math.fsum(found)) <= _ROUNDING * sum(map(abs, found)):
+            raise InputError(f"the weights of a weight average, {found}, sum to zero")
+        return found
+
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        total = site.weights.sum()
-        if total == 0:
-            raise InputError("the weights of a weight average sum to zero")
-        return (site.weights / total) @ deltas
+        return (site.weights / site.weights.sum()) @ deltas

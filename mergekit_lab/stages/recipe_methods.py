@@ -160,6 +160,11 @@ class Linear(Method):
     def elementwise(self) -> bool:
         return True
 
+    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+        if self.normalize:
+            return WeightAverage(weights=self.weights).expert_weights(experts, name)
+        return super().expert_weights(experts, name)
+
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.normalize:
             return WeightAverage().merge(name, base, deltas, site)

@@ -166,6 +166,9 @@ def test_weights_must_fit_the_experts() -> None:
         "lack a number for dtd", experts={"svhn": state(), "dtd": state()}, method=TIES(weights={"svhn": 1.0})
     )
     refuse("sum to zero", method=WeightAverage(weights=[0.0]))
+    refuse("sum to zero", experts=[state()] * 3, method=WeightAverage(weights=[0.3, -0.2, -0.1]))
+    half = {"w": 1.0, "b": -0.5}
+    refuse(r"\[-0.5, 0.5\], sum to zero", experts=[state()] * 2, method=WeightAverage(weights=[half, 0.5]))
 
 
 def test_different_values_under_tied_names_are_refused() -> None:

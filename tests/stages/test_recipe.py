@@ -202,6 +202,11 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
             "0.9}}]",
             r"density 0.9 ± epsilon 0.15",
         ),
+        (
+            "merge_method: linear\n"
+            "models: [{model: a, parameters: {weight: 0.1}}, {model: b, parameters: {weight: -0.1}}]",
+            r"\[0.1, -0.1\], sum to zero",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(text: str, message: str) -> None:
