@@ -236,31 +236,37 @@ def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int])
     name = max(merged, key=telling)
     device = prepared.device if isinstance(prepared.device, str) else prepared.device[0]
     if method.elementwise:
-        return _clock(method, name, (_BLOCK,), len(prepared.experts), device) / _BLOCK * sum(sizes)
-    small, large = (_clock(method, name, (n, n), len(prepared.experts), device) for n in _SIDES)
+        return _clock(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)
+    small, large = (_clock(method, name, (n, n), list(prepared.experts), device) for n in _SIDES)
     growth = math.log(max(large / small, 1.0)) / math.log((_SIDES[1] / _SIDES[0]) ** 2)
     power = min(max(growth, 1.0), 1.5)
     return sum(large * (size / _SIDES[1] ** 2) ** power for size in sizes)
 
 
-def _clock(method: Method, name: str, shape: tuple[int, ...], experts: int, device: str) -> float:
+def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[str], device: str) -> float:
     generator = torch.Generator().manual_seed(0)
     base = {name: torch.randn(shape, generator=generator)}
-    others = [{name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for _ in range(experts)]
+    others = {e: {name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for e in experts}
     statistics = {}
     for kind in method.side_inputs:
         key = method.side_name(kind, name)
         statistics[kind] = [
-            {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in range(experts)
+            {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in experts
         ]
-    named = dict(zip([str(n) for n in range(experts)], others, strict=True))
-    plain = method if method.weights is None else replace(method, weights=None)
+    plain = _unweighed(method)
     seconds = []
     for _ in range(2):
         begun = time.monotonic()
-        merge_state_dicts(base, named, plain, statistics=statistics, device=device)
+        merge_state_dicts(base, others, plain, statistics=statistics, device=device)
         seconds.append(time.monotonic() - begun)
     return min(seconds)
+
+
+def _unweighed(method: Method) -> Method:
+    """Without weights, which may name tensors that are not made up; an inner method's too."""
+    inner = getattr(method, "inner", None)
+    changes: dict[str, Any] = {"inner": _unweighed(inner)} if isinstance(inner, Method) else {"weights": None}
+    return replace(method, **changes)
 
 
 def _side_input(shape: tuple[int, ...], alike: bool, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,20 @@ from stages.conftest import merge_command
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import Checkpoint, write_tensors
-from mergekit_lab.merging import TSVM, WUDI, AdaMerging, Learning, RegMean, TaskArithmetic
+from mergekit_lab.merging import (
+    DARE,
+    DELLA,
+    TIES,
+    TSVM,
+    WUDI,
+    AdaMerging,
+    ConsensusTA,
+    Learning,
+    Method,
+    RegMean,
+    TaskArithmetic,
+    WeightAverage,
+)
 from mergekit_lab.stages.checkpoint_inputs import prepare
 from mergekit_lab.stages.estimate import report
 
@@ -45,6 +58,30 @@ def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
         prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o", format="low_rank"
     ).text()
     assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in said
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ConsensusTA(tall={"cars": 0.3, "dtd": 0.4}),
+        DARE(inner=TIES(weights={"cars": 1.0, "dtd": 0.5})),
+        DELLA(inner=TaskArithmetic(weights=[{"*.b": 0.3}, 1.0])),
+    ],
+    ids=["tall", "inner", "pattern"],
+)
+def test_numbers_by_name_do_not_stand_in_the_way_of_a_dry_run(tmp_path, method: Method) -> None:
+    base = {"layers.0.w": torch.ones(3, 3), "layers.0.b": torch.ones(3)}
+    experts = {name: {n: v + 1 for n, v in base.items()} for name in ("cars", "dtd")}
+    said = report(prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o")
+    assert said.works, said.problems
+    assert "unknown" not in said.text()
+
+
+def test_a_dry_run_refuses_a_weight_average_without_a_sum(tmp_path) -> None:
+    base = {"w": torch.ones(2)}
+    method = WeightAverage(weights=[1.0, -1.0])
+    said = report(prepare(base, [base, base], method, read=False, device="cpu"), tmp_path / "o")
+    assert said.problems == ["the weights of a weight average, [1.0, -1.0], sum to zero"]
 
 
 def huge(folder: Path, rows: int = 1 << 22) -> Path:
