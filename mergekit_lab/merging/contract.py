@@ -172,15 +172,16 @@ class Method:
         if self.weights is None:
             return [default] * len(experts)
         if isinstance(self.weights, Mapping):
-            for expert in self.weights:
+            by_name = {str(expert): value for expert, value in self.weights.items()}
+            for expert in by_name:
                 if expert not in experts:
                     raise InputError(
                         f"weights name {expert!r}, which is no expert{suggestion(expert, experts)}"
                     )
-            missing = set(experts) - set(self.weights)
+            missing = set(experts) - set(by_name)
             if missing:
                 raise InputError(f"weights lack a number for {listing(missing)}")
-            given = [self.weights[expert] for expert in experts]
+            given = [by_name[expert] for expert in experts]
         elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
             given = list(self.weights)
         else:

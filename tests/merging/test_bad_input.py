@@ -171,6 +171,16 @@ def test_weights_must_fit_the_experts() -> None:
     refuse(r"\[-0.5, 0.5\], sum to zero", experts=[state()] * 2, method=WeightAverage(weights=[half, 0.5]))
 
 
+def test_weights_name_experts_by_number() -> None:
+    base, experts = {"w": torch.zeros(2)}, {1: {"w": torch.ones(2)}, 2: {"w": torch.full((2,), 3.0)}}
+    method = TaskArithmetic(coefficient=1.0, weights={2: 1, 1: 0.5})
+    assert merge_state_dicts(base, experts, method)["w"].tolist() == [3.5, 3.5]
+    method = ConsensusTA(coefficient=1.0, k=1, tall={2: 0.5, 1: 1})
+    assert merge_state_dicts(base, experts, method)["w"].tolist() == [4.0, 4.0]
+    method = TaskArithmetic(weights={1: 1, 3: 1})
+    refuse("weights name '3', which is no expert", base=base, experts=experts, method=method)
+
+
 def test_different_values_under_tied_names_are_refused() -> None:
     base = state()
     base["head"] = base["w"]
