@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
@@ -195,8 +196,10 @@ class Method:
         return found
 
     def check(self, experts: Sequence[str]) -> None:
-        """Refuse, before any work, weights that do not fit these experts, and an infinite coefficient."""
+        """Refuse, before any work, weights that do not fit these experts, and a coefficient that is no finite
+        number."""
         self.expert_weights(experts)
+        require(isinstance(self.scale, Real), "coefficient", self.scale, "a number")
         require(math.isfinite(self.scale), "coefficient", self.scale, "finite")
 
     def check_tensors(self, names: Sequence[str]) -> None:

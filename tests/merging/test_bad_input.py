@@ -181,6 +181,12 @@ def test_weights_name_experts_by_number() -> None:
     refuse("weights name '3', which is no expert", base=base, experts=experts, method=method)
 
 
+@pytest.mark.parametrize("coefficient", [[0.5], "0.5"], ids=str)
+def test_a_coefficient_that_is_no_number_is_refused(coefficient) -> None:
+    refuse(r"coefficient is .*; it must be a number", method=TIES(coefficient=coefficient))
+    refuse(r"coefficient is .*; it must be a number", method=DARE(inner=TSVM(coefficient=coefficient)))
+
+
 def test_different_values_under_tied_names_are_refused() -> None:
     base = state()
     base["head"] = base["w"]
