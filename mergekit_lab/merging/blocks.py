@@ -209,7 +209,7 @@ class Reader:
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1).to(deltas.dtype))
         self.expect_finite([name], deltas)
-        return deltas.view(-1, *base.shape)
+        return deltas.view(len(deltas), *base.shape)
 
     def site(self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
         """What belongs to a block; `side` reads the side inputs too."""
@@ -224,7 +224,7 @@ class Reader:
         return self._site([whole], sides, survey, None)
 
     def _whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
-        values = self._stack([[row.reshape(-1)] for row in rows]).view(-1, *rows[0].shape)
+        values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
         self._check_side(kind, [name], values)
         return values
 

@@ -54,6 +54,21 @@ def test_factors_expand_to_the_dense_merge_bit_for_bit(method, dtype, tmp_path) 
     assert equal(dense, mergekit_lab.expand(factors, base, tmp_path / "expanded"))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)], ids=str)
+def test_a_tensor_without_entries_has_factors_too(shape, tmp_path) -> None:
+    base = {"w": torch.ones(4, 4), "empty": torch.zeros(shape)}
+    experts = [{"w": torch.ones(4, 4) + t * torch.eye(4), "empty": torch.zeros(shape)} for t in (1, 2)]
+    for number, method in enumerate((TSVM(), EpiMer(rank=1))):
+        options = {"fishers": [base, base]} if isinstance(method, EpiMer) else {}
+        dense, factors = (
+            mergekit_lab.merge(
+                base, experts, tmp_path / f"{name}{number}", method, device="cpu", format=name, **options
+            )
+            for name in ("dense", "low_rank")
+        )
+        assert equal(dense, mergekit_lab.expand(factors, base, tmp_path / f"expanded{number}"))
+
+
 def test_a_sharded_folder_of_a_tied_model_loads_and_computes_what_the_dense_merge_does(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
