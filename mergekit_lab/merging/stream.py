@@ -101,8 +101,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
             reader.expect_finite(members, deltas)
         site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(members[0], base, deltas, site)
-        if method.propagates:
-            reader.expect_finite(members, merged[None])
+        reader.expect_finite(members, merged[None])  # it may overflow where its inputs did not
         if len(piece) == 1:
             target = out[members[0]].view(-1)[piece[0].start : piece[0].stop]
             _store(members[0], target, _sum(base, merged, method.scale, target.dtype))

@@ -54,7 +54,7 @@ def test_extra_tensors_are_named_with_their_expert() -> None:
     refuse(r"'svhn' has 1 tensors the base lacks \(head\)", experts={"svhn": state(head=torch.ones(1))})
 
 
-@pytest.mark.parametrize("method", [TaskArithmetic(), TSVM(), ModelStock()])
+@pytest.mark.parametrize("method", [TaskArithmetic(), TIES(), TSVM(), ModelStock()])
 def test_numbers_that_overflow_on_the_way_are_refused_not_stored(method: Method) -> None:
     far = [{"w": torch.full((4, 6), -1e38)}] * 2
     refuse("merging w overflows", base={"w": torch.full((4, 6), 1e38)}, experts=far, method=method)
