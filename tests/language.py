@@ -81,21 +81,21 @@ def tiny_backbone(folder: Path, kind: str, **options: Any) -> LanguageModel:
 
 
 @dataclass(frozen=True)
-class Colours(TextTask):
-    """Says whether a colour is warm."""
+class Colors(TextTask):
+    """Says whether a color is warm."""
 
-    name: str = "colours"
+    name: str = "colors"
     choices: tuple[str, ...] | None = ("no", "yes", "no idea")
     max_new_tokens: int = 5
     size: int = 24
 
     def make(self, part: Part) -> TextSplit:
         shift = {"train": 0, "validation": 3, "test": 6}[part]
-        colours = ("red", "blue", "a very pale orange", "the green of old copper", "yellow", "grey")
+        colors = ("red", "blue", "a very pale orange", "the green of old copper", "yellow", "gray")
         index = [(i * 5 + shift) % 6 for i in range(self.size)]
         answers = ("yes", "no", "yes", "no idea", "yes", "no")
         return TextSplit(
-            tuple(f"Is {colours[i]} number {n} warm?" for n, i in enumerate(index)),
+            tuple(f"Is {colors[i]} number {n} warm?" for n, i in enumerate(index)),
             tuple(answers[i] for i in index),
         )
 

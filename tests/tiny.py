@@ -38,7 +38,7 @@ class TinyTask(ImageTask):
     other_size: int = 30
     seed: int = 0
 
-    classes = ("dark", "grey", "light")
+    classes = ("dark", "gray", "light")
     templates = ("{}",)
 
     def make(self, part: Part) -> Split:

@@ -5,7 +5,7 @@
 
 What is timed is what `analysis=landscape` and `analysis=disentanglement` call: every model is put together in
 place, every task evaluated, losses, accuracies and ξ computed. Weights and images are random; validation images
-stay on the GPU, as in a run. Seconds are wall clock, synchronised, without what loads model and images. Results
+stay on the GPU, as in a run. Seconds are wall clock, synchronized, without what loads model and images. Results
 are written after every part.
 """
 

@@ -4,7 +4,7 @@
     python experiments/curvature/bench.py --models glyph-clip --batch 8 --device cpu --out try.json  (a dry run)
 
 Weights and images are random. A time is the median of the repeats after one warm-up, wall clock from call to
-synchronised result, over the samples. Memory is the peak of what torch allocated, model included, in bytes and
+synchronized result, over the samples. Memory is the peak of what torch allocated, model included, in bytes and
 in copies of the model. Errors are the largest one of a parameter over that parameter's largest entry, against
 vmap(grad), on eight samples. `highest` is float32 throughout, `high` lets products use TF32.
 """

@@ -95,10 +95,10 @@ def main() -> None:
         own = float(harm[i, j] / harm[i, i] + harm[j, i] / harm[j, j])
         rows.append(
             {"pair": pair.experts, "cost": loss, "coefficient": alpha, "cosine": pair.cosine,
-             "sign_conflict": pair.sign_conflict, "cancelling": pair.cancelling, "overlap": pair.overlap,
+             "sign_conflict": pair.sign_conflict, "canceling": pair.canceling, "overlap": pair.overlap,
              "harm": sum(pair.harm), "harm over own": own, "shorter norm": min(norms)}
         )  # fmt: skip
-    measures = ("cosine", "sign_conflict", "cancelling", "overlap", "harm", "harm over own", "shorter norm")
+    measures = ("cosine", "sign_conflict", "canceling", "overlap", "harm", "harm over own", "shorter norm")
     rank = {m: round(spearman([r[m] for r in rows], [r["cost"] for r in rows]), 3) for m in measures}
     args.out.write_text(
         json.dumps({"date": str(date.today()), "spearman": rank, "pairs": rows}, indent=1) + "\n"

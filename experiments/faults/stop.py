@@ -47,7 +47,7 @@ PHASES = {
         ],
     ),
 }
-"""The kind of artefact that is in the making, and what the run is asked for."""
+"""The kind of artifact that is in the making, and what the run is asked for."""
 
 
 def start(store: Path, folder: Path, *more: str) -> subprocess.Popen:

@@ -42,7 +42,7 @@ EQUAL_COST: dict[str, list[str]] = {
 }
 PARAMETRISATIONS: dict[str, list[str]] = {
     f"{optimizer}, {finetuning}": [f"optimizer={optimizer}", f"finetuning={finetuning}"]
-    for finetuning in ("attention_linear", "linearised")
+    for finetuning in ("attention_linear", "linearized")
     for optimizer in ("adamw", "asam")
 }
 SENSITIVITY: dict[str, list[str]] = {
@@ -129,7 +129,7 @@ def summary(context: "Context", records: "Sequence[Record]") -> dict:
         by_label.setdefault(r.label, {})[r.task] = r.value
     coefficients = {label: chosen_coefficient(context, m) for label, m in context.mergers.items()}
     curves = {
-        label: [(p["coefficient"], p["normalised"]) for p in search(context, m).info["curve"]]
+        label: [(p["coefficient"], p["normalized"]) for p in search(context, m).info["curve"]]
         for label, m in context.mergers.items()
         if m.searched
     }

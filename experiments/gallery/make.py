@@ -67,7 +67,7 @@ class Gallery:
         subprocess.run([sys.executable, "-m", "mergekit_lab", *given, *aside], check=True, cwd=ROOT)
         return self.work / folder
 
-    def analyse(
+    def analyze(
         self, kind: str, *settings: str, optimizer: str = "adamw", before: str = "", suffix: str = ""
     ) -> Any:
         """An analysis of one optimizer's experts: its numbers.
@@ -77,14 +77,14 @@ class Gallery:
             suffix: of its folder, where the analysis is run with several settings.
         """
         folder = f"{kind}{suffix}-{optimizer}"
-        which = [f"stages=[{before},analyse]"] if before else ["stage=analyse"]
+        which = [f"stages=[{before},analyze]"] if before else ["stage=analyze"]
         trained = [] if optimizer == "adamw" else [f"optimizer={optimizer}"]
         small = ["analysis.points=5"] if self.tiny and any("points" in s for s in settings) else []
         made = self.run(folder, *which, *trained, f"analysis={kind}", *settings, *small)
         return json.loads((made / f"analysis/{kind}.json").read_text())
 
     def keep(self, figure: Path, name: str) -> None:
-        """A figure among the page's, in few colours and no wider than a page."""
+        """A figure among the page's, in few colors and no wider than a page."""
         image = Image.open(figure).convert("RGB")
         if image.width > WIDTH:
             image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
@@ -114,7 +114,7 @@ def report(g: Gallery) -> None:
         g.run(f"train-{optimizer}", "stage=finetune", f"optimizer={optimizer}")
     records = read_records(folder / "records.jsonl")
     for merger in ("average", "task_arithmetic", "ties", "tsvm", "epimer"):
-        shares = [record.normalised or 0.0 for record in records if record.merger == merger]
+        shares = [record.normalized or 0.0 for record in records if record.merger == merger]
         g.numbers[merger] = 100 * mean(shares)
 
 
@@ -124,7 +124,7 @@ def planes(g: Gallery) -> None:
     for suffix, others in (("", 0.0), ("_all", 0.3)):
         asked = [f"analysis.others={others}", *settings]
         names = list(OPTIMIZERS) if not others else ["adamw", "asam"]
-        found = {n: g.analyse("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
+        found = {n: g.analyze("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
         alphas = found["adamw"]["alphas"]
         look: dict[str, Any] = {"alphas": alphas, "axes_names": ("α1", "α2"), "box": BOX, "one_scale": True}
         drawn: dict[str, dict[str, list[Panel]]] = {"xi": {}, "loss": {}}
@@ -163,7 +163,7 @@ def _inside(values: list[list[float]], alphas: list[float]) -> float:
 def linearity(g: Gallery) -> None:
     """SAFT, Figures 3 and C1 (CTL by block), and Definition 2 (the joint loss between experts)."""
     names = ("adamw", "asam")
-    found = {name: g.analyse("ctl", "analysis.samples=128", optimizer=name) for name in names}
+    found = {name: g.analyze("ctl", "analysis.samples=128", optimizer=name) for name in names}
     blocks = list(range(1, len(found["adamw"]["blocks"]) + 1))
     panels: list[Panel] = []
     for place, entry in enumerate(found["adamw"]["pairs"]):
@@ -179,7 +179,7 @@ def linearity(g: Gallery) -> None:
     g.numbers["ctl_lower"], g.numbers["ctl_pairs"] = sum(lower), len(lower)
 
     ways = {
-        name: g.analyse("jtl", "analysis.points=9", "analysis.samples=200", optimizer=name) for name in names
+        name: g.analyze("jtl", "analysis.points=9", "analysis.samples=200", optimizer=name) for name in names
     }
     panels = []
     for place, entry in enumerate(ways["adamw"]["pairs"]):
@@ -194,7 +194,7 @@ def barriers(g: Gallery) -> None:
     """SAFT, Figure C2."""
     settings = ["merger=task_arithmetic", "analysis.points=9", "analysis.part=test", "analysis.samples=300"]
     found = {
-        name: g.analyse("barrier", *settings, optimizer=name, before="merge") for name in ("adamw", "asam")
+        name: g.analyze("barrier", *settings, optimizer=name, before="merge") for name in ("adamw", "asam")
     }
     panels: list[Panel] = [
         Lines(
@@ -214,7 +214,7 @@ def sharpness(g: Gallery) -> None:
     settings = ["analysis.points=4", "analysis.samples=64", "analysis.iterations=15", "analysis.products=0"]
     curves = {}
     for name in ("adamw", "asam"):
-        data = g.analyse("hessian", *settings, "analysis.tolerance=0.05", optimizer=name)
+        data = g.analyze("hessian", *settings, "analysis.tolerance=0.05", optimizer=name)
         at = data["places"]
         means = [mean(p["eigenvalue"] for p in data["points"] if p["at"] == place) for place in at]
         curves[OPTIMIZERS[name]] = (at, means)
@@ -229,7 +229,7 @@ def steps(g: Gallery) -> None:
     """SAFT, Table C1, and what a merge of the same experts reaches."""
     settings = ["analysis.shares=[0.2,1.0]", "analysis.coefficients=[0.4,0.7,1.0]", "analysis.samples=200"]
     found = {
-        name: g.analyse("steps", "merger=task_arithmetic", *settings, optimizer=name)
+        name: g.analyze("steps", "merger=task_arithmetic", *settings, optimizer=name)
         for name in ("adamw", "asam")
     }
 
@@ -252,7 +252,7 @@ def steps(g: Gallery) -> None:
 
 def distribution(g: Gallery) -> None:
     """MergOPT, Figures 1 and 3 and Table 10."""
-    data = g.analyse("distribution")
+    data = g.analyze("distribution")
     own(g, "distribution")
     each = [entry["fits"] for name, entry in data.items() if name != "+sum"]
     for kind in ("laplace", "gaussian"):
@@ -263,29 +263,29 @@ def distribution(g: Gallery) -> None:
 
 def epimer(g: Gallery) -> None:
     """EpiMer, Figures 3 and 4, and the coefficients of Tables 7 to 9."""
-    data = g.analyse("cloud", "analysis.points=11", "analysis.samples=150")
+    data = g.analyze("cloud", "analysis.points=11", "analysis.samples=150")
     g.numbers["explained"] = 100 * sum(data["explained"])
     own(g, "cloud")
     shares = "analysis.fractions=[0.005,0.01,0.05,0.1,0.25,0.5]"
-    points = g.analyse("fisher_fraction", "merger=epimer", "analysis.samples=200", shares)["points"]
-    reached = [100 * point["normalised"] for point in points]
+    points = g.analyze("fisher_fraction", "merger=epimer", "analysis.samples=200", shares)["points"]
+    reached = [100 * point["normalized"] for point in points]
     g.numbers["fisher_low"], g.numbers["fisher_high"] = min(reached), max(reached)
     g.numbers["fisher_least"], g.numbers["fisher_most"] = reached[0], reached[-1]
     g.numbers["fisher_samples"] = min(points[0]["samples"])
     own(g, "fisher_fraction")
-    g.analyse("alpha_sweep", "analysis.points=11", "analysis.samples=200", before="curvature")
+    g.analyze("alpha_sweep", "analysis.points=11", "analysis.samples=200", before="curvature")
     own(g, "alpha_sweep")
 
 
 def ranks(g: Gallery) -> None:
     """The ranks of EpiMer's Tables 7 to 9, and what its η promises."""
     grid = ["analysis.ranks=[1,4,16,32]", "analysis.coefficients=[0.8,1.2,1.6]", "analysis.samples=200"]
-    points = g.analyse("rank_sweep", *grid, before="curvature")["points"]
+    points = g.analyze("rank_sweep", *grid, before="curvature")["points"]
     for merger in ("tsvm", "epimer"):
-        values = [100 * p["normalised"] for p in points if p["merger"] == merger]
+        values = [100 * p["normalized"] for p in points if p["merger"] == merger]
         g.numbers[f"rank_{merger}_1"], g.numbers[f"rank_{merger}_all"] = values[0], values[-1]
     own(g, "rank_sweep")
-    gain = g.analyse("curvature_gain", before="curvature")
+    gain = g.analyze("curvature_gain", before="curvature")
     g.numbers["eta"] = mean(gain["eta"])
     for name in ("curved", "flat"):
         g.numbers[f"gain_{name}"] = mean(gain["losses"][name].values())
@@ -294,11 +294,11 @@ def ranks(g: Gallery) -> None:
 
 def inside(g: Gallery) -> None:
     """What the papers do not draw: task vectors beside each other, and the number of experts."""
-    overall = g.analyse("task_vectors")["overall"]
+    overall = g.analyze("task_vectors")["overall"]
     pairs = [row[j] for i, row in enumerate(overall["cosine"]) for j in range(i)]
     g.numbers["cosine_low"], g.numbers["cosine_high"] = min(pairs), max(pairs)
     own(g, "task_vectors")
-    g.analyse("expert_count", "merger=tsvm", "analysis.samples=200", "analysis.groups=3")
+    g.analyze("expert_count", "merger=tsvm", "analysis.samples=200", "analysis.groups=3")
     own(g, "expert_count")
 
 

@@ -4,7 +4,7 @@
     python experiments/merge_engine/bench.py --shapes tiny --device cpu --out /tmp/try.json     (a dry run)
 
 Inputs lie on the GPU in float32 (bfloat16 for Llama). A time is the median of the repeats after a first call,
-wall clock from call to synchronised result. The first call, with nothing in torch's memory pool, stands beside
+wall clock from call to synchronized result. The first call, with nothing in torch's memory pool, stands beside
 it. Memory is the peak beyond the inputs. The error of matrix methods is the largest relative one over the
 matrices of the first block, against the same method in float64 on a CPU.
 """
@@ -148,7 +148,7 @@ def grams(shapes: Shapes) -> dict[str, Tensor]:
     return found
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -162,10 +162,10 @@ def timed(call, device: str, repeats: int) -> tuple[float, list[float], int]:
         if device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device != "cpu" else 0
-        synchronise(device)
+        synchronize(device)
         begun = time.perf_counter()
         call()
-        synchronise(device)
+        synchronize(device)
         times.append(time.perf_counter() - begun)
         extra = torch.cuda.max_memory_allocated() - before if device != "cpu" else 0
     return times[0], times[1:], extra

@@ -152,7 +152,7 @@ class Bench:
             self.note(mergers=found)
         methods: dict[str, tuple[Any, tuple[float, ...]]] = {
             "task_arithmetic": (TaskArithmetic(coefficient=1.0), ALPHAS),
-            "epimer": (EpiMer(coefficient=1.0, normalise="trace"), COARSE),
+            "epimer": (EpiMer(coefficient=1.0, normalize="trace"), COARSE),
             "ties": (TIES(coefficient=1.0), COARSE),
             "tsvm": (TSVM(coefficient=1.0), COARSE),
             "dare": (DARE(inner=TaskArithmetic(coefficient=1.0)), COARSE[:4]),

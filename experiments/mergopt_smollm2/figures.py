@@ -121,7 +121,7 @@ def draw(arms: dict) -> None:
             panel.plot([float(a) for a in alphas], values, marker="o", ms=3, label=label)
     for panel, title in ((left, "task arithmetic"), (middle, "TSV-M")):
         panel.set(title=title, xlabel="α", ylabel="accuracy on validation (%)")
-        panel.axhline(six(arms["zero_shot-0"]["test"]), color="grey", lw=0.8, ls=":")
+        panel.axhline(six(arms["zero_shot-0"]["test"]), color="gray", lw=0.8, ls=":")
     left.legend(fontsize=7)
     vectors = arms["adamw-0"]["vectors"]
     edge, counts = vectors["histogram"]["edge"], vectors["histogram"]["counts"]["newsgroups"]

@@ -3,7 +3,7 @@
     python -m mergekit_lab.tasks.text7
     python experiments/mergopt_smollm2/study.py --out experiments/mergopt_smollm2/results.json --workers 4
 
-SmolLM2-135M-Instruct (its 4-bit file on PyPI, dequantised), seven tasks (suite text7), 100 steps of 16 for an
+SmolLM2-135M-Instruct (its 4-bit file on PyPI, dequantized), seven tasks (suite text7), 100 steps of 16 for an
 expert. An arm is an optimizer with a seed: it trains seven experts and merges them. Arms are shared out to
 processes, several on a GPU, in order of what matters most; what is done stands in the results, and a later call
 goes on from there: of an arm that was cut it trains the experts again, from the same seed, and measures what is

@@ -1,4 +1,4 @@
-"""What optimizers and parametrisations cost beside fused AdamW: iterations a second and memory. See README.md.
+"""What optimizers and parametrizations cost beside fused AdamW: iterations a second and memory. See README.md.
 
 python experiments/optimizer_cost/bench.py --out experiments/optimizer_cost/results.json
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import AttentionLinear, Full, Linearised, LoRA, OpenClip, Parametrisation
+from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA, OpenClip, Parametrization
 from mergekit_lab.optim import (
     ASAM,
     PGN,
@@ -49,8 +49,8 @@ OPTIMIZERS: dict[str, Callable] = {
     "rwp": partial(RWP, base=ADAMW),
     "mergopt worst_of 2": partial(MergOPT, base=ADAMW, worst_of=2),
 }
-PARAMETRISATIONS: dict[str, Parametrisation] = {
-    "linearised": Linearised(),
+PARAMETRISATIONS: dict[str, Parametrization] = {
+    "linearized": Linearized(),
     "attention_linear": AttentionLinear(),
     "lora": LoRA(),
 }
@@ -102,8 +102,8 @@ class Language:
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def measure(problem: Vision | Language, kind: Parametrisation, make: Callable, bf16: bool, options) -> dict:
-    """Median seconds of a step, and peak memory, of one optimizer on one parametrisation."""
+def measure(problem: Vision | Language, kind: Parametrization, make: Callable, bf16: bool, options) -> dict:
+    """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
     model = kind.trainable(problem.model()).to(device)
     model.train()
@@ -174,12 +174,12 @@ def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[di
     wanted += [("adamw", k, kind, ADAMW) for k, kind in PARAMETRISATIONS.items()]
     wanted += [again]
     rows = []
-    for optimizer, parametrisation, kind, make in wanted:
+    for optimizer, parametrization, kind, make in wanted:
         found = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
         try:
-            found |= {"finetuning": parametrisation} | measure(problem, kind, make, bf16, options)
+            found |= {"finetuning": parametrization} | measure(problem, kind, make, bf16, options)
         except torch.cuda.OutOfMemoryError:
-            print(name, optimizer, parametrisation, "does not fit", flush=True)
+            print(name, optimizer, parametrization, "does not fit", flush=True)
             continue
         finally:
             if options.device == "cuda":

@@ -95,11 +95,11 @@ class Glyphs:
         ink = grid_sample(ink.unsqueeze(1), grid, align_corners=False)
         soft = avg_pool2d(ink, 3, 1, 1)
         ink = ink + uniform(0, 0.6)[:, None, None, None] * (soft - ink)
-        # Of four random colour pairs the one of the strongest contrast in luminance.
-        colours = torch.rand(count, 4, 2, 3, device=device)
-        light = (colours * self.luminance).sum(-1)
+        # Of four random color pairs the one of the strongest contrast in luminance.
+        colors = torch.rand(count, 4, 2, 3, device=device)
+        light = (colors * self.luminance).sum(-1)
         best = (light[..., 0] - light[..., 1]).abs().argmax(1)
-        pair = colours[torch.arange(count, device=device), best][..., None, None]
+        pair = colors[torch.arange(count, device=device), best][..., None, None]
         images = pair[:, 1] + ink * (pair[:, 0] - pair[:, 1])
         images = images + uniform(0, 0.1)[:, None, None, None] * torch.randn_like(images)
         return (images.clamp(0, 1) - self.mean) / self.std

@@ -74,7 +74,7 @@ class OptunaSweeper(ComparisonSweeper):
             )
         ((fixed,),) = self.split_arguments([o for o in parsed if not o.is_sweep_override()], None)
         if not self.config.objective:
-            fixed = [*fixed, "objective=normalised"]
+            fixed = [*fixed, "objective=normalized"]
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(direction="maximize", sampler=self.sampler)

@@ -73,7 +73,7 @@ def _alike(found: Interference) -> Advice:
 
 
 def _method(found: Interference) -> Advice:
-    cosine, lost = float(_between(found).mean()), 100 * float(_between(found, found.total.cancelling).mean())
+    cosine, lost = float(_between(found).mean()), 100 * float(_between(found, found.total.canceling).mean())
     return Advice(
         text="merger=tsvm, its coefficient searched on validation; merger=task_arithmetic where a merge must "
         "be cheap; no plain average",
@@ -112,9 +112,9 @@ def _scales(found: Interference) -> list[Advice]:
     factor = high / max(low, 1e-300)
     return [
         Advice(
-            text="merger.normalise=trace where Fishers are read (epimer), or merger.normalise=true (fisher)",
+            text="merger.normalize=trace where Fishers are read (epimer), or merger.normalize=true (fisher)",
             because=f"the Fishers' traces differ by a factor of {factor:.1f}, and the largest decides",
-            evidence="EpiMer 92.1 with normalise=trace and 68.5 without; the Fisher average 64.6 without, "
+            evidence="EpiMer 92.1 with normalize=trace and 68.5 without; the Fisher average 64.6 without, "
             "below the plain average's 77.5 (README)",
         )
     ]

@@ -89,7 +89,7 @@ class Sums:
         return _ratio(self.against, self.both)
 
     @property
-    def cancelling(self) -> Tensor:
+    def canceling(self) -> Tensor:
         """Of the length that both hold, the share that cancels in the sum; ½ for unrelated ones."""
         return _ratio(self.lost, self.shared)
 
@@ -298,6 +298,6 @@ def plain_sums(sums: Sums) -> dict[str, Any]:
         "norms": sums.norms.tolist(),
         "cosine": sums.cosine.tolist(),
         "sign_conflict": sums.sign_conflict.tolist(),
-        "cancelling": sums.cancelling.tolist(),
+        "canceling": sums.canceling.tolist(),
     }
     return found | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})

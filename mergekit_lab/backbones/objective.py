@@ -134,7 +134,7 @@ class Backbone(ABC):
         """How this backbone learns the task and is scored on it."""
 
     def learning(self, task: Task) -> dict[str, Any]:
-        """What decides what is learnt, beside the weights, the task's data and the training settings."""
+        """What decides what is learned, beside the weights, the task's data and the training settings."""
         return {}
 
     def scoring(self, task: Task) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class OpenClip(Backbone):
     def zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
         """Text features of the classes as a linear head, float32 `[C, D]`.
 
-        Per class and template the text feature is L2-normalised; their mean over templates is normalised again
+        Per class and template the text feature is L2-normalized; their mean over templates is normalized again
         and multiplied by the model's temperature `logit_scale.exp()`. Logits are `features @ head.T`.
 
         templates: prompts with one `{}` each. Raises `InputError` where a template has none, or where two

@@ -2,7 +2,7 @@
 
 Legend: N samples, L tokens of a row, V vocabulary, C choices, B tokens of all choices together.
 
-Answers end with the tokenizer's end-of-text token, which is learnt and scored like any other. A choice's score
+Answers end with the tokenizer's end-of-text token, which is learned and scored like any other. A choice's score
 is the log-likelihood of all its tokens, so that no choice gains by being the beginning of another one.
 """
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
-from mergekit_lab.backbones.linearised import Tangent
+from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
 from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
 from mergekit_lab.errors import InputError
@@ -295,7 +295,7 @@ class Seq2SeqObjective(TextObjective):
     def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
         """The encoder reads every prompt once, and the decoder scores all choices for it.
 
-        An expansion is one of encoder and decoder together: a linearised model reads a prompt once a choice.
+        An expansion is one of encoder and decoder together: a linearized model reads a prompt once a choice.
         """
         from transformers.modeling_outputs import BaseModelOutput
 

@@ -143,7 +143,7 @@ class TextEncoder(Backbone):
 
     @torch.no_grad()
     def _made_head(self, objective: EncoderObjective) -> Tensor:
-        """The mean embedding of each choice's training texts, normalised, times the temperature: `[C, D]`."""
+        """The mean embedding of each choice's training texts, normalized, times the temperature: `[C, D]`."""
         task = objective.task
         model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
         index = torch.arange(task.count("train"))[: self.head_samples]

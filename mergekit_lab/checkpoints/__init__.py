@@ -27,7 +27,7 @@ from mergekit_lab.checkpoints.libraries import (
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
 from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
-from mergekit_lab.checkpoints.quantised import refuse_quantised
+from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
@@ -78,7 +78,7 @@ __all__ = [
     "plan_shards",
     "read_tokens",
     "reconcile",
-    "refuse_quantised",
+    "refuse_quantized",
     "sha256_of",
     "size_text",
     "unreachable",

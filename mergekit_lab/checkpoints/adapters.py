@@ -23,7 +23,7 @@ from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, by_pattern, 
 from mergekit_lab.checkpoints.adapter_layout import Layout, stored_transposed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
-from mergekit_lab.checkpoints.quantised import refuse_quantised
+from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.errors import InputError, listing
 
 _PREFIX = "base_model.model."
@@ -156,7 +156,7 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Folded:
             "expert, or "
             "open it with base=…"
         )
-    refuse_quantised(base)
+    refuse_quantized(base)
     file = folder / "adapter_model.safetensors"
     if file.is_file():
         tensors: Checkpoint = Safetensors(label, file, folder)
@@ -236,7 +236,7 @@ def _check_kinds(label: str, tensors: Checkpoint) -> None:
     if odd:
         raise InputError(
             f"{label}: the adapter holds tensors that are no floating-point numbers ({listing(odd)}): if it is "
-            "quantised, merge it with peft and give the saved model"
+            "quantized, merge it with peft and give the saved model"
         )
 
 

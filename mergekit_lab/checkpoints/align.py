@@ -84,9 +84,9 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
         say(f"{expert.label}: the prefix {drop!r} of every name is left out")
     if add:
         say(f"{expert.label}: every name gets the prefix {add!r}, as in the base")
-    spelt = [name for name in placed if new[name] != add + name.removeprefix(drop)]
-    if spelt:
-        say(f"{expert.label}: {len(spelt)} names are spelt as in the base ({listing(spelt, 2)})")
+    spelled = [name for name in placed if new[name] != add + name.removeprefix(drop)]
+    if spelled:
+        say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({listing(spelled, 2)})")
     specs = {new[name]: spec for name, spec in expert.specs.items()}
     tied = {new[n]: new[k] for n, k in expert.tied().items()}
     return View(expert, specs, {new[name]: _reader(expert, name) for name in expert}, tied)

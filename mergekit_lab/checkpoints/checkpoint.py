@@ -95,7 +95,7 @@ class InMemory(Checkpoint):
             )
         odd = [name for name, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
         if odd:
-            raise InputError(f"{label} holds sparse or quantised tensors ({listing(odd)}): save them dense")
+            raise InputError(f"{label} holds sparse or quantized tensors ({listing(odd)}): save them dense")
         specs = {n: TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}
         super().__init__(label, specs, files, folder)
         self._tensors = tensors

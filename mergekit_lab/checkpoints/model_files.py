@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: configurations, tokenizers, processors, licences.
+"""What belongs to a model beside its weights: configurations, tokenizers, processors, licenses.
 
 A folder of sentence-transformers has modules of its own beside the model (`modules.json` lists them); they come
 along, with their weights if they have any, which are never merged.
@@ -24,7 +24,7 @@ _TOKENIZER = (
     *("*.model", "*.tiktoken", "tekken.json", "bpe.codes", "target.spm", "source.spm"),
     *("chat_template*", "additional_chat_templates/*.jinja"),
 )
-_LICENCES = ("LICENSE*", "NOTICE*")
+_LICENSES = ("LICENSE*", "NOTICE*")
 _MODEL = {
     TRANSFORMERS: (
         *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -56,7 +56,7 @@ def copy_model_files(
     dtype: torch.dtype | None = None,
     vocabulary: int | None = None,
 ) -> list[str]:
-    """Copy configuration, processor and licence files; their names.
+    """Copy configuration, processor and license files; their names.
 
     Args:
         library: whose files are wanted; None: all.
@@ -67,13 +67,13 @@ def copy_model_files(
         InputError: a link that leads out of `source`; a damaged configuration.
     """
     config = read_config(source)
-    patterns = [*_LICENCES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
+    patterns = [*_LICENSES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
     if library is not OPEN_CLIP:
         patterns += _CODE if "auto_map" in json.dumps(config) else ()
         patterns += (*_SENTENCES, *(f"{escape(part)}/{p}" for part in _parts(source) for p in _PART))
     names = _copy(source, folder, patterns)
-    quantised = config.pop("quantization_config", None)  # the weights that are written are not
-    if "config.json" in names and (dtype is not None or vocabulary is not None or quantised is not None):
+    quantized = config.pop("quantization_config", None)  # the weights that are written are not
+    if "config.json" in names and (dtype is not None or vocabulary is not None or quantized is not None):
         _adapt(config, dtype, vocabulary)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if "open_clip_config.json" in names and vocabulary is not None:

@@ -1,6 +1,6 @@
 """The Hessian of a loss through its products with vectors: largest eigenvalues and trace.
 
-- Eigenvalues by Lanczos with full reorthogonalisation (Golub & Van Loan, "Matrix computations", chapter 10):
+- Eigenvalues by Lanczos with full reorthogonalization (Golub & Van Loan, "Matrix computations", chapter 10):
   every new direction is made orthogonal to all earlier ones, twice, so that no copy of a converged eigenvalue
   appears.
 - Trace by Hutch++ (Meyer, Musco, Musco & Woodruff 2021, algorithm 1): exact on a sketched subspace,

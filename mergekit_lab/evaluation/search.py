@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
         coefficient: `α`.
         values: by task, at most 1; of a pruned candidate, of the tasks that were looked at.
-        normalised: the criterion; of a pruned candidate, more than it could have reached.
+        normalized: the criterion; of a pruned candidate, more than it could have reached.
         pruned: it could not become the best any more.
         share: the part of the validation samples that was looked at.
         fields: the method's other fields, where these are searched too.
@@ -37,13 +37,13 @@ class Candidate:
 
     coefficient: float
     values: Mapping[str, float]
-    normalised: float
+    normalized: float
     pruned: bool = False
     share: float = 1.0
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) -> float:
+def normalized(values: Mapping[str, float], expert_values: Mapping[str, float]) -> float:
     """Mean over tasks of `value / expert's value`.
 
     Raises:
@@ -62,7 +62,7 @@ def normalised(values: Mapping[str, float], expert_values: Mapping[str, float]) 
 def best_candidate(curve: Sequence[Candidate]) -> Candidate:
     """The candidate of the highest criterion, on all validation samples; of equals, the nearest to the base."""
     whole = [c for c in curve if c.share == 1 and not c.pruned]
-    return max(whole, key=lambda c: (c.normalised, -abs(c.coefficient)))
+    return max(whole, key=lambda c: (c.normalized, -abs(c.coefficient)))
 
 
 def search_grid(
@@ -84,14 +84,14 @@ def search_grid(
         patience: stop after so many candidates in a row that are worse than the best; None goes through all.
         reached: the criterion of another search that is to be beaten.
     """
-    normalised(dict.fromkeys(experts, 0.0), experts)
+    normalized(dict.fromkeys(experts, 0.0), experts)
     curve: list[Candidate] = []
     best, worse = reached, 0
     for coefficient in coefficients:
         candidate = _candidate(coefficient, experts, at(coefficient), best if prune else -math.inf)
         curve.append(candidate)
-        worse = 0 if candidate.normalised >= best and not candidate.pruned else worse + 1
-        best = best if candidate.pruned else max(best, candidate.normalised)
+        worse = 0 if candidate.normalized >= best and not candidate.pruned else worse + 1
+        best = best if candidate.pruned else max(best, candidate.normalized)
         if patience is not None and worse >= patience:
             break
     return curve
@@ -103,10 +103,10 @@ def _candidate(
     values: dict[str, float] = {}
     for task in experts:
         values[task] = score(task, share)
-        bound = normalised({t: values.get(t, 1.0) for t in experts}, experts)
+        bound = normalized({t: values.get(t, 1.0) for t in experts}, experts)
         if bound < best:
             return Candidate(coefficient, values, bound, pruned=True, share=share)
-    return Candidate(coefficient, values, normalised(values, experts), share=share)
+    return Candidate(coefficient, values, normalized(values, experts), share=share)
 
 
 def halve(
@@ -127,7 +127,7 @@ def halve(
         coefficients: two or more to begin with.
         experts, at, reached: as `search_grid` takes them.
         shares: of the validation samples, ascending to 1; after each but the last the better half goes on.
-        refine: how often the distance to the neighbours is halved around the best.
+        refine: how often the distance to the neighbors is halved around the best.
 
     Raises:
         InputError: fewer than two coefficients, or shares that do not ascend to 1.
@@ -143,20 +143,20 @@ def halve(
             f"halving needs two or more coefficients and shares that ascend to 1, got {list(coefficients)} and "
             f"{list(shares)}"
         )
-    normalised(dict.fromkeys(experts, 0.0), experts)
+    normalized(dict.fromkeys(experts, 0.0), experts)
     left, curve = list(coefficients), []
     for share in shares:
         rung = [_candidate(c, experts, at(c), -math.inf, share) for c in left]
         curve += rung
         if share < 1:
-            ranked = sorted(rung, key=lambda c: (-c.normalised, abs(c.coefficient)))
+            ranked = sorted(rung, key=lambda c: (-c.normalized, abs(c.coefficient)))
             left = [c.coefficient for c in ranked[: math.ceil(len(ranked) / 2)]]
     ordered = sorted(coefficients)
     step = min(b - a for a, b in pairwise(ordered))
     for _ in range(refine):
         step /= 2
         best = best_candidate(curve)
-        goal = max(best.normalised, reached)
+        goal = max(best.normalized, reached)
         known = {c.coefficient for c in curve if c.share == 1}
         for coefficient in (best.coefficient - step, best.coefficient + step):
             if not ordered[0] <= coefficient <= ordered[-1] or coefficient in known:

@@ -1,7 +1,7 @@
-"""AdaMerging: a coefficient for every tensor and expert, learned on unlabelled inputs.
+"""AdaMerging: a coefficient for every tensor and expert, learned on unlabeled inputs.
 
 Yang et al. 2024, "AdaMerging: adaptive model merging for multi-task learning", section 3.2; reference:
-EnnengYang/AdaMerging. The coefficients minimise the entropy of the merged model's predictions, summed over
+EnnengYang/AdaMerging. The coefficients minimize the entropy of the merged model's predictions, summed over
 tasks, by Adam (lr 1e-3) from 0.3, and are clamped to [0, 1] where they are used. "Layer-wise" in paper and
 code means a coefficient for each tensor; "task-wise" one for the whole task vector.
 

@@ -37,7 +37,7 @@ class EpiMer(AtomMethod):
         eps: `ε > 0`, added to every curvature; large values recover TSV-M.
         aggregator: `"sum"` scales the mean by T, as a sum of task vectors would be; `"mean"` does not.
         coordinates: `"tagged"`, `"full"` or `"own"`, see the module.
-        normalise: bring the experts' Fishers to one scale first: `"none"`, `"trace"` (mean entry 1) or
+        normalize: bring the experts' Fishers to one scale first: `"none"`, `"trace"` (mean entry 1) or
             `"norm"` (root mean square 1). The paper specifies none, and the scale across tasks matters.
         weights: `λ_t ≥ 0`, brought to sum 1.
 
@@ -49,7 +49,7 @@ class EpiMer(AtomMethod):
     eps: float = 1e-8
     aggregator: str = "sum"
     coordinates: str = "tagged"
-    normalise: str = "none"
+    normalize: str = "none"
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 
@@ -58,7 +58,7 @@ class EpiMer(AtomMethod):
         require(self.eps > 0, "eps", self.eps, "positive")
         require_choice("aggregator", self.aggregator, ("sum", "mean"))
         require_choice("coordinates", self.coordinates, _COORDINATES)
-        require_choice("normalise", self.normalise, ("none", "trace", "norm"))
+        require_choice("normalize", self.normalize, ("none", "trace", "norm"))
 
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         weights = super().expert_weights(experts, name)
@@ -66,17 +66,17 @@ class EpiMer(AtomMethod):
         return weights
 
     def survey(self, stream: Stream) -> Any:
-        if self.normalise == "none":
+        if self.normalize == "none":
             return None
         totals = torch.zeros(len(stream.experts), dtype=torch.float64)
         for fisher in stream.side_blocks("fisher"):
             values = fisher.double()
-            totals += (values if self.normalise == "trace" else values.square()).sum(dim=1).cpu()
+            totals += (values if self.normalize == "trace" else values.square()).sum(dim=1).cpu()
         require(
             bool((totals > 0).all()), "a Fisher's sum", totals.tolist(), "positive to be brought to one scale"
         )
         means = totals / stream.entries
-        return means if self.normalise == "trace" else means.sqrt()
+        return means if self.normalize == "trace" else means.sqrt()
 
     def divisor(self, site: Site) -> Tensor:
         return site.weights.sum()

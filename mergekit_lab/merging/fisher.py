@@ -25,7 +25,7 @@ class Fisher(Method):
     Args:
         preset: `"matena"`: `W_t = λ_t max(F_t, floor)`; `"mergelm"`: `W_t = λ_t (F_t + floor)`.
         floor: ≥ 0.
-        normalise: divide `W_t` by `‖F_t‖`, the L2 norm over all floating-point entries of the model
+        normalize: divide `W_t` by `‖F_t‖`, the L2 norm over all floating-point entries of the model
             (`mergelm`: by `‖F_t‖ + floor`).
         favor_target: `matena` only: floor the first expert's Fisher alone, as the original does.
         weights: `λ_t`, 1 by default.
@@ -38,7 +38,7 @@ class Fisher(Method):
 
     preset: str = "matena"
     floor: float = 1e-6
-    normalise: bool = False
+    normalize: bool = False
     favor_target: bool = False
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
@@ -66,7 +66,7 @@ class Fisher(Method):
         return True
 
     def survey(self, stream: Stream) -> Any:
-        if not self.normalise:
+        if not self.normalize:
             return None
         squares = torch.zeros(len(stream.experts), dtype=torch.float64)
         for fisher in stream.side_blocks("fisher"):
@@ -86,9 +86,9 @@ class Fisher(Method):
         else:
             importance = fisher.clamp(min=self.floor)
         share = site.weights.clone()
-        if self.normalise:
+        if self.normalize:
             share *= site.survey.to(share)
-        if self.normalise or not site.unit:
+        if self.normalize or not site.unit:
             importance = importance * share.view(-1, *[1] * base.dim())
         total = importance.sum(dim=0)
         merged = (importance * deltas).sum(dim=0) / total

@@ -16,7 +16,7 @@ from mergekit_lab.checkpoints import (
     align,
     conv1d_weights,
     open_checkpoint,
-    refuse_quantised,
+    refuse_quantized,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging.contract import Method
@@ -100,7 +100,7 @@ def open_inputs(
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
-        refuse_quantised(checkpoint)
+        refuse_quantized(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert", base=origin)
     check_real(origin.specs)
     _check_buffers(origin, opened.values())

@@ -46,7 +46,7 @@ def jobs_of(reader: Reader) -> list[list[str]]:
 
 
 def _pooled(names: Sequence[str], reader: Reader) -> list[list[str]]:
-    """Neighbours together up to a block's size."""
+    """Neighbors together up to a block's size."""
     specs = reader.inputs.base.specs
     jobs: list[list[str]] = []
     room = 0

@@ -1,7 +1,7 @@
 """Model Stock: the mean of the experts, drawn towards the base by the angle between them.
 
 Jang et al. 2024, "Model Stock: all we need is just a few fine-tuned models", section 4: with `θ` the angle
-between task vectors of a layer, the point nearest to the centre of the experts on the segment from the base
+between task vectors of a layer, the point nearest to the center of the experts on the segment from the base
 to their mean is at `N cos θ / (1 + (N−1) cos θ)` for `N` experts. The authors published no code;
 arcee-ai/mergekit's arithmetic runs here (cos θ is the mean over all pairs, clamped to [−1, 1], also negative;
 the base stays where the denominator is under 1e-6), with two differences: mergekit divides by at least 1e-6

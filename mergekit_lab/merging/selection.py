@@ -42,7 +42,7 @@ class Largest:
             split = int(min(max(cut - offset, 0), size))
             for start, stop, bound in ((0, split, below), (split, size, threshold)):
                 if start < stop:
-                    # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorised on a CPU
+                    # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorized on a CPU
                     torch.hardshrink(deltas[t, start:stop], bound, out=out[t, start:stop])
         return out
 

@@ -4,8 +4,8 @@ Cheng et al. 2025, "Whoever started the interference should end it" (WUDI-Mergin
 layer's task vector spans its inputs, so the interference with expert t is bounded by
 `‖(m − δ_t) δ_tᵀ‖_F² / ‖δ_t‖_F²`. Per matrix, `m` starts at `Σ δ_t` and follows Adam down the sum over t.
 
-Reference: nathanielyvo/WUDI-Merging (`vit/wudi_main.py`): the attention and MLP weights are optimised, every
-other tensor stays at the base. tanganke/fusion_bench optimises every 2-D tensor, embeddings included, and
+Reference: nathanielyvo/WUDI-Merging (`vit/wudi_main.py`): the attention and MLP weights are optimized, every
+other tensor stays at the base. tanganke/fusion_bench optimizes every 2-D tensor, embeddings included, and
 gives all others the mean: `all_2d`. An expert equal to the base on a matrix makes both divide 0 by 0; here
 it adds nothing to the objective.
 
@@ -42,8 +42,8 @@ class WUDI(SpectralMethod):
     Args:
         iterations: Adam steps, at least 0; 0 is task arithmetic on the matrices.
         lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
-        all_2d: optimise every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
-            Otherwise 2-D tensors with the names of attention and MLP weights are optimised (OpenCLIP's
+        all_2d: optimize every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
+            Otherwise 2-D tensors with the names of attention and MLP weights are optimized (OpenCLIP's
             `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
             transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to `w3`, `gate/up/gate_up/down_proj`,
             `c_attn`), others keep the base.

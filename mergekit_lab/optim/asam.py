@@ -68,7 +68,7 @@ def asam_perturbation(
 
 
 class ASAM(AscentOptimizer):
-    """Adaptive sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+    """Adaptive sharpness-aware minimization around any base optimizer. Two evaluations a step.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; `samsung` needs names.

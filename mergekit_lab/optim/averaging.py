@@ -35,7 +35,7 @@ class Averaging(WrappedOptimizer):
     the state dict holds θ too, and loading it leaves θ ready for the next step; so a resumed run goes on bit
     for bit from a checkpoint in either mode.
 
-    Normalisations with running statistics have those of θ: renew them with
+    Normalizations with running statistics have those of θ: renew them with
     `torch.optim.swa_utils.update_bn` in eval mode, before the average is evaluated.
 
     Extra memory: the average in float32 at least, and a copy of θ while the weights are the average.

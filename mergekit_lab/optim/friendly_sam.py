@@ -25,7 +25,7 @@ def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: float) ->
 
 
 class FriendlySAM(AscentOptimizer):
-    """Friendly sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+    """Friendly sharpness-aware minimization around any base optimizer. Two evaluations a step.
 
     Extra memory, beside SAM's: a running mean of the gradients.
 

@@ -86,7 +86,7 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
+    """Neighbors that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
 
     One draw serves many small tensors; one draw for all would double the memory of a large model.
     """

@@ -1,4 +1,4 @@
-"""PGN: minimise the loss plus λ times the norm of its gradient.
+"""PGN: minimize the loss plus λ times the norm of its gradient.
 
 Zhao, Zhang, Hu: Penalizing Gradient Norm for Efficiently Improving Generalization in Deep Learning (ICML
 2022), section 3.2, algorithm 1. The gradient of the norm is a difference of two gradients over a distance r,

@@ -1,4 +1,4 @@
-"""SAGM: minimise the loss, the loss at SAM's point, and the angle between their gradients.
+"""SAGM: minimize the loss, the loss at SAM's point, and the angle between their gradients.
 
 Wang, Zhang, Lei, Zhang: Sharpness-Aware Gradient Matching for Domain Generalization (CVPR 2023), section 3.2,
 algorithm 1: the sum of ∇L(θ) and the gradient at θ + ρ g/‖g‖ − α g. Reference implementation:

@@ -33,7 +33,7 @@ def sam_perturbation(grads: Sequence[Tensor], rho: float) -> list[Tensor]:
 
 
 class SAM(AscentOptimizer):
-    """Sharpness-aware minimisation around any base optimizer. Two evaluations a step.
+    """Sharpness-aware minimization around any base optimizer. Two evaluations a step.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.

@@ -193,8 +193,8 @@ class WrappedOptimizer(Optimizer):
     def attach(self, model: nn.Module) -> None:
         """Let steps look after what is the model's and not its parameters'.
 
-        Running statistics of normalisations change in the first evaluation of a step only. An ascent that is
-        not synchronised runs under the `no_sync` of a `DistributedDataParallel` model.
+        Running statistics of normalizations change in the first evaluation of a step only. An ascent that is
+        not synchronized runs under the `no_sync` of a `DistributedDataParallel` model.
 
         Args:
             model: whose forward the closure calls; wrapped, if it is.
@@ -276,7 +276,7 @@ class WrappedOptimizer(Optimizer):
     def _unchanged_statistics(self) -> Iterator[None]:
         """Undo what the block does to running statistics.
 
-        From copies: the flags of a normalisation would recompile a compiled model, and do not stop all kinds.
+        From copies: the flags of a normalization would recompile a compiled model, and do not stop all kinds.
         """
         kept = SavedWeights()
         modules = (m for model in self._models for m in model.modules() if isinstance(m, _NormBase))
@@ -293,7 +293,7 @@ class WrappedOptimizer(Optimizer):
         if not found and distributed and torch.distributed.get_world_size() > 1:
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) does not know the model whose gradients are not to "
-                "be synchronised: call optimizer.attach(model) with the DistributedDataParallel model"
+                "be synchronized: call optimizer.attach(model) with the DistributedDataParallel model"
             )
         return found  # type: ignore[return-value]
 

@@ -1,6 +1,6 @@
 """The look that all figures share, and the steps of drawing one.
 
-Colours are Okabe and Ito's, told apart by readers with any colour vision; past the seventh line the colours
+Colors are Okabe and Ito's, told apart by readers with any color vision; past the seventh line the colors
 repeat with another hatch or dash.
 """
 
@@ -40,8 +40,8 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def colour(place: int) -> str:
-    """The colour of the line, bar or point at a place; they recur after the last."""
+def color(place: int) -> str:
+    """The color of the line, bar or point at a place; they recur after the last."""
     return COLOURS[place % len(COLOURS)]
 
 
@@ -55,9 +55,9 @@ def short(name: str, limit: int = 28) -> str:
     return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
-def light(colour: str) -> str:
-    """A paler one of the same hue; `colour` is `#RRGGBB`."""
-    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(colour[i : i + 2], 16))):02X}" for i in (1, 3, 5))
+def light(color: str) -> str:
+    """A paler one of the same hue; `color` is `#RRGGBB`."""
+    return "#" + "".join(f"{round(255 - 0.45 * (255 - int(color[i : i + 2], 16))):02X}" for i in (1, 3, 5))
 
 
 def heading(figure: "Figure", text: str) -> None:

@@ -25,7 +25,7 @@ class Plane:
 
     Attributes:
         title: above it.
-        values: `[A][A]`, rows along the first axis; what is not finite is left grey, with a cross.
+        values: `[A][A]`, rows along the first axis; what is not finite is left gray, with a cross.
         points: marked places `(α1, α2)` by name.
     """
 
@@ -59,7 +59,7 @@ class Matrix:
     """One panel of numbers between names.
 
     Attributes:
-        limits: of the colours.
+        limits: of the colors.
     """
 
     title: str
@@ -91,7 +91,7 @@ def analysis_figure(
         alphas, axes_names: of the axes of `Plane` panels.
         others: of their second axis, where it is another.
         box: a square that is drawn in red on `Plane` panels: where coefficients are searched.
-        one_scale: the same colours for the same values in all `Plane` panels.
+        one_scale: the same colors for the same values in all `Plane` panels.
     """
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     planes = [panel for panel in panels if isinstance(panel, Plane)]
@@ -175,7 +175,7 @@ def _even(levels: Sequence[float]) -> Any:
 def _lines(axes: Axes, panel: Lines) -> None:
     for place, (name, (x, y)) in enumerate(panel.curves.items()):
         look: dict[str, Any] = {
-            "color": drawing.colour(place),
+            "color": drawing.color(place),
             "linestyle": drawing.DASHES[place // 7 % len(drawing.DASHES)],
         }
         look["marker"] = "o" if len(x) <= _MARKED else ""

@@ -252,7 +252,7 @@ def _configs(configs: Mapping[str, str]) -> str:
 
 
 def _keys(records: Sequence[Record]) -> str:
-    """Which artefact every number is of: hashes of all that decides it."""
+    """Which artifact every number is of: hashes of all that decides it."""
     if not records:
         return ""
     lines = [

@@ -16,18 +16,18 @@ Curves = Mapping[str, Sequence[Mapping[str, float]]]
 """Expert's label → points {step, train_loss, val_loss?, val_accuracy?}; losses in nats, accuracy 0..1."""
 
 Searches = Mapping[str, Sequence[Mapping[str, float]]]
-"""Merger's label → points {coefficient, normalised, chosen}; `normalised` on validation (1.0: as good as
+"""Merger's label → points {coefficient, normalized, chosen}; `normalized` on validation (1.0: as good as
 the experts), `chosen` true at the point taken."""
 
 LINES_PER_FIGURE = 12
 
 
 def merger_figures(table: Table, folder: Path) -> list[Path]:
-    """Bars of average and normalised accuracy per merger, one panel a group: `mergers.png`."""
+    """Bars of average and normalized accuracy per merger, one panel a group: `mergers.png`."""
     groups = [group for group in table.groups if any(_merged(table, group))]
     if not groups:
         return []
-    heading = "Average and normalised accuracy of the merged models (%)"
+    heading = "Average and normalized accuracy of the merged models (%)"
     with drawing.panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
         for axes, group in zip(panels, groups, strict=True):
             _bars(axes, table, group)
@@ -52,9 +52,9 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
         if label not in rows:
             continue
         hatch = drawing.HATCHES[place // len(drawing.COLOURS) % len(drawing.HATCHES)]
-        for cell, shift, colour in (
-            (rows[label].average, -0.2, drawing.colour(place)),
-            (rows[label].normalised, 0.2, drawing.light(drawing.colour(place))),
+        for cell, shift, color in (
+            (rows[label].average, -0.2, drawing.color(place)),
+            (rows[label].normalized, 0.2, drawing.light(drawing.color(place))),
         ):
             if cell.mean is None:
                 continue
@@ -62,7 +62,7 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
                 place + shift,
                 cell.mean,
                 0.38,
-                color=colour,
+                color=color,
                 hatch=hatch,
                 edgecolor="white",
                 xerr=cell.sd,
@@ -97,7 +97,7 @@ def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=drawing.light("#5A5A5A"))]
-    labels = ["average", "normalised (÷ experts)"]
+    labels = ["average", "normalized (÷ experts)"]
     for row in table.rows:
         name = f"{row.label}, average"
         if row.kind in _REFERENCES and row.average.mean is not None and name not in labels:
@@ -109,7 +109,7 @@ def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
 def heat_maps(table: Table, folder: Path) -> list[Path]:
     """Model × task with numbers, one file a group: `heatmap.png` or `heatmap-1-sam.png`, ….
 
-    All of them share one colour scale.
+    All of them share one color scale.
     """
     values = [cell.mean for row in table.rows for cell in row.cells[:-2] if cell.mean is not None]
     paths = []
@@ -130,9 +130,9 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     import matplotlib
 
     axes = figure.subplots()
-    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#EEEEEE")
+    colors = matplotlib.colormaps["cividis"].with_extremes(bad="#EEEEEE")
     grid = [[math.nan if cell.mean is None else cell.mean for cell in row.cells[:-2]] for row in rows]
-    image: Any = axes.imshow(grid, cmap=colours, vmin=low, vmax=max(high, low + 1e-6), aspect="auto")
+    image: Any = axes.imshow(grid, cmap=colors, vmin=low, vmax=max(high, low + 1e-6), aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
             dark = value < low + 0.42 * (high - low)
@@ -196,7 +196,7 @@ def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
             for cell, own in zip(row.cells[:-2], experts.cells[:-2], strict=True)
         ]
         look: dict[str, Any] = {
-            "color": drawing.colour(place),
+            "color": drawing.color(place),
             "marker": drawing.MARKERS[place % len(drawing.MARKERS)],
         }
         look["linestyle"] = drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)]
@@ -209,7 +209,7 @@ def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
 
 
 def cost_figure(table: Table, folder: Path) -> list[Path]:
-    """Normalised accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
+    """Normalized accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
 
     Points are the mergers of all groups. One panel has seconds; another the peak of an accelerator's memory
     while a model was made, where that was measured.
@@ -217,7 +217,7 @@ def cost_figure(table: Table, folder: Path) -> list[Path]:
     known = [
         row
         for row in table.rows
-        if row.kind in ("merged", "joint") and row.seconds is not None and row.normalised.mean is not None
+        if row.kind in ("merged", "joint") and row.seconds is not None and row.normalized.mean is not None
     ]
     costs = [
         ("seconds, experts included (log scale)", [(row.seconds or 0.0, row) for row in known]),
@@ -227,18 +227,18 @@ def cost_figure(table: Table, folder: Path) -> list[Path]:
     if not costs:
         return []
     with drawing.new_figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
-        drawing.heading(figure, "Normalised accuracy (%) over what a model took")
+        drawing.heading(figure, "Normalized accuracy (%) over what a model took")
         for axes, (name, points) in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
             _costs(axes, table, name, points)
         return [drawing.save(figure, folder / "cost.png")]
 
 
 def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
-    placed = [(x, row.normalised.mean or 0.0, row) for x, row in points]
+    placed = [(x, row.normalized.mean or 0.0, row) for x, row in points]
     for x, y, row in placed:
         place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
         marker = drawing.MARKERS[place % len(drawing.MARKERS)] if row.kind == "merged" else "*"
-        axes.scatter([x], [y], s=60, color=drawing.colour(place), marker=marker, zorder=3)
+        axes.scatter([x], [y], s=60, color=drawing.color(place), marker=marker, zorder=3)
         label = drawing.short(" / ".join((*row.group, row.label)))
         axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
     front = pareto_front([(x, y) for x, y, _ in placed])
@@ -306,7 +306,7 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
             lines += axes.plot(
                 [point["step"] for point in known],
                 [point[measure] for point in known],
-                color=drawing.colour(place),
+                color=drawing.color(place),
                 linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
                 marker="o" if len(known) < 12 else "",
                 markersize=3.5,
@@ -321,10 +321,10 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
 
 
 def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
-    """Validation normalised accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
+    """Validation normalized accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
 
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
-    table does, so that they keep their colours.
+    table does, so that they keep their colors.
     """
     groups = {
         title: {label: points for label, points in searches.items() if points}
@@ -336,7 +336,7 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     mergers = list(dict.fromkeys([*order, *(label for searches in groups.values() for label in searches)]))
     shown = [label for label in mergers if any(label in searches for searches in groups.values())]
     titles = [(title,) for title in groups]
-    heading = "Normalised accuracy on validation (%) over the coefficient"
+    heading = "Normalized accuracy on validation (%) over the coefficient"
     with drawing.panels(titles, heading, 3.3) as (figure, panels):
         handles: dict[str, Any] = {}
         for axes, searches in zip(panels, groups.values(), strict=True):
@@ -354,8 +354,8 @@ def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> 
     ordered = sorted(points, key=lambda point: point["coefficient"])
     (line,) = axes.plot(
         [point["coefficient"] for point in ordered],
-        [point["normalised"] for point in ordered],
-        color=drawing.colour(place),
+        [point["normalized"] for point in ordered],
+        color=drawing.color(place),
         linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
         marker=drawing.MARKERS[place % len(drawing.MARKERS)],
         markersize=4.5,
@@ -364,13 +364,13 @@ def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> 
     chosen = [point for point in ordered if point.get("chosen")]
     axes.plot(
         [point["coefficient"] for point in chosen],
-        [point["normalised"] for point in chosen],
+        [point["normalized"] for point in chosen],
         linestyle="",
         marker="o",
         markersize=11,
         markerfacecolor="none",
         markeredgewidth=1.8,
-        color=drawing.colour(place),
+        color=drawing.color(place),
     )
     return line
 

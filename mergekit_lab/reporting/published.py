@@ -3,7 +3,7 @@
 A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
 where they are from. `when` is empty, or says under which settings of the configuration a row holds
 (`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts`, `zero_shot` or a measure of
-experts (`training_seconds`); `column` is a task, `average` or `normalised` (in percent), or another measure
+experts (`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure
 that the stage of the report knows. What holds for whole tables is in `assets/published_tables.csv`.
 """
 
@@ -129,7 +129,7 @@ def set_beside(
         for row in read_published(name)
         if all(axes[axis] == getattr(row, axis) for axis in ("backbone", "finetuning", "optimizer"))
         and holds(row.when)
-        and (together or (row.row in _OF_EVERY_RUN and row.column not in ("average", "normalised")))
+        and (together or (row.row in _OF_EVERY_RUN and row.column not in ("average", "normalized")))
     ]
 
 

@@ -88,7 +88,7 @@ class Record:
             raise InputError(f"record of task {self.task!r}: coefficient is {self.coefficient}")
 
     @property
-    def normalised(self) -> float | None:
+    def normalized(self) -> float | None:
         """`value / expert_value`: 1.0 is as good as the expert. None if the expert is unknown or ≤ 0."""
         return self.value / self.expert_value if self.expert_value and self.expert_value > 0 else None
 
@@ -117,7 +117,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Timing:
-    """One stage of one run: wall-clock seconds, and how many of its artefacts were computed or reused."""
+    """One stage of one run: wall-clock seconds, and how many of its artifacts were computed or reused."""
 
     seconds: float
     computed: int = 0

@@ -88,7 +88,7 @@ def write_report(
         samples=found.samples,
         published=published,
         title=title,
-        analysed={"": folder},
+        analyzed={"": folder},
     )
 
 
@@ -132,7 +132,7 @@ def compare(
         samples={key: values for run in runs for key, values in run.samples.items()},
         published=united(row for run in runs for row in run.published),
         title=title,
-        analysed=dict(zip(names, (run.folder for run in runs), strict=True)),
+        analyzed=dict(zip(names, (run.folder for run in runs), strict=True)),
     )
 
 
@@ -157,7 +157,7 @@ def _write_views(
     samples: Samples,
     published: Sequence[Beside],
     title: str,
-    analysed: Mapping[str, Path],
+    analyzed: Mapping[str, Path],
 ) -> ReportPaths:
     table = with_intervals(comparison_table(records), samples)
     summary = describe(table, records, failures)
@@ -176,7 +176,7 @@ def _write_views(
             summary,
             table,
             published=published,
-            figures=[*figures, *_analyses(analysed)],
+            figures=[*figures, *_analyses(analyzed)],
             records=records,
             timings=timings,
             failures=failures,
@@ -203,7 +203,7 @@ def _draw(
     return [
         *(
             html.Figure(
-                path, "Average and normalised accuracy of every merger; the numbers are in the leaderboard."
+                path, "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
             )
             for path in plots.merger_figures(table, folder)
         ),
@@ -211,7 +211,7 @@ def _draw(
         *(
             html.Figure(
                 path,
-                "Validation accuracy, normalised by the experts', over the merging coefficient; "
+                "Validation accuracy, normalized by the experts', over the merging coefficient; "
                 "the chosen coefficients are ringed and stand in the leaderboard.",
             )
             for path in plots.coefficient_figures(searches, table.mergers, folder)
@@ -219,7 +219,7 @@ def _draw(
         *(
             html.Figure(
                 path,
-                "Normalised accuracy over the seconds that a model took in all, and over memory where it was "
+                "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
                 "measured; nothing cheaper is better than those on the dashed line.",
             )
             for path in plots.cost_figure(table, folder)

@@ -72,7 +72,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
             return Failure(name, "records.jsonl is empty")
         timings = {stage: _timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
         curves = _series(folder / "curves.json", "step")
-        searches = _series(folder / "searches.json", "coefficient", "normalised", "chosen")
+        searches = _series(folder / "searches.json", "coefficient", "normalized", "chosen")
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
         samples, published = _read_samples(folder), read_beside(folder)
         return RunFiles(folder, records, curves, searches, timings, samples, published, config)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 DIMENSIONS = (*AXES, "merger", "task", "seed")
-MEASURES = ("normalised", "value")
+MEASURES = ("normalized", "value")
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Slice:
     note: str
 
 
-def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -> Slice:
+def sliced(records: Iterable[Record], table: str, measure: str = "normalized") -> Slice:
     """Two dimensions of the records of the test split (of the only split, where there is no test).
 
     Args:
         table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`, and `@dimension:value` for each that is
             fixed; "merger" names references too.
-        measure: "normalised" (value ÷ the task's expert) or "value", as a fraction.
+        measure: "normalized" (value ÷ the task's expert) or "value", as a fraction.
 
     Raises:
         InputError: unknown names, a value that no record has, a third dimension that has several values, or
@@ -78,13 +78,13 @@ def sliced(records: Iterable[Record], table: str, measure: str = "normalised") -
     ranked = [i for i, row in enumerate(rows) if names[0] != "merger" or row not in references]
     over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
     mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
-    said = "Accuracy ÷ the expert's" if measure == "normalised" else "Value"
+    said = "Accuracy ÷ the expert's" if measure == "normalized" else "Value"
     of = "".join(f", {name} {value}" for name, value in fixed.items())
     note = f"{said} in percent on the {split} split{of}{mean_of}."
     return Slice(" × ".join(names), rows, columns, _marked(cells, ranked), note)
 
 
-def asked(table: str, measure: str = "normalised") -> tuple[tuple[str, str], dict[str, str]]:
+def asked(table: str, measure: str = "normalized") -> tuple[tuple[str, str], dict[str, str]]:
     """The two dimensions that `rows×columns@dimension:value…` names, and the values of those that are fixed.
 
     Raises:
@@ -175,7 +175,7 @@ def _cell(records: Sequence[Record], names: Sequence[str], tasks: set[str], meas
     needed = {record.task for record in records} if "task" in names else tasks
     values = []
     for members in by_seed.values():
-        numbers = [record.normalised if measure == "normalised" else record.value for record in members]
+        numbers = [record.normalized if measure == "normalized" else record.value for record in members]
         known = [number for number in numbers if number is not None]
         if len(known) == len(numbers) and {record.task for record in members} == needed:
             values.append(mean(known))
@@ -196,7 +196,7 @@ def _marked(cells: Sequence[Sequence[Cell]], ranked: Sequence[int]) -> tuple[tup
 
 
 def slice_markdown(found: Slice) -> str:
-    """A GitHub-flavoured table; the best of a column is bold."""
+    """A GitHub-flavored table; the best of a column is bold."""
     lines = [markdown_line([markdown_text(name) for name in (found.title, *found.columns)])]
     lines.append(markdown_line(["---", *["---:"] * len(found.columns)]))
     for name, row in zip(found.rows, found.cells, strict=True):

@@ -17,12 +17,12 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
         f"over {counted(_distinct(records, 'seed'), 'seed')}, "
         + (f"were merged with {_listed(table.mergers)}." if table.mergers else "were not merged.")
     ]
-    merged = [row for row in table.rows if row.kind == "merged" and row.normalised.mean is not None]
+    merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
     if merged:
-        best = max(merged, key=lambda row: row.normalised.mean or 0.0)
+        best = max(merged, key=lambda row: row.normalized.mean or 0.0)
         name = best.label + (f" ({', '.join(best.group)})" if best.group else "")
         sentences.append(
-            f"The best, {name}, reaches {best.normalised.text} % of its experts' accuracy "
+            f"The best, {name}, reaches {best.normalized.text} % of its experts' accuracy "
             f"and {best.average.text} % on average{_references(table, best)}."
         )
     if failures:

@@ -69,7 +69,7 @@ class Row:
         return self.cells[-2]
 
     @property
-    def normalised(self) -> Cell:
+    def normalized(self) -> Cell:
         return self.cells[-1]
 
     @property
@@ -94,7 +94,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.tasks, "average", "normalised")
+        return (*self.tasks, "average", "normalized")
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class Table:
 
     @property
     def mergers(self) -> tuple[str, ...]:
-        """Labels of the merged rows, in order of first appearance: the order and colour of every view."""
+        """Labels of the merged rows, in order of first appearance: the order and color of every view."""
         return tuple(dict.fromkeys(row.label for row in self.rows if row.kind == "merged"))
 
     @property
@@ -236,7 +236,7 @@ def _row(
         for seed in seeds
         if all(seed in cells[task] for task in needed)
     ]
-    ratios = [[record.normalised for record in members] for members in complete]
+    ratios = [[record.normalized for record in members] for members in complete]
     return Row(
         group,
         label,
@@ -295,7 +295,7 @@ def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequenc
     over = f"; mean ± standard deviation over seeds {_numbers(seeds)}" if len(seeds) > 1 else ""
     notes = [
         f"Percent on the {split} split{over}.",
-        "Normalised: the mean over tasks of value ÷ the task's expert on the same split.",
+        "Normalized: the mean over tasks of value ÷ the task's expert on the same split.",
     ]
     if any(row.kind == "joint" for row in rows):
         notes.append("+joint is trained on all tasks at once: the upper reference.")
@@ -359,7 +359,7 @@ def _rich_table(table: Table, columns: Sequence[str]) -> Any:
 
 
 def to_markdown(table: Table) -> str:
-    """A GitHub-flavoured table and its notes; the best merger of a column is bold."""
+    """A GitHub-flavored table and its notes; the best merger of a column is bold."""
     names = len(table.axes) + 1
     lines = [
         markdown_line(map(markdown_text, table.header)),

@@ -53,7 +53,7 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             with self._never_fail("log_summary"):
                 for row in table.rows:
-                    for measure, cell in (("average", row.average), ("normalised", row.normalised)):
+                    for measure, cell in (("average", row.average), ("normalized", row.normalized)):
                         if cell.mean is not None:
                             self._writer.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
 

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Product:
-    """An artefact of the store, for trackers that know what was made of what.
+    """An artifact of the store, for trackers that know what was made of what.
 
     Attributes:
         name: of it among all that a run makes, `experts-3f…`.

@@ -47,11 +47,11 @@ def dashboard(project: str, entity: str, groups: Sequence[str] = (), title: str 
             chosen.append(expr.Metric("Group").isin(list(groups)))
         return wr.Runset(name=job, filters=expr.And(*chosen))
 
-    best, average = wr.SummaryMetric("best/normalised"), wr.SummaryMetric("best/average")
+    best, average = wr.SummaryMetric("best/normalized"), wr.SummaryMetric("best/average")
     compared: list[Any] = [
         wr.BarPlot(
-            title="Best merge, share of the experts' accuracy", metrics=["best/normalised"],
-            groupby=wr.Config("optimizer"), title_x="normalised",
+            title="Best merge, share of the experts' accuracy", metrics=["best/normalized"],
+            groupby=wr.Config("optimizer"), title_x="normalized",
         ),
         wr.ScatterPlot(
             title="Accuracy over cost", x=wr.SummaryMetric("best/seconds"), y=best, log_x=True
@@ -81,7 +81,7 @@ def dashboard(project: str, entity: str, groups: Sequence[str] = (), title: str 
             wr.H1("Experts"),
             wr.PanelGrid(runsets=[runs("finetune")], panels=curves),
             wr.H1("Analyses"),
-            wr.PanelGrid(runsets=[runs("analyse")], panels=[wr.MediaBrowser(media_keys=list(ANALYSES))]),
+            wr.PanelGrid(runsets=[runs("analyze")], panels=[wr.MediaBrowser(media_keys=list(ANALYSES))]),
         ],
         width="fluid",
     )

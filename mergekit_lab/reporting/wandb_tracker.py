@@ -30,7 +30,7 @@ _SECRET = re.compile(r"(^|[._])(api_key|token|password|secret)$", re.IGNORECASE)
 class WandbTracker(Tracker):
     """Logs metrics over `step`, the leaderboard as a table, figures, and artifacts with what they were made of.
 
-    An artifact holds the manifest of its artefact of the store (content, SHA-256 of every file), by which the
+    An artifact holds the manifest of its artifact of the store (content, SHA-256 of every file), by which the
     weights can be found. Offline, where wandb links no inputs, these are kept in the run's folder for
     `wandb_link`.
 
@@ -132,13 +132,13 @@ class WandbTracker(Tracker):
             for row in table.rows:
                 name = "/".join((*row.group, row.label))
                 self._run.summary[f"{name}/average"] = row.average.mean
-                self._run.summary[f"{name}/normalised"] = row.normalised.mean
-            merged = [row for row in table.rows if row.kind == "merged" and row.normalised.mean is not None]
+                self._run.summary[f"{name}/normalized"] = row.normalized.mean
+            merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
             if merged:
-                best = max(merged, key=lambda row: row.normalised.mean or 0.0)
+                best = max(merged, key=lambda row: row.normalized.mean or 0.0)
                 self._run.summary["best/merger"] = best.label
                 self._run.summary["best/average"] = best.average.mean
-                self._run.summary["best/normalised"] = best.normalised.mean
+                self._run.summary["best/normalized"] = best.normalized.mean
                 self._run.summary["best/seconds"] = best.seconds
 
     def log_figure(self, name: str, path: Path | str) -> None:
@@ -239,7 +239,7 @@ def _key_outside_settings(base_url: str) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(base_url).netloc
-    # the entry that `wandb login` wrote before the public service moved is still honoured by wandb
+    # the entry that `wandb login` wrote before the public service moved is still honored by wandb
     hosts = [host, *(["api.wandb.ai"] if host.endswith(".coreweave.com") else [])]
     candidates = [os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc"]
     for path in (Path(candidate).expanduser() for candidate in candidates if candidate):

@@ -19,7 +19,7 @@ from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.curvature import prefix
 from mergekit_lab.stages.setup import Merger
-from mergekit_lab.store import Artefact
+from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ def learned_method(run: Context, merger: Merger) -> AdaMerging:
     return AdaMerging(weights=json.loads(found.file(_FILE).read_text()))
 
 
-def learn(run: Context, merger: Merger) -> Artefact:
-    """The coefficients, as an artefact: `coefficients.json`, and the course of the entropy in its info.
+def learn(run: Context, merger: Merger) -> Artifact:
+    """The coefficients, as an artifact: `coefficients.json`, and the course of the entropy in its info.
 
     Raises:
         InputError: a task that is not classified by a frozen head.
@@ -81,12 +81,12 @@ def learn(run: Context, merger: Merger) -> Artefact:
         (place.out / _FILE).write_text(json.dumps(found.weights, indent=1))
         return {"entropies": entropies}
 
-    artefact = run.obtain("coefficients", learning_content(run, merger), make)
-    course = artefact.info["entropies"]
+    artifact = run.obtain("coefficients", learning_content(run, merger), make)
+    course = artifact.info["entropies"]
     few = max(1, len(course) // 10)
     first, last = sum(course[:few]) / few, sum(course[-few:]) / few
     log.info("%s: entropy %.3f at first, %.3f after %d steps", merger.label, first, last, len(course))
-    return artefact
+    return artifact
 
 
 def _batches(run: Context, how: Learning) -> Iterator[dict[str, Batch]]:

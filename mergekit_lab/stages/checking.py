@@ -1,6 +1,6 @@
 """How a composed configuration is compared with what reads it, before any work.
 
-Hydra refuses a misspelt key on the command line only; keys that come from a file or with `+key=` would be
+Hydra refuses a misspelled key on the command line only; keys that come from a file or with `+key=` would be
 ignored or fail late. So the composed configuration is compared, key by key, with what takes it: the fields of
 a schema's dataclasses, and the signature behind every `_target_`.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.backbones import Linearised, LoRA, Parametrisation
+from mergekit_lab.backbones import Linearized, LoRA, Parametrization
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
@@ -23,7 +23,7 @@ from mergekit_lab.training import Settings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
 _ESTIMATES = ("per_sample", "first_moment")
-OBJECTIVES = ("normalised", "value")
+OBJECTIVES = ("normalized", "value")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 STRATEGIES = ("auto", "ddp", "fsdp")
 
@@ -178,12 +178,12 @@ class Place:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where artefacts are kept, and what `stage=store` does there.
+    """Where artifacts are kept, and what `stage=store` does there.
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
         action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
-            is not there; "prune"; "export" one artefact as a folder; "import" such a folder.
+            is not there; "prune"; "export" one artifact as a folder; "import" such a folder.
         kind, key: narrow it to a kind ("experts"), or to keys that begin so.
         older_than: narrow it to what was made more than so many days ago, at least 0.
         which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
@@ -262,20 +262,20 @@ def check(cfg: DictConfig) -> None:
         raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
-    if "analyse" in ([cfg.stage] if cfg.stage else cfg.stages):
+    if "analyze" in ([cfg.stage] if cfg.stage else cfg.stages):
         build(cfg.analysis)
     finetuning = build(cfg.finetuning)
-    if not isinstance(finetuning, Parametrisation):
-        raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrisation")
+    if not isinstance(finetuning, Parametrization):
+        raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrization")
     if wants_fit(cfg.optimizer) and isinstance(finetuning, LoRA):
         raise InputError(
             "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
             "give the scale as a number"
         )
-    if isinstance(finetuning, Linearised) and cfg.backbone.get("checkpointing"):
+    if isinstance(finetuning, Linearized) and cfg.backbone.get("checkpointing"):
         raise InputError(
             "backbone.checkpointing=true computes activations again in a backward pass, which forward-mode "
-            "derivatives do not allow: set it to false with finetuning=linearised"
+            "derivatives do not allow: set it to false with finetuning=linearized"
         )
     for task, node in cfg.optimizer_of.items():
         if wants_fit(node):
@@ -331,7 +331,7 @@ def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
             )
 
 
-def _refuse_what_needs_whole_weights(finetuning: Parametrisation, nodes: Iterable[DictConfig]) -> None:
+def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterable[DictConfig]) -> None:
     using = [finetuning, *map(_built_alone, nodes)]
     if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
         raise InputError(

@@ -23,13 +23,13 @@ from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.given_up import KINDS, give_up, given_up
 from mergekit_lab.stages.setup import Setup
 from mergekit_lab.stages.workers import Pool, import_ahead
-from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.store import Artifact, content_key
 
 log = logging.getLogger(__name__)
 
 
 class Context(Setup):
-    """A run under way: its model, its artefacts and the processes that make them.
+    """A run under way: its model, its artifacts and the processes that make them.
 
     Args:
         cfg: the composed, checked configuration.
@@ -74,9 +74,9 @@ class Context(Setup):
     def model(self) -> nn.Module:
         """One model for all evaluations; its weights are whatever was loaded last.
 
-        It computes what experts compute: of linearised experts, the expansion around the backbone's weights.
+        It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
-        return self.parametrisation.computing(self.backbone.model()).to(self.device)
+        return self.parametrization.computing(self.backbone.model()).to(self.device)
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ class Context(Setup):
     def _objectives(self) -> dict[str, Objective]:
         return {}
 
-    def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artefact:
+    def obtain(self, kind: str, content: Mapping[str, Any], make: Any) -> Artifact:
         """`Store.obtain`, counted for the stage in progress.
 
         Raises:
@@ -104,41 +104,41 @@ class Context(Setup):
         if failed and not self.store.find(kind, content):
             raise InputError(failed)
         try:
-            artefact = self.store.obtain(kind, content, make)
+            artifact = self.store.obtain(kind, content, make)
         except Exception as error:
             if kind in KINDS:
                 give_up(name, f"{_called(kind, content)} could not be made in {self.folder}, once for all jobs "
                         f"of this sweep that need it: {error}")  # fmt: skip
             raise
-        made = not artefact.reused or artefact.key in self.made
+        made = not artifact.reused or artifact.key in self.made
         self._counts["computed" if made else "reused"] += 1
-        if not artefact.reused:
-            self.made.add(artefact.key)
-        self._tell(artefact)
-        return artefact
+        if not artifact.reused:
+            self.made.add(artifact.key)
+        self._tell(artifact)
+        return artifact
 
-    def expert(self, task: str) -> Artefact:
+    def expert(self, task: str) -> Artifact:
         return self.made_earlier("experts", self.expert_content(task), f"the expert of {task}", "finetune")
 
-    def side(self, kind: str, task: str) -> Artefact:
+    def side(self, kind: str, task: str) -> Artifact:
         """An expert's Fisher or Grams, in the file `<kind>.safetensors`."""
         return self.made_earlier(
             f"{kind}s", self.side_content(kind, task), f"the {kind} of {task}", "curvature"
         )
 
-    def made_earlier(self, kind: str, content: Mapping[str, Any], what: str, stage: str) -> Artefact:
+    def made_earlier(self, kind: str, content: Mapping[str, Any], what: str, stage: str) -> Artifact:
         found = self.store.find(kind, content)
         if found is None:
             raise InputError(f"{what} is not in the store {self.store.root}: run stage={stage} first")
         self._tell(found)
         return found
 
-    def _tell(self, artefact: Artefact) -> None:
-        """Tell the tracker of an artefact and, from the keys in its content, of what it was made of."""
-        name = f"{artefact.kind}-{artefact.key}"
-        inputs = tuple(dict.fromkeys(self._told[key] for key in _texts(artefact.content) if key in self._told))
-        self._told[artefact.key] = name
-        self.tracker.log_product(Product(name, artefact.kind, artefact.folder, inputs))
+    def _tell(self, artifact: Artifact) -> None:
+        """Tell the tracker of an artifact and, from the keys in its content, of what it was made of."""
+        name = f"{artifact.kind}-{artifact.key}"
+        inputs = tuple(dict.fromkeys(self._told[key] for key in _texts(artifact.content) if key in self._told))
+        self._told[artifact.key] = name
+        self.tracker.log_product(Product(name, artifact.kind, artifact.folder, inputs))
 
     def mine(self, name: str) -> bool:
         """Whether this process is to work on a task, a merger or the joint model ("+joint")."""
@@ -194,7 +194,7 @@ class Context(Setup):
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Record a stage's seconds, and how many of its artefacts were made."""
+        """Record a stage's seconds, and how many of its artifacts were made."""
         begun = time.monotonic()
         self._counts = {"computed": 0, "reused": 0}
         yield
@@ -236,7 +236,7 @@ def _texts(content: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def load_state(artefact: Artefact, name: str = "model.safetensors") -> dict[str, Tensor]:
-    """All tensors of an artefact's file."""
-    checkpoint = open_checkpoint(artefact.file(name), f"{artefact.kind} {artefact.key}")
+def load_state(artifact: Artifact, name: str = "model.safetensors") -> dict[str, Tensor]:
+    """All tensors of an artifact's file."""
+    checkpoint = open_checkpoint(artifact.file(name), f"{artifact.kind} {artifact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}

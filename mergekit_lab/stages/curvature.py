@@ -17,7 +17,7 @@ from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.errors import InputError
 from mergekit_lab.stages.config import Curvature
 from mergekit_lab.stages.context import Context, load_state
-from mergekit_lab.store import Artefact
+from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ def stage_curvature(run: Context) -> None:
     run.spread(stage_curvature, missing)
     for kind in kinds:
         for task in filter(run.mine, run.tasks):
-            artefact = obtain_side(run, kind, task)
-            how = "found in the store" if artefact.reused else f"{artefact.info['wall_seconds']:.1f} s"
+            artifact = obtain_side(run, kind, task)
+            how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
             log.info("%s of %s: %s", kind, task, how)
 
 
-def obtain_side(run: Context, kind: str, task: str) -> Artefact:
+def obtain_side(run: Context, kind: str, task: str) -> Artifact:
     """An expert's Fisher or Grams, computed if they are not in the store."""
     return run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
 

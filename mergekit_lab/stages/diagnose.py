@@ -123,7 +123,7 @@ class Pair:
 
     Attributes:
         experts: their names.
-        cosine, sign_conflict, cancelling: over the whole model.
+        cosine, sign_conflict, canceling: over the whole model.
         overlap: of leading singular subspaces, over chance; the mean over matrices. Null without matrices.
         harm: predicted rise of the first's loss by the second's task vector, and the other way round; null
             without Fishers.
@@ -133,7 +133,7 @@ class Pair:
     experts: tuple[str, str]
     cosine: float
     sign_conflict: float
-    cancelling: float
+    canceling: float
     overlap: float | None
     harm: tuple[float, float] | None
     where: list[tuple[str, float]]
@@ -151,13 +151,13 @@ def pairs(found: Interference) -> list[Pair]:
                     (second, first),
                     float(total.cosine[i, j]),
                     float(total.sign_conflict[i, j]),
-                    float(total.cancelling[i, j]),
+                    float(total.canceling[i, j]),
                     sum(overlaps) / len(overlaps) if overlaps else None,
                     (float(total.harm[j, i]), float(total.harm[i, j])) if found.has_fishers else None,
                     _where(found, i, j),
                 )
             )
-    return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.cancelling)
+    return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
 
 
 def _where(found: Interference, i: int, j: int) -> list[tuple[str, float]]:
@@ -205,11 +205,11 @@ def _experts_table(found: Interference) -> Table:
 
 
 def _pairs_table(found: Interference) -> Table:
-    columns = ["cosine", "sign conflict", "cancelling", "subspaces / chance"]
+    columns = ["cosine", "sign conflict", "canceling", "subspaces / chance"]
     columns += ["harm →", "harm ←"] if found.has_fishers else []
-    table = _table("Pairs, the worst first (sign conflict and cancelling: 50 % is unrelated)", "pair", columns)
+    table = _table("Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns)
     for pair in pairs(found)[:_SHOWN]:
-        cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.cancelling:.1f} %"]
+        cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.canceling:.1f} %"]
         cells.append("–" if pair.overlap is None else f"{pair.overlap:.2f}")
         cells += [f"{value:.3g}" for value in pair.harm or ()]
         table.add_row(" – ".join(pair.experts), *cells)

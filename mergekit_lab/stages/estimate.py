@@ -30,7 +30,7 @@ from mergekit_lab.checkpoints import (
     describe_tensors,
     disagreements,
     plan_shards,
-    refuse_quantised,
+    refuse_quantized,
     size_text,
 )
 from mergekit_lab.errors import InputError
@@ -60,7 +60,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += prepared.problems
     result.problems += _place_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
-        result.problems += _problem(refuse_quantised, checkpoint)
+        result.problems += _problem(refuse_quantized, checkpoint)
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
     result.problems += _problem(check_real, prepared.base.specs)
     result.problems += _problem(prepared.method.check, tuple(prepared.experts))

@@ -18,7 +18,7 @@ from torch import Tensor
 from mergekit_lab.evaluation import score
 from mergekit_lab.stages.context import Context, load_state
 from mergekit_lab.stages.setup import Merger
-from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.store import Artifact, content_key
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import Part
 
@@ -35,7 +35,7 @@ class Subject:
         tasks: what it is evaluated on.
         state: loads its weights.
         merger: the merger that made it.
-        made: the artefact that holds it; None for the base.
+        made: the artifact that holds it; None for the base.
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Subject:
     tasks: tuple[str, ...]
     state: Callable[[], dict[str, Tensor]]
     merger: Merger | None = None
-    made: Artefact | None = None
+    made: Artifact | None = None
 
     @staticmethod
     def expert(run: Context, task: str) -> Subject:
-        artefact = run.expert(task)
-        return Subject("expert", artefact.key, (task,), lambda: load_state(artefact), made=artefact)
+        artifact = run.expert(task)
+        return Subject("expert", artifact.key, (task,), lambda: load_state(artifact), made=artifact)
 
 
 def subjects(run: Context) -> Iterator[Subject]:
@@ -69,8 +69,8 @@ def subjects(run: Context) -> Iterator[Subject]:
         yield Subject("joint", joint.key, tasks, _loader(joint), made=joint)
 
 
-def _loader(artefact: Artefact) -> Callable[[], dict[str, Tensor]]:
-    return lambda: load_state(artefact)
+def _loader(artifact: Artifact) -> Callable[[], dict[str, Tensor]]:
+    return lambda: load_state(artifact)
 
 
 def evaluation_content(run: Context, subject: Subject, task: str, part: Part) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def evaluation_content(run: Context, subject: Subject, task: str, part: Part) ->
     } | run.scoring(task)
 
 
-def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artefact:
-    """A model on one part of one task, as an artefact: `info["value"]`, and all its `info["metrics"]`."""
+def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artifact:
+    """A model on one part of one task, as an artifact: `info["value"]`, and all its `info["metrics"]`."""
 
     def make(place: Workplace) -> Mapping[str, Any]:
         run.model.load_state_dict(subject.state())

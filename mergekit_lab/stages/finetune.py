@@ -22,7 +22,7 @@ from mergekit_lab.stages.config import optimizer_factory, wants_fit
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.published_experts import import_expert
 from mergekit_lab.stages.workers import import_ahead, together
-from mergekit_lab.store import Artefact
+from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import Settings, TrainingCost, finetune
@@ -105,10 +105,10 @@ class Training:
     settings: Settings
     fit: Mapping[str, float] | None = None
 
-    def expert(self, title: str, content: Mapping[str, Any], task: str) -> Artefact:
-        artefact = self.run.obtain("experts", content, self.maker(title, [task]))
-        _say(title, artefact)
-        return artefact
+    def expert(self, title: str, content: Mapping[str, Any], task: str) -> Artifact:
+        artifact = self.run.obtain("experts", content, self.maker(title, [task]))
+        _say(title, artifact)
+        return artifact
 
     def maker(self, title: str, tasks: list[str]) -> Callable[[Workplace], Mapping[str, Any]]:
         def make(place: Workplace) -> Mapping[str, Any]:
@@ -160,7 +160,7 @@ class Training:
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         pretrained = run.backbone.model()
         dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
-        model = run.parametrisation.trainable(pretrained, run.seed)
+        model = run.parametrization.trainable(pretrained, run.seed)
         cost = TrainingCost()
         done = finetune(
             model,
@@ -177,9 +177,9 @@ class Training:
         )
         if done is None:
             return {}
-        model = run.parametrisation.trainable(run.backbone.model(), run.seed)
+        model = run.parametrization.trainable(run.backbone.model(), run.seed)
         model.load_state_dict(done.state)
-        state = {n: t.to(dtypes[n]) for n, t in run.parametrisation.folded(model).items()}
+        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.folded(model).items()}
         write_tensors(place.out / "model.safetensors", state)
         (place.out / CURVE).write_text(json.dumps(done.curve))
         told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
@@ -255,6 +255,6 @@ class _TaskVector(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def _say(title: str, artefact: Artefact) -> None:
-    how = "found in the store" if artefact.reused else f"trained in {artefact.info['wall_seconds']:.0f} s"
-    log.info("%s: %s, validation %.1f %%", title, how, 100 * artefact.info["val_accuracy"])
+def _say(title: str, artifact: Artifact) -> None:
+    how = "found in the store" if artifact.reused else f"trained in {artifact.info['wall_seconds']:.0f} s"
+    log.info("%s: %s, validation %.1f %%", title, how, 100 * artifact.info["val_accuracy"])

@@ -23,7 +23,7 @@ from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import Subject, evaluate, peak_memory
 from mergekit_lab.stages.setup import Merger
-from mergekit_lab.store import Artefact, content_key
+from mergekit_lab.store import Artifact, content_key
 from mergekit_lab.store.store import Workplace
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def stage_merge(run: Context) -> None:
                 "%s: the best of %d coefficients keeps %.1f %% of the experts' accuracy on validation",
                 label,
                 len(found["curve"]),
-                100 * found["normalised"],
+                100 * found["normalized"],
             )
         if learns(merger):
             learn(run, merger)
@@ -60,8 +60,8 @@ def _is_merged(run: Context, label: str) -> bool:
     return run.store.find("merged", merged_content(run, merger)) is not None
 
 
-def search(run: Context, merger: Merger) -> Artefact:
-    """The validation curve of a merger, as an artefact: `info["curve"]` and `info["coefficient"]`."""
+def search(run: Context, merger: Merger) -> Artifact:
+    """The validation curve of a merger, as an artifact: `info["curve"]` and `info["coefficient"]`."""
     return run.obtain("searches", run.search_content(merger), lambda place: _search(run, merger))
 
 
@@ -147,7 +147,7 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
     curve: list[Candidate] = []
     for fields in run.search.variants(merger.content):
         at = _scores_of(run, merge_experts(run, _method(merger, fields).at(1.0)))
-        reached = best_candidate(curve).normalised if curve else -math.inf
+        reached = best_candidate(curve).normalized if curve else -math.inf
         label = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients
         if run.search.method == "halving":
@@ -163,7 +163,7 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
     return {
         "coefficient": best.coefficient,
         "fields": dict(best.fields),
-        "normalised": best.normalised,
+        "normalized": best.normalized,
         "curve": points,
     }
 

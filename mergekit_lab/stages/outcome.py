@@ -18,7 +18,7 @@ def outcome(run: Context) -> float:
     Like every choice, that between runs is not made on test parts.
 
     Returns:
-        The mean over tasks of the task's metric ("value"), or of its share of the expert's ("normalised").
+        The mean over tasks of the task's metric ("value"), or of its share of the expert's ("normalized").
 
     Raises:
         InputError: a model is not made, or an expert that is to be divided by has the value 0.
@@ -28,11 +28,11 @@ def outcome(run: Context) -> float:
         return float(evaluate(run, subject, task, "validation").info["value"])
 
     whole = dict.fromkeys(run.tasks, 1.0)
-    if run.cfg.objective == "normalised":
+    if run.cfg.objective == "normalized":
         whole = {task: value(Subject.expert(run, task), task) for task in run.tasks}
         if 0 in whole.values():
             raise InputError(
-                "objective=normalised divides by the experts' values, and one is 0: set it to value"
+                "objective=normalized divides by the experts' values, and one is 0: set it to value"
             )
     found = {
         subject.merger.label: fmean(value(subject, task) / whole[task] for task in run.tasks)

@@ -1,4 +1,4 @@
-"""What runs would compute, before they do: distinct artefacts, how many are in the store, about how long.
+"""What runs would compute, before they do: distinct artifacts, how many are in the store, about how long.
 
 Keys follow from content, so a plan needs no work, with one exception: the coefficient of a merged model that
 validation chooses is in its key, so until the search is done such a model and its evaluations are counted under
@@ -25,7 +25,7 @@ _ORDER = ("experts", "fits", "joint", "fishers", "grams", "searches", "coefficie
 
 @dataclass(frozen=True)
 class Piece:
-    """An artefact that a run wants.
+    """An artifact that a run wants.
 
     Attributes:
         kind, key: its name in the store.
@@ -72,7 +72,7 @@ class Plan:
     def text(self) -> str:
         """A table: kind, how many, how many of them are in the store, seconds for the rest."""
         assert self.store is not None
-        records = list(self.store.artefacts())
+        records = list(self.store.artifacts())
         rows = [("", "distinct", "in the store", "to make", "about")]
         total, open_ended = 0.0, False
         for kind in [k for k in _ORDER if any(k == piece.kind for piece in self.pieces.values())]:
@@ -99,7 +99,7 @@ class Plan:
 
 
 def pieces(run: Context) -> Iterator[Piece]:
-    """All artefacts that one run wants, in the order of its stages."""
+    """All artifacts that one run wants, in the order of its stages."""
 
     def piece(kind: str, content: Mapping[str, Any]) -> Piece:
         return Piece(kind, content_key(content), content, run.store.find(kind, content) is not None)
@@ -184,7 +184,7 @@ def unmade(run: Context, work: Work) -> list[tuple[str, str]]:
 
 
 def _seconds(piece: Piece, records: Sequence[Any]) -> float | None:
-    """The median of like artefacts: of the same kind, and of the same backbone and optimizer as far as there
+    """The median of like artifacts: of the same kind, and of the same backbone and optimizer as far as there
     are any; a training's is scaled by its steps."""
     like = [r for r in records if r.kind == piece.kind and "wall_seconds" in r.info]
     for name in ("backbone", "optimizer", "method"):

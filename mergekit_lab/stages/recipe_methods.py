@@ -1,6 +1,6 @@
 """The methods of mergekit recipes: one of ours for each tensor, and what mergekit alone does.
 
-Learnt from what mergekit 0.1.5 computes. With `x_t` the weighted, thinned task vector of an expert:
+Learned from what mergekit 0.1.5 computes. With `x_t` the weighted, thinned task vector of an expert:
 
 | merge_method             | thinned by                       | merged as, times lambda                     |
 |--------------------------|----------------------------------|---------------------------------------------|

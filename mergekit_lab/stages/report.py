@@ -29,14 +29,14 @@ from mergekit_lab.reporting import (
 )
 from mergekit_lab.reporting.summary import counted
 from mergekit_lab.stages.adaptive import learning_content, learns
-from mergekit_lab.stages.analyse import DATA
+from mergekit_lab.stages.analyze import DATA
 from mergekit_lab.stages.analyses import TaskVectors
 from mergekit_lab.stages.checking import build
 from mergekit_lab.stages.context import Context
 from mergekit_lab.stages.evaluate import SAMPLES, Subject, evaluation_content, subjects
 from mergekit_lab.stages.finetune import CURVE
 from mergekit_lab.stages.merge import chosen_coefficient, merged_content
-from mergekit_lab.store import Artefact
+from mergekit_lab.store import Artifact
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _slice(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
 
 
 def collect(run: Context) -> list[Record]:
-    """One record a (model, task), all from artefacts.
+    """One record a (model, task), all from artifacts.
 
     Raises:
         InputError: an evaluation is missing.
@@ -93,8 +93,8 @@ def collect(run: Context) -> list[Record]:
     return [_record(run, s, task, a, expert[task], zero_shot[task]) for s, task, a in cells]
 
 
-def _evaluations(run: Context) -> list[tuple[Subject, str, Artefact]]:
-    cells: list[tuple[Subject, str, Artefact]] = []
+def _evaluations(run: Context) -> list[tuple[Subject, str, Artifact]]:
+    cells: list[tuple[Subject, str, Artifact]] = []
     for subject in subjects(run):
         for task in subject.tasks:
             content = evaluation_content(run, subject, task, "test")
@@ -106,7 +106,7 @@ def _evaluations(run: Context) -> list[tuple[Subject, str, Artefact]]:
 
 
 def _record(
-    run: Context, subject: Subject, task: str, found: Artefact, expert_value: float, zero_shot_value: float
+    run: Context, subject: Subject, task: str, found: Artifact, expert_value: float, zero_shot_value: float
 ) -> Record:
     return Record(
         backbone=run.choices["backbone"],
@@ -165,7 +165,7 @@ def _searches(run: Context) -> dict[str, list[dict[str, Any]]]:
             result[label] = [
                 {
                     "coefficient": p["coefficient"],
-                    "normalised": p["normalised"],
+                    "normalized": p["normalized"],
                     "chosen": p["coefficient"] == chosen,
                 }
                 for p in found.info["curve"]
@@ -216,7 +216,7 @@ def _same(value: Any, text: str) -> bool:
 class _Measured:
     """Ours of a published table: by row and column, in the column's unit.
 
-    Columns: `average` and `normalised` are percent over tasks; `steps_per_second` and `gigabytes` are of
+    Columns: `average` and `normalized` are percent over tasks; `steps_per_second` and `gigabytes` are of
     training an expert, means over tasks; `merge_seconds` is what making a merged model took. Rows:
     `training_seconds` is what experts took; `ks_distance` (in percent) and `mean_log_likelihood` are of a
     Laplace distribution fitted to task vectors, if the analysis task_vectors has been made.
@@ -265,8 +265,8 @@ class _Measured:
         return None if cost is None else float(cost)
 
     def _value(self, record: Record, column: str) -> float | None:
-        if column == "normalised":
-            return record.normalised
+        if column == "normalized":
+            return record.normalized
         return record.value if column in ("average", record.task) else None
 
 

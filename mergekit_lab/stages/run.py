@@ -48,7 +48,7 @@ def _stage(name: str) -> Callable[[Context], None]:
 
 
 STAGES: dict[str, Callable[[Context], None]] = {
-    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "analyse", "report")
+    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
 }
 
 

@@ -1,4 +1,4 @@
-"""What a run is: the objects its configuration names, and what its artefacts are called."""
+"""What a run is: the objects its configuration names, and what its artifacts are called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import merging
-from mergekit_lab.backbones import Backbone, Parametrisation
+from mergekit_lab.backbones import Backbone, Parametrization
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import device_names
@@ -92,7 +92,7 @@ class Setup:
             return self._kept(known[name])
 
         self.backbone: Backbone = built(cfg.backbone)
-        self.parametrisation: Parametrisation = build(cfg.finetuning)
+        self.parametrization: Parametrization = build(cfg.finetuning)
         self.tasks: dict[str, Task] = {name: built(node) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")

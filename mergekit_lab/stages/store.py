@@ -18,7 +18,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
 from mergekit_lab.stages.config import StorePlace, build, check
 from mergekit_lab.stages.context import Context
-from mergekit_lab.store import Artefact, Store
+from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         {"explain": _explain, "prune": _prune}[place.action](run, place)
 
 
-def _chosen(store: Store, place: StorePlace, others: Sequence[Artefact] = ()) -> list[Artefact]:
+def _chosen(store: Store, place: StorePlace, others: Sequence[Artifact] = ()) -> list[Artifact]:
     """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
-    found = [a for a in (*store.artefacts(), *others) if place.kind in (None, a.kind)]
+    found = [a for a in (*store.artifacts(), *others) if place.kind in (None, a.kind)]
     if place.key is not None:
         found = [a for a in found if a.key.startswith(place.key)]
         if not found:
@@ -66,22 +66,22 @@ def _chosen(store: Store, place: StorePlace, others: Sequence[Artefact] = ()) ->
 
 def _list(store: Store, place: StorePlace) -> None:
     cut = list(half_made(store))
-    by_kind: dict[str, list[Artefact]] = defaultdict(list)
-    for artefact in _chosen(store, place, cut):
-        by_kind[f"{artefact.kind}{', half made' if artefact in cut else ''}"].append(artefact)
+    by_kind: dict[str, list[Artifact]] = defaultdict(list)
+    for artifact in _chosen(store, place, cut):
+        by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
         log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
         if place.kind or place.key:
-            for artefact in members:
-                told = (artefact.key, artefact.created, size_text(size(artefact)), _described(artefact))
+            for artifact in members:
+                told = (artifact.key, artifact.created, size_text(size(artifact)), _described(artifact))
                 log.info("  %s", printable("  ".join(told)))
     if not by_kind:
         log.info("nothing")
 
 
-def _described(artefact: Artefact) -> str:
-    content = artefact.content
+def _described(artifact: Artifact) -> str:
+    content = artifact.content
     told = [str(content[name]) for name in ("task", "split", "metric") if name in content]
     built = [content[n] for n in ("optimizer", "method") if isinstance(content.get(n), Mapping)]
     told += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
@@ -96,16 +96,16 @@ def _verify(store: Store, place: StorePlace, removes: bool) -> None:
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
     told = "\n".join(damage.told for damage in wrong)
     if not wrong:
-        log.info("%d artefacts in the store %s are as they were published", len(chosen), store.root)
+        log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
     elif not removes:
         raise InputError(
-            f"{len(folders)} artefacts in the store {store.root} are not sound: store.confirm=true removes "
+            f"{len(folders)} artifacts in the store {store.root} are not sound: store.confirm=true removes "
             f"them, and a run that wants them makes them again:\n{told}"
         )
     else:
         for folder in folders:
             remove(store, folder)
-        log.info("removed %d artefacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
+        log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
 
 
 def _explain(run: Context, place: StorePlace) -> None:
@@ -122,14 +122,14 @@ def _explain(run: Context, place: StorePlace) -> None:
         if found is None:
             log.info("%s: the store has no %s", what, piece.kind)
             continue
-        artefact, parts = found
+        artifact, parts = found
         if not parts:
             log.info("%s: %s has the same content, and is of another schema than this version's", what,
-                     artefact.key[:_SHORT])  # fmt: skip
+                     artifact.key[:_SHORT])  # fmt: skip
             continue
         part = parts[0]
         more = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
-        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artefact.key[:_SHORT], part.path,
+        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artifact.key[:_SHORT], part.path,
                  part.wanted, part.stored, more)  # fmt: skip
 
 
@@ -138,21 +138,21 @@ def _prune(run: Context, place: StorePlace) -> None:
 
     wanted = {(piece.kind, piece.key) for piece in pieces(run)}
     chosen = [
-        artefact
-        for artefact in _chosen(run.store, place, list(half_made(run.store)))
-        if place.which == "all" or ((artefact.kind, artefact.key) in wanted) == (place.which == "run")
+        artifact
+        for artifact in _chosen(run.store, place, list(half_made(run.store)))
+        if place.which == "all" or ((artifact.kind, artifact.key) in wanted) == (place.which == "run")
     ]
     if place.which == "others" and place.kind is None:
-        chosen = [artefact for artefact in chosen if artefact.kind not in _OF_DATA]
+        chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
     freed = size_text(sum(map(size, chosen)))
     if not place.confirm or run.cfg.dry_run:
-        for artefact in chosen:
-            log.info("%s %s  %s", artefact.kind, artefact.key, _described(artefact) or "half made")
-        log.info("%d artefacts, %s: set store.confirm=true to remove them", len(chosen), freed)
+        for artifact in chosen:
+            log.info("%s %s  %s", artifact.kind, artifact.key, _described(artifact) or "half made")
+        log.info("%d artifacts, %s: set store.confirm=true to remove them", len(chosen), freed)
         return
-    for artefact in chosen:
-        remove(run.store, artefact.folder)
-    log.info("removed %d artefacts, %s", len(chosen), freed)
+    for artifact in chosen:
+        remove(run.store, artifact.folder)
+    log.info("removed %d artifacts, %s", len(chosen), freed)
 
 
 def _path(place: StorePlace) -> Path:
@@ -162,31 +162,31 @@ def _path(place: StorePlace) -> Path:
 
 
 def _export(store: Store, place: StorePlace, cfg: DictConfig) -> None:
-    """One artefact as a folder: its files, a model card, the manifest with which it can be imported, and where
+    """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
     the configuration names its backbone, what a library needs to load it."""
     out = _path(place)
     chosen = _chosen(store, place) if place.key else []
     if len(chosen) != 1:
         raise InputError(
-            f"store.key={place.key} names {len(chosen)} artefacts: one is exported, see store.action=list"
+            f"store.key={place.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
-    artefact = chosen[0]
+    artifact = chosen[0]
     with new_folder(out) as folder:
-        companions = _companions(cfg, artefact, folder)
-        for name in artefact.files:
+        companions = _companions(cfg, artifact, folder)
+        for name in artifact.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(artefact.file(name), folder / name)
-        shutil.copyfile(artefact.folder / "manifest.json", folder / "manifest.json")
-        (folder / "README.md").write_text(_card(artefact))
-    log.info("%s %s is in %s%s", artefact.kind, artefact.key, out,
+            shutil.copyfile(artifact.file(name), folder / name)
+        shutil.copyfile(artifact.folder / "manifest.json", folder / "manifest.json")
+        (folder / "README.md").write_text(_card(artifact))
+    log.info("%s %s is in %s%s", artifact.kind, artifact.key, out,
              f", with {', '.join(companions)}" if companions else "")  # fmt: skip
 
 
-def _companions(cfg: DictConfig, artefact: Artefact, folder: Path) -> list[str]:
-    made_of = artefact.content.get("backbone") or artefact.content.get("base")
-    if "model.safetensors" not in artefact.files or not made_of:
+def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
+    made_of = artifact.content.get("backbone") or artifact.content.get("base")
+    if "model.safetensors" not in artifact.files or not made_of:
         return []
     backbone: Backbone = build(cfg.backbone)
     try:
@@ -201,10 +201,10 @@ def _companions(cfg: DictConfig, artefact: Artefact, folder: Path) -> list[str]:
     return []
 
 
-def _card(artefact: Artefact) -> str:
-    content = json.dumps(artefact.content, indent=1, ensure_ascii=False)
+def _card(artifact: Artifact) -> str:
+    content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
     return (
         "---\nlibrary_name: mergekit_lab\n---\n"
-        f"# {artefact.kind}: {_described(artefact)}\n\nMade {artefact.created} by mergekit_lab; named "
-        f"{artefact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
+        f"# {artifact.kind}: {_described(artifact)}\n\nMade {artifact.created} by mergekit_lab; named "
+        f"{artifact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
     )

@@ -92,7 +92,7 @@ class FolderLock:
     def clear_around(self) -> None:
         """Remove what processes that were killed left beside this lock, which is held.
 
-        A lock that nobody asks for again (the kill came after its artefact was published), one that was on its
+        A lock that nobody asks for again (the kill came after its artifact was published), one that was on its
         way to its name, or from it: each is a folder that would stay for ever.
         """
         with suppress(OSError):

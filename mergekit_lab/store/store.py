@@ -1,11 +1,11 @@
-"""One folder of artefacts, each named by the content that makes it.
+"""One folder of artifacts, each named by the content that makes it.
 
     root/<kind>/<key>/manifest.json + files     published: complete, never changed
     root/work/<kind>/<key>/                     being made; what is left there can be resumed
     root/locks/<kind>-<key>/                    held by the process that makes it
 
 The key is a hash of everything that decides the result and of nothing else: not the time, the host, a
-path or a logger. Publishing is write, fsync, rename, so a killed process leaves a whole artefact or none.
+path or a logger. Publishing is write, fsync, rename, so a killed process leaves a whole artifact or none.
 All of it needs no more of a file system than an atomic rename (`lock`), so hosts can share a store over NFS.
 """
 
@@ -34,7 +34,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.store.lock import FolderLock
 
 SCHEMA = 1
-"""Enters every key: raise it when an artefact of the same content would come out differently."""
+"""Enters every key: raise it when an artifact of the same content would come out differently."""
 
 _MANIFEST = "manifest.json"
 _KEY_DIGITS = 24
@@ -49,7 +49,7 @@ def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     """A hash of a JSON-able mapping that does not depend on the order of its keys.
 
     Args:
-        content: what decides an artefact.
+        content: what decides an artifact.
         schema: of the version that names it.
 
     Raises:
@@ -58,12 +58,12 @@ def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     try:
         text = json.dumps({"schema": schema, **content}, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"this content cannot name an artefact ({error}): {content!r}") from None
+        raise InputError(f"this content cannot name an artifact ({error}): {content!r}") from None
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True)
-class Artefact:
+class Artifact:
     """A published folder.
 
     Attributes:
@@ -124,7 +124,7 @@ _sound: set[Path] = set()
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where an artefact is made.
+    """Where an artifact is made.
 
     Attributes:
         out: files that will be published; empty when making starts.
@@ -136,10 +136,10 @@ class Workplace:
 
 
 class Store:
-    """Artefacts under one root folder.
+    """Artifacts under one root folder.
 
     Args:
-        root: the folder; made when the first artefact is.
+        root: the folder; made when the first artifact is.
         stale_after: seconds without a sign of life after which another host's lock counts as abandoned.
     """
 
@@ -147,8 +147,8 @@ class Store:
         self.root = root
         self.stale_after = stale_after
 
-    def find(self, kind: str, content: Mapping[str, Any]) -> Artefact | None:
-        """The artefact of this content, or None.
+    def find(self, kind: str, content: Mapping[str, Any]) -> Artifact | None:
+        """The artifact of this content, or None.
 
         Raises:
             InputError: it is there, but its manifest is damaged.
@@ -156,7 +156,7 @@ class Store:
         key = content_key(content)
         folder = self.root / kind / key
         try:
-            return read_artefact(folder)
+            return read_artifact(folder)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -167,18 +167,18 @@ class Store:
                 "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
-    def artefacts(self) -> Iterator[Artefact]:
+    def artifacts(self) -> Iterator[Artifact]:
         """All that is published, by kind and age; what has a damaged manifest is left out."""
         found = []
         for manifest in self.root.glob(f"*/*/{_MANIFEST}"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # others may remove some meanwhile
-                found.append((manifest.stat().st_mtime, read_artefact(manifest.parent)))
-        yield from (artefact for _, artefact in sorted(found, key=lambda pair: (pair[1].kind, pair[0])))
+                found.append((manifest.stat().st_mtime, read_artifact(manifest.parent)))
+        yield from (artifact for _, artifact in sorted(found, key=lambda pair: (pair[1].kind, pair[0])))
 
     def obtain(
         self, kind: str, content: Mapping[str, Any], make: Callable[[Workplace], Mapping[str, Any]]
-    ) -> Artefact:
-        """Find the artefact, or make and publish it; of several processes that ask, one makes it.
+    ) -> Artifact:
+        """Find the artifact, or make and publish it; of several processes that ask, one makes it.
 
         Args:
             kind: a folder name, such as "experts".
@@ -217,7 +217,7 @@ class Store:
         work = self.root / "work" / kind / key
         place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
         with self._writing(place):
-            discard(self.root / kind / key)  # without a manifest it is no artefact
+            discard(self.root / kind / key)  # without a manifest it is no artifact
             for left in work.glob("out-*"):
                 shutil.rmtree(left, ignore_errors=True)
             place.out.mkdir(parents=True)
@@ -302,8 +302,8 @@ class Store:
         _fsync(target.parent)
 
 
-def read_artefact(folder: Path) -> Artefact:
-    """A published artefact by its folder.
+def read_artifact(folder: Path) -> Artifact:
+    """A published artifact by its folder.
 
     Raises:
         FileNotFoundError: nothing is published there.
@@ -314,7 +314,7 @@ def read_artefact(folder: Path) -> Artefact:
         raise TypeError(f"it holds a {type(manifest).__name__}")
     if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
         raise ValueError("it is not as it was published")
-    return Artefact(
+    return Artifact(
         folder.parent.name,
         folder.name,
         folder,

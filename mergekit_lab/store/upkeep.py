@@ -15,12 +15,12 @@ from typing import Any
 from mergekit_lab.errors import InputError
 from mergekit_lab.store.store import (
     SCHEMA,
-    Artefact,
+    Artifact,
     Store,
     content_key,
     discard,
     manifest_digest,
-    read_artefact,
+    read_artifact,
 )
 
 _REMOVED = "removed"
@@ -39,38 +39,38 @@ class Damage:
     told: str
 
 
-def damages(artefacts: Iterable[Artefact]) -> list[Damage]:
+def damages(artifacts: Iterable[Artifact]) -> list[Damage]:
     """What is wrong with published folders: a file missing, truncated or flipped, a manifest that is not there,
-    damaged or another artefact's. What others remove meanwhile is left out."""
+    damaged or another artifact's. What others remove meanwhile is left out."""
     found = []
-    for artefact in artefacts:
-        told = [told for name in artefact.files if (told := artefact.damage(name))]
-        named = f"the stored {artefact.kind} {artefact.key}"
+    for artifact in artifacts:
+        told = [told for name in artifact.files if (told := artifact.damage(name))]
+        named = f"the stored {artifact.kind} {artifact.key}"
         try:
-            read = read_artefact(artefact.folder)
-            if content_key(read.content, read.schema) != artefact.key:
-                told.append(f"{named} has the manifest of another artefact")
+            read = read_artifact(artifact.folder)
+            if content_key(read.content, read.schema) != artifact.key:
+                told.append(f"{named} has the manifest of another artifact")
         except FileNotFoundError:
             told.append(f"{named} has no manifest: nothing was published there")
         except (OSError, ValueError, KeyError, TypeError) as error:
             told.append(f"{named} has a damaged manifest ({error!r})")
-        if artefact.folder.is_dir():
-            found += [Damage(artefact.folder, line) for line in told]
+        if artifact.folder.is_dir():
+            found += [Damage(artifact.folder, line) for line in told]
     return found
 
 
-def unreadable(store: Store) -> Iterator[Artefact]:
-    """What stands in the places of artefacts, and has no manifest that can be read."""
+def unreadable(store: Store) -> Iterator[Artifact]:
+    """What stands in the places of artifacts, and has no manifest that can be read."""
     for folder in sorted(store.root.glob("*/*")):
         if folder.parent.name in ("work", "locks") or not folder.is_dir():
             continue
         try:
-            read_artefact(folder)
+            read_artifact(folder)
         except (OSError, ValueError, KeyError, TypeError):
             yield from _by_its_place(folder)
 
 
-def half_made(store: Store) -> Iterator[Artefact]:
+def half_made(store: Store) -> Iterator[Artifact]:
     """What was cut in the making and can be resumed; what a process is at work on is left out."""
     for folder in sorted(store.root.glob("work/*/*")):
         kind = folder.parent.name
@@ -78,12 +78,12 @@ def half_made(store: Store) -> Iterator[Artefact]:
             yield from _by_its_place(folder)
 
 
-def _by_its_place(folder: Path) -> Iterator[Artefact]:
-    """A folder as the artefact that it is, or will be; `created` is when it was last written to."""
+def _by_its_place(folder: Path) -> Iterator[Artifact]:
+    """A folder as the artifact that it is, or will be; `created` is when it was last written to."""
     with suppress(OSError):  # it is removed at this moment
         latest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
         created = datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
-        yield Artefact(folder.parent.name, folder.name, folder, {}, created=created)
+        yield Artifact(folder.parent.name, folder.name, folder, {}, created=created)
 
 
 @dataclass(frozen=True)
@@ -117,28 +117,28 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artefact, list[Difference]] | None:
-    """The artefact of this kind that differs in the fewest keys, and in which; None if there is none.
+def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artifact, list[Difference]] | None:
+    """The artifact of this kind that differs in the fewest keys, and in which; None if there is none.
 
     Where no key differs, it was made under another schema.
     """
-    found = [(a, differences(wanted, a.content)) for a in store.artefacts() if a.kind == kind]
+    found = [(a, differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
     return min(found, key=lambda pair: len(pair[1]), default=None)
 
 
-def older_than(artefact: Artefact, days: float) -> bool:
+def older_than(artifact: Artifact, days: float) -> bool:
     """Whether it was made more than so many days ago."""
-    made = datetime.fromisoformat(artefact.created.replace("Z", "+00:00"))
+    made = datetime.fromisoformat(artifact.created.replace("Z", "+00:00"))
     return (datetime.now(UTC) - made) / timedelta(days=1) > days
 
 
-def size(artefact: Artefact) -> int:
+def size(artifact: Artifact) -> int:
     """Bytes of its files."""
-    return sum(file.stat().st_size for file in artefact.folder.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in artifact.folder.rglob("*") if file.is_file())
 
 
 def remove(store: Store, folder: Path) -> None:
-    """Take an artefact's folder out: by a rename first, so that nobody finds half of it.
+    """Take an artifact's folder out: by a rename first, so that nobody finds half of it.
 
     Raises:
         InputError: the store cannot be changed.
@@ -155,7 +155,7 @@ def remove(store: Store, folder: Path) -> None:
         discard(left)
 
 
-def adopt(store: Store, folder: Path) -> Artefact:
+def adopt(store: Store, folder: Path) -> Artifact:
     """Publish an exported folder under the key that its manifest gives it.
 
     Raises:
@@ -189,7 +189,7 @@ def adopt(store: Store, folder: Path) -> Artefact:
         )
     if manifest.get("digest", digest := manifest_digest(manifest)) != digest:
         raise InputError(f"{folder / 'manifest.json'} was changed: it is not as it was published")
-    origin = Artefact(kind, key, folder, {}, files=files)
+    origin = Artifact(kind, key, folder, {}, files=files)
     wrong = [told for name in files if (told := origin.damage(name))]
     if wrong:
         raise InputError("; ".join(wrong))

@@ -99,9 +99,9 @@ def _check_files(task: HubImages) -> DataCheck:
     digests: dict[str, list[bytes]] = {}
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
-    labelled = {part: task.labels(part) for part in PARTS}
+    labeled = {part: task.labels(part) for part in PARTS}
     pixels = {part: _pixel_digests(rows) for part, rows in task.rows.items()}
-    for part, (labels, where, chosen) in labelled.items():
+    for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]
         kept = [(int(row), pixels[where][row]) for row in chosen]
         corrupt = [rows.name(row) for row, digest in kept if digest is None]
@@ -166,8 +166,8 @@ def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
     """
     other: dict[str, bool] = {}
     for part, rows in task.rows.items():
-        for name, number in zip(rows.label_names or (), task.labelling.numbers(part).tolist(), strict=False):
-            place = task.labelling.place(name)
+        for name, number in zip(rows.label_names or (), task.labeling.numbers(part).tolist(), strict=False):
+            place = task.labeling.place(name)
             if place == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
                 continue
             other[f"{number}: {name} ↔ {task.classes[number]}"] = place is not None

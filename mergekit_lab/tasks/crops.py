@@ -1,4 +1,4 @@
-"""Random and centred windows of pictures, and their resizing, for whole batches.
+"""Random and centered windows of pictures, and their resizing, for whole batches.
 
 Windows are drawn as torchvision's `RandomResizedCrop` draws them, and resized as Pillow and `interpolate(…,
 antialias=True)` do (bicubic, a = -1/2, widened where pictures shrink). Windows of a batch differ in size, so
@@ -29,7 +29,7 @@ def random_boxes(
         sizes: int64 `[n, 2]`, heights and widths.
         scale: the window's share of the picture's area, drawn uniformly.
         ratio: its width ÷ height, drawn uniformly in the logarithm. A picture in which ten draws do not fit
-            gets the largest centred window within the ratios.
+            gets the largest centered window within the ratios.
     """
     count = len(sizes)
     heights, widths = sizes[:, :1].double(), sizes[:, 1:].double()
@@ -51,16 +51,16 @@ def _largest(sizes: Tensor, ratio: tuple[float, float]) -> Tensor:
     heights, widths = sizes[:, 0].double(), sizes[:, 1].double()
     width = torch.minimum(widths, (heights * ratio[1]).round())
     height = torch.minimum(heights, (widths / ratio[0]).round())
-    return _centred(sizes, torch.stack([height, width], 1).long())
+    return _centered(sizes, torch.stack([height, width], 1).long())
 
 
-def centre_boxes(sizes: Tensor) -> Tensor:
-    """The largest centred square of each picture, int64 `[n, 4]`."""
+def center_boxes(sizes: Tensor) -> Tensor:
+    """The largest centered square of each picture, int64 `[n, 4]`."""
     side = sizes.min(1, keepdim=True).values
-    return _centred(sizes, side.expand(-1, 2))
+    return _centered(sizes, side.expand(-1, 2))
 
 
-def _centred(sizes: Tensor, windows: Tensor) -> Tensor:
+def _centered(sizes: Tensor, windows: Tensor) -> Tensor:
     return torch.cat([torch.div(sizes - windows, 2, rounding_mode="floor"), windows], 1)
 
 
@@ -87,9 +87,9 @@ def resized(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = Non
 def _weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor:
     """Bicubic weights `[n, side, longest]` that resize `lengths` pixels from `starts` on; rows sum to 1."""
     scale = (lengths.float() / side)[:, None, None]
-    centres = (torch.arange(side, device=lengths.device).float()[None, :, None] + 0.5) * scale
+    centers = (torch.arange(side, device=lengths.device).float()[None, :, None] + 0.5) * scale
     places = (torch.arange(longest, device=lengths.device)[None, :] - starts[:, None]).float()[:, None, :]
-    x = ((places + 0.5 - centres) / scale.clamp(min=1)).abs()
+    x = ((places + 0.5 - centers) / scale.clamp(min=1)).abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))

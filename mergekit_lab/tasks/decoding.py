@@ -1,6 +1,6 @@
 """From encoded images to bytes on disk, once.
 
-Two forms. For evaluation every image is resized (bicubic, the shorter side) and cut to a centred square:
+Two forms. For evaluation every image is resized (bicubic, the shorter side) and cut to a centered square:
 `[N, 3, S, S]` in one file that is mapped into memory. For training the whole picture is kept with its shorter
 side at most 256 pixels, one after the other in one file, so that a random crop of it is what the published
 recipe crops from the original. Images are decoded by threads: Pillow works outside of Python's lock.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import usable_cores
-from mergekit_lab.tasks.crops import centre_boxes, resized
+from mergekit_lab.tasks.crops import center_boxes, resized
 from mergekit_lab.tasks.sources import Rows
 
 TRAINING_SIDE = 256
@@ -109,7 +109,7 @@ def _pixels(image: Any, height: int, width: int) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def _centred(image: Any, side: int) -> np.ndarray:
+def _centered(image: Any, side: int) -> np.ndarray:
     height, width = shorter_side((image.height, image.width), side)
     pixels = _pixels(image, height, width)
     top, left = round((height - side) / 2), round((width - side) / 2)
@@ -131,7 +131,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
 
     Args:
         chosen: ascending rows.
-        side: of centred squares; None keeps pictures of the given `sizes`.
+        side: of centered squares; None keeps pictures of the given `sizes`.
         sizes: int64 `[n, 2]` of what is written.
 
     Raises:
@@ -156,7 +156,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                 raise InputError(
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
                 ) from None
-            pixels = _centred(image, side) if side else _pixels(image, height, width)
+            pixels = _centered(image, side) if side else _pixels(image, height, width)
             out[starts[at] : ends[at]] = pixels.reshape(-1)
 
     for _ in over_chunks(rows, work, wanted):
@@ -201,7 +201,7 @@ class Packed(NamedTuple):
 class Pictures:
     """Pictures of many sizes in one run of bytes.
 
-    Indexing gives what evaluation sees of them: centred squares of `side`, uint8 `[n, 3, side, side]`.
+    Indexing gives what evaluation sees of them: centered squares of `side`, uint8 `[n, 3, side, side]`.
 
     Args:
         data: uint8 `[bytes]`, picture after picture, each `[3, H, W]`.
@@ -248,5 +248,5 @@ class Pictures:
         out = [torch.empty(0, 3, self.side, self.side)]
         for some in positions.split(256) if len(positions) else ():
             found = self.packed(some)
-            out.append(resized(found.padded(), centre_boxes(found.sizes), self.side))
+            out.append(resized(found.padded(), center_boxes(found.sizes), self.side))
         return torch.cat(out).round().to(torch.uint8)

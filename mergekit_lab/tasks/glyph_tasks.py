@@ -37,7 +37,7 @@ _FAMILIES: dict[Part, tuple[str, ...]] = {
 class GlyphTask(ImageTask):
     """A task drawn from font glyphs.
 
-    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colours and grain, not which glyph stands in
+    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colors and grain, not which glyph stands in
     which part. Sizes are images; classes differ by at most one image. Raises `InputError` for an unknown look.
     """
 

@@ -6,7 +6,7 @@ code point and draws boxes), the STIX parts without Unicode names, and Computer 
 for the same reason.
 
 A bitmap is the clean, undistorted picture of one character in one face: uint8 `[40, 40]`, 255 = ink, the ink
-centred. Its digest is what "no picture stands in two places" is checked with.
+centered. Its digest is what "no picture stands in two places" is checked with.
 """
 
 import hashlib
@@ -112,7 +112,7 @@ def _ink(face: Face, code: int, size: int, side: int) -> "Image | None":
 def bitmap(face: Face, code: int) -> bytes | None:
     """The clean picture of code point `code` in `face`: `CANVAS²` bytes, row by row, 255 = ink.
 
-    The ink's box is centred; a glyph too large for the canvas is drawn smaller until it fits. None where the
+    The ink's box is centered; a glyph too large for the canvas is drawn smaller until it fits. None where the
     character has no ink (spaces).
     """
     from PIL import Image

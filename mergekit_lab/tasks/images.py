@@ -1,6 +1,6 @@
 """Published image data sets as tasks: what differs between them is data, in one configuration file each.
 
-Class names and prompt templates are text files in `assets/clip`, each with its source and licence in its first
+Class names and prompt templates are text files in `assets/clip`, each with its source and license in its first
 lines. Images come from a local folder or from the hub (`sources.py`), are decoded once (`decoding.py`), and are
 kept by whoever `keep` is: the store of a run, or memory.
 """
@@ -31,7 +31,7 @@ from mergekit_lab.tasks.decoding import (
     write_images,
 )
 from mergekit_lab.tasks.hub import cached_data, download_data
-from mergekit_lab.tasks.labels import Labelling
+from mergekit_lab.tasks.labels import Labeling
 from mergekit_lab.tasks.sources import Rows, open_rows
 from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
 
@@ -56,7 +56,7 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HubImages(ImageTask):
-    """A published data set of labelled images.
+    """A published data set of labeled images.
 
     Args:
         name: the task.
@@ -196,20 +196,20 @@ class HubImages(ImageTask):
         return found
 
     @cached_property
-    def labelling(self) -> Labelling:
+    def labeling(self) -> Labeling:
         """The labels of the source's parts as ours.
 
         Raises:
             InputError: a part is empty, or has labels that cannot be those of the class names.
         """
-        return Labelling(self.name, self.classes, self.rows)
+        return Labeling(self.name, self.classes, self.rows)
 
     @cached_property
     def _indices(self) -> dict[str, Index]:
         return {part: self._indexed(rows, part) for part, rows in self.rows.items()}
 
     def _indexed(self, rows: Rows, part: str) -> Index:
-        labels = self.labelling.labels[part]
+        labels = self.labeling.labels[part]
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         content: dict[str, Any] = {
@@ -243,7 +243,7 @@ class HubImages(ImageTask):
             InputError: the part is empty, or one of the source's parts has labels that are not ours.
         """
         where, chosen = self._chosen(part)
-        labels = self.labelling.labels[where][chosen]
+        labels = self.labeling.labels[where][chosen]
         if len(labels) == 0:
             raise InputError(f"task {self.name!r} has an empty part {part!r}")
         return labels, where, chosen

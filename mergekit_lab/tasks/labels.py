@@ -11,7 +11,7 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.tasks.sources import Rows
 
 
-class Labelling:
+class Labeling:
     """The labels of a source's parts as a task numbers its classes.
 
     Args:

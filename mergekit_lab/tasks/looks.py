@@ -1,6 +1,6 @@
-"""How a rendered task looks: from clean bitmaps to distorted, coloured images.
+"""How a rendered task looks: from clean bitmaps to distorted, colored images.
 
-Each task has a look of its own (colours, polarity, grain, blur, an object in front), so that tasks differ in
+Each task has a look of its own (colors, polarity, grain, blur, an object in front), so that tasks differ in
 more than their labels, as photographs of road signs differ from satellite pictures.
 """
 
@@ -14,14 +14,14 @@ from torch.nn.functional import affine_grid, avg_pool2d, grid_sample, max_pool2d
 from .glyphs import CANVAS
 
 SIZE = 32
-Colour = tuple[float, float, float]
+Color = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Look:
     """Ranges that one image's distortion is drawn from, uniformly.
 
-    ink, paper: two RGB colours each, in [0, 1]; a colour is drawn between them, channel by channel.
+    ink, paper: two RGB colors each, in [0, 1]; a color is drawn between them, channel by channel.
     rotation: degrees either way. scale: size factors, from and to. shear: horizontal slope either way.
     shift: pixels either way. blur: share of the image mixed with its 3×3 mean, twice, up to this value.
     noise: standard deviation of grain, up to this value. shade: strength of a linear change of light across
@@ -30,8 +30,8 @@ class Look:
     stripes: waves of ink on the paper, up to this share of ink.
     """
 
-    ink: tuple[Colour, Colour]
-    paper: tuple[Colour, Colour]
+    ink: tuple[Color, Color]
+    paper: tuple[Color, Color]
     rotation: float = 8.0
     scale: tuple[float, float] = (0.8, 1.1)
     shear: float = 0.08
@@ -99,7 +99,7 @@ def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float =
 
 
 def _strokes(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
-    """The glyph's own ink, `[N, SIZE, SIZE]`: warped, with neighbours, mirrored or hollow as the look says."""
+    """The glyph's own ink, `[N, SIZE, SIZE]`: warped, with neighbors, mirrored or hollow as the look says."""
     ink = warp(bitmaps, look, generator)
     if look.crowd:
         for side in (-SIZE * 0.6, SIZE * 0.6):
@@ -138,11 +138,11 @@ def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
         for _ in range(2):
             soft = avg_pool2d(ink.unsqueeze(1), 3, 1, 1).squeeze(1)
             ink = ink + share * (soft - ink)
-    colours = []
+    colors = []
     for low, high in (look.ink, look.paper):
         start, end = torch.tensor(low), torch.tensor(high)
-        colours.append((start + torch.rand(count, 3, generator=generator) * (end - start))[:, :, None, None])
-    images = colours[1] + ink.unsqueeze(1) * (colours[0] - colours[1])
+        colors.append((start + torch.rand(count, 3, generator=generator) * (end - start))[:, :, None, None])
+    images = colors[1] + ink.unsqueeze(1) * (colors[0] - colors[1])
     if look.shade:
         angle = _uniform(count, 0, 2 * pi, generator)[:, None, None]
         ramp = torch.linspace(-0.5, 0.5, SIZE)

@@ -253,7 +253,7 @@ class TarRows(Rows):
 
 
 class Fer2013Rows(Rows):
-    """FER-2013's archive: `fer2013.csv` with the columns emotion, pixels (48×48 grey levels) and Usage.
+    """FER-2013's archive: `fer2013.csv` with the columns emotion, pixels (48×48 gray levels) and Usage.
 
     Raises:
         InputError: a column is missing, or a line cannot be read.
@@ -282,21 +282,21 @@ class Fer2013Rows(Rows):
         self.chunks = _in_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_grey_picture(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_gray_picture(self._pixels[row]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
         return f"{self._file.name}, line {self._lines[row]}"
 
 
-def _grey_picture(pixels: str) -> bytes:
-    """A square of grey levels as PNG; no bytes, which are no picture, where the levels are none."""
+def _gray_picture(pixels: str) -> bytes:
+    """A square of gray levels as PNG; no bytes, which are no picture, where the levels are none."""
     from PIL import Image
 
     out = io.BytesIO()
     try:
-        grey = np.array([int(level) for level in pixels.split()], dtype=np.uint8)
-        side = int(len(grey) ** 0.5)
-        Image.fromarray(grey.reshape(side, side)).save(out, "PNG")
+        gray = np.array([int(level) for level in pixels.split()], dtype=np.uint8)
+        side = int(len(gray) ** 0.5)
+        Image.fromarray(gray.reshape(side, side)).save(out, "PNG")
     except (ValueError, OverflowError):
         return b""
     return out.getvalue()

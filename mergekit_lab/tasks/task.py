@@ -61,7 +61,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What is to be learnt: three parts of samples. `ImageTask` and `TextTask` are the kinds there are.
+    """What is to be learned: three parts of samples. `ImageTask` and `TextTask` are the kinds there are.
 
     A subclass is a frozen dataclass whose fields are its hyper-parameters, so equal tasks have equal data.
     """

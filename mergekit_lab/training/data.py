@@ -117,7 +117,7 @@ class StepBatches:
 
 
 def by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
-    """An order in which samples of about one length are neighbours, and still a random one.
+    """An order in which samples of about one length are neighbors, and still a random one.
 
     Every pool of 50 batches is sorted by length and cut into batches, whose order is shuffled; what fills no
     batch comes last.

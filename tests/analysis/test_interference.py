@@ -59,7 +59,7 @@ def test_norms_cosines_and_conflicts_are_their_definitions(monkeypatch) -> None:
                 int(against.sum()) / int(both.sum()), abs=1e-9
             )
             wanted = float(smaller[against].sum() / smaller.sum())
-            assert found.total.cancelling[i, j] == pytest.approx(wanted, abs=1e-5)
+            assert found.total.canceling[i, j] == pytest.approx(wanted, abs=1e-5)
     assert [layer.name for layer in found.layers] == list(SHAPES)
 
 
@@ -128,13 +128,13 @@ def test_equal_experts_have_cosine_one_and_nothing_cancels() -> None:
     base, experts = models(1)
     found = measure(base, {"x": experts["e0"], "y": experts["e0"]})
     assert float(found.total.cosine[0, 1]) == pytest.approx(1)
-    assert float(found.total.cancelling[0, 1]) == 0
+    assert float(found.total.canceling[0, 1]) == 0
 
 
 def test_an_expert_equal_to_the_base_has_no_ratios_and_no_nan() -> None:
     base, experts = models(1)
     found = measure(base, {"x": experts["e0"], "y": dict(base)})
-    for value in (found.total.cosine, found.total.cancelling, found.total.sign_conflict):
+    for value in (found.total.cosine, found.total.canceling, found.total.sign_conflict):
         assert torch.isfinite(value).all()
         assert float(value[0, 1]) == 0
     assert all(torch.isfinite(x.spectra.stable_rank).all() for x in found.layers if x.spectra)
@@ -160,7 +160,7 @@ def test_advice_follows_what_was_measured() -> None:
     experts["e2"] = {n: base[n] + 5 * (experts["e2"][n] - base[n]) for n in base}
     fishers = {n: {k: v.square() * 10**t for k, v in random(t).items()} for t, n in enumerate(experts)}
     given = advise(measure(base, experts, fishers))
-    assert "normalise=trace" in given[2].text
+    assert "normalize=trace" in given[2].text
     assert "look at e2 first" in given[3].text
     assert all(a.evidence for a in given)
     vectors = {"v": torch.zeros(3)}

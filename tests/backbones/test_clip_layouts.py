@@ -67,7 +67,7 @@ def pixels():
     return torch.randint(0, 256, (3, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 
 
-def _normalised(backbone: OpenClip, pixels):
+def _normalized(backbone: OpenClip, pixels):
     encoder = backbone.model()
     return (pixels / 255 - encoder.mean) / encoder.std
 
@@ -77,7 +77,7 @@ def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(the
     ours.model()
     assert "initialized randomly" not in caplog.text
     with torch.no_grad():
-        images = theirs.get_image_features(pixel_values=_normalised(ours, pixels)).pooler_output
+        images = theirs.get_image_features(pixel_values=_normalized(ours, pixels)).pooler_output
         torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
         tokens = open_clip.get_tokenizer("ViT-B-32")(["a photo of a cat.", "a dog"])
         texts = theirs.get_text_features(input_ids=tokens).pooler_output
@@ -111,7 +111,7 @@ def test_a_public_expert_on_the_backbones_projection_gives_the_same_features(the
     encoder = backbone.model()
     encoder.load_state_dict(as_image_tower(open_checkpoint(tmp_path), encoder.state_dict(), "expert"))
     with torch.no_grad():
-        pooled = expert(pixel_values=_normalised(backbone, pixels)).pooler_output
+        pooled = expert(pixel_values=_normalized(backbone, pixels)).pooler_output
         expected = normalize(theirs.visual_projection(pooled), dim=-1)
         torch.testing.assert_close(encoder(pixels), expected, atol=1e-5, rtol=0)
 
@@ -127,7 +127,7 @@ def test_what_is_written_for_transformers_loads_there_and_gives_our_features(fol
     model, report = CLIPVisionModelWithProjection.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     with torch.no_grad():
-        images = model.eval()(pixel_values=_normalised(backbone, pixels)).image_embeds
+        images = model.eval()(pixel_values=_normalized(backbone, pixels)).image_embeds
         torch.testing.assert_close(encoder(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
 
 
@@ -191,7 +191,7 @@ def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, the
     backbone = OpenClip("tiny-plain", str(_image_tower(theirs, kind, tmp_path)), head="prototype")
     assert backbone.quick_gelu()
     with torch.no_grad():
-        expected = theirs.vision_model(pixel_values=_normalised(backbone, pixels)).pooler_output
+        expected = theirs.vision_model(pixel_values=_normalized(backbone, pixels)).pooler_output
         if kind != "CLIPVisionModel":
             expected = theirs.visual_projection(expected)
         torch.testing.assert_close(backbone.model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0)

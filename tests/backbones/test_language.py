@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
-from language import Colours, byte_tokenizer, one_loss, tiny_backbone
+from language import Colors, byte_tokenizer, one_loss, tiny_backbone
 from torch.nn import functional
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import LanguageModel, Linearised, LoRA
+from mergekit_lab.backbones import LanguageModel, Linearized, LoRA
 from mergekit_lab.backbones.language import tokenizer
 from mergekit_lab.tasks import TextFile
 
@@ -21,11 +21,11 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
     if kind == "t5" and loss_on == "all":
         return
     backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on)
-    objective, index = backbone.objective(Colours()), torch.tensor([3, 0, 2, 7])
+    objective, index = backbone.objective(Colors()), torch.tensor([3, 0, 2, 7])
     batch = objective.batch("train", index)
     with torch.no_grad():
         found = objective.loss(backbone.model(), batch)
-    split = Colours().split("train")
+    split = Colors().split("train")
     wanted = sum(one_loss(backbone, kind, split.prompts[i], split.answers[i], loss_on == "all") for i in index)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     answers = sum(len(split.answers[i]) + 1 for i in index)
@@ -36,12 +36,12 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
 def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
     """Hidden states of an expanded encoder in an expanded decoder would be no expansion of the model."""
     backbone = tiny_backbone(folders["t5"], "t5")
-    objective, model = backbone.objective(Colours()), Linearised().trainable(backbone.model())
+    objective, model = backbone.objective(Colors()), Linearized().trainable(backbone.model())
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.03 * torch.randn(p.shape, generator=draw))
-    split, tok = Colours().split("train"), tokenizer(backbone.source)
+    split, tok = Colors().split("train"), tokenizer(backbone.source)
 
     def likelihood(prompt, answer):
         target = torch.tensor([*tok(answer, add_special_tokens=False).input_ids, 256])
@@ -49,7 +49,7 @@ def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_bot
         logits = model(input_ids=prompt[None], decoder_input_ids=read[None]).logits[0]
         return logits.log_softmax(-1)[torch.arange(len(target)), target].sum()
 
-    prompts, choices = objective.encoded("train").prompts[:3], Colours().choices
+    prompts, choices = objective.encoded("train").prompts[:3], Colors().choices
     with torch.no_grad():
         found = objective.choice_scores(model, prompts)
         loss = objective.loss(model, objective.batch("train", torch.arange(3)))
@@ -63,18 +63,18 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
     caplog.set_level(logging.INFO)
     text = []
     for cut in ("start", "end"):
-        objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).objective(Colours())
+        objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).objective(Colors())
         encoded = objective.encoded("train")
         assert max(encoded.lengths) <= 30
         assert objective.truncated["train"] == (12, 0)
         text.append(tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
         assert text[-1].startswith("<|user|>")
         assert text[-1].endswith("<|end|><|assistant|>")
-    prompts = Colours().split("train").prompts
+    prompts = Colors().split("train").prompts
     assert any(p.endswith(text[0][8:-20]) and p != text[0][8:-20] for p in prompts)
     assert any(p.startswith(text[1][8:-20]) and p != text[1][8:-20] for p in prompts)
     assert "12 of 24 prompts and 0 answers were cut to 30 tokens" in caplog.text
-    objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colours())
+    objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colors())
     assert max(map(len, objective.encoded("train").prompts)) == 8
     assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
 
@@ -144,7 +144,7 @@ def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_the
     found = []
     for checkpointing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, checkpointing=checkpointing)
-        objective, model = backbone.objective(Colours()), backbone.model().train()
+        objective, model = backbone.objective(Colors()), backbone.model().train()
         entered = []
         for module in model.modules():
             if type(module).__name__ in ("LlamaMLP", "Qwen2MLP", "T5LayerFF"):
@@ -190,7 +190,7 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     index, found = torch.arange(12), []
     for packing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on, packing=packing)
-        objective, model = backbone.objective(Colours()), backbone.model()
+        objective, model = backbone.objective(Colors()), backbone.model()
         batch = objective.training_batch(index)
         loss = objective.loss(model, batch)
         loss.backward()
@@ -223,7 +223,7 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     backbone = tiny_backbone(tmp_path, name)
-    model, objective = backbone.model(), backbone.objective(Colours())
+    model, objective = backbone.model(), backbone.objective(Colors())
     prompts = objective.encoded("test").prompts[:4]
     with torch.no_grad():
         for p in model.parameters():
@@ -234,14 +234,14 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
                 logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted = -functional.cross_entropy(logits, choice, reduction="sum")
                 torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
-        packed = tiny_backbone(tmp_path, name, packing=True).objective(Colours())
+        packed = tiny_backbone(tmp_path, name, packing=True).objective(Colors())
         with pytest.raises(InputError, match="would let one see another: set it to false"):
             packed.loss(model, packed.training_batch(torch.arange(12)))
 
 
 def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    lora, objective = LoRA(rank=2), backbone.objective(Colours())
+    lora, objective = LoRA(rank=2), backbone.objective(Colors())
     model, batch = lora.trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
     loss = objective.loss(model, batch)
     loss.backward()

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language import Colours, one_loss, tiny_backbone
+from language import Colors, one_loss, tiny_backbone
 from torch import nn
 from torch.nn import functional
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import Linearised, LoRA, text
+from mergekit_lab.backbones import Linearized, LoRA, text
 from mergekit_lab.backbones.encoding import Encoding
 from mergekit_lab.backbones.language import Reading, tokenizer
 from mergekit_lab.evaluation import score
@@ -18,28 +18,28 @@ from mergekit_lab.evaluation import score
 
 def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    objective, split = backbone.objective(Colours()), Colours().split("test")
+    objective, split = backbone.objective(Colors()), Colors().split("test")
     prompts = objective.encoded("test").prompts[:5]
     with torch.no_grad():
         found = objective.choice_scores(backbone.model(), prompts)
     for row, prompt in zip(found, split.prompts, strict=False):
-        for value, choice in zip(row, Colours().choices, strict=True):
+        for value, choice in zip(row, Colors().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
 
 
 def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    objective, model = backbone.objective(Colours()), backbone.model()
+    objective, model = backbone.objective(Colors()), backbone.model()
     found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
     assert found[0].predictions == found[1].predictions == found[2].predictions
-    right = [p == a for p, a in zip(found[0].predictions, Colours().split("test").answers, strict=True)]
+    right = [p == a for p, a in zip(found[0].predictions, Colors().split("test").answers, strict=True)]
     assert found[0].value == sum(right) / len(right)
 
 
 def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
     """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
     backbone = tiny_backbone(folders[kind], kind, answering="generate")
-    objective, model, tok = backbone.objective(Colours()), backbone.model(), tokenizer(str(folders[kind]))
+    objective, model, tok = backbone.objective(Colors()), backbone.model(), tokenizer(str(folders[kind]))
     found = score(model, objective, "test", batch_size=7).predictions
     for place, prompt in enumerate(objective.encoded("test").prompts[:6]):
         row = prompt[None]
@@ -62,7 +62,7 @@ def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(fol
     monkeypatch.setattr(text, "_LOGITS", 260 * 240)
     for answering, cached in (("generate", True), ("choices", True), ("generate", False)):
         backbone = tiny_backbone(folders["llama"], "llama", answering=answering)
-        objective, model = backbone.objective(Colours(max_new_tokens=15)), nn.Linear(1, 1)
+        objective, model = backbone.objective(Colors(max_new_tokens=15)), nn.Linear(1, 1)
         if cached:
             model.generate = nn.Identity()
         answered = lambda _, few: sizes.append(len(few)) or torch.zeros(len(few), 3)  # noqa: E731
@@ -70,7 +70,7 @@ def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(fol
         monkeypatch.setattr(objective, "choice_scores", answered)
         objective.predict(model, "test", torch.arange(24))
     longest = max(map(len, objective.encoded("test").prompts))
-    choices = sum(len(choice) + 1 for choice in Colours().choices)
+    choices = sum(len(choice) + 1 for choice in Colors().choices)
     assert sizes[:3] == [24, 240 // (choices + 1), 24 - 240 // (choices + 1)]
     assert sizes[3] == 240 // (longest + 15)
 
@@ -88,7 +88,7 @@ def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_n
         return found
 
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
-    objective, model = backbone.objective(Colours()), backbone.model()
+    objective, model = backbone.objective(Colors()), backbone.model()
     wanted = score(model, objective, "test", batch_size=1).predictions
     monkeypatch.setattr(functional, "scaled_dot_product_attention", as_cudnn)
     assert score(model, objective, "test", batch_size=24).predictions == wanted
@@ -103,7 +103,7 @@ def test_decoding_ends_at_the_token_that_ends_answers_whatever_the_folder_says(f
     file = tmp_path / "other/generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [3]}))
     backbone = tiny_backbone(tmp_path / "other", "llama", answering="generate")
-    model, objective = backbone.model(), backbone.objective(Colours())
+    model, objective = backbone.model(), backbone.objective(Colors())
     seen = []
     real = model.generate
 
@@ -127,12 +127,12 @@ def test_choices_that_a_tokenizer_makes_the_same_are_refused(folders) -> None:
 
     encoding = Encoding(Deaf(), Reading(prompt="plain"), causal=False, positions=None)
     with pytest.raises(InputError, match="the same tokens of the choices 'no' and 'yes'"):
-        encoding.choices(Colours())
+        encoding.choices(Colors())
 
 
 def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
-    objective = backbone.objective(Colours())
+    objective = backbone.objective(Colors())
     wanted = score(backbone.model(), objective, "test").predictions
     for model in (backbone.model(), LoRA(rank=2).trainable(backbone.model(), seed=0)):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -160,7 +160,7 @@ class Uncached(nn.Module):
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind, answering="generate")
-    objective, model = backbone.objective(Colours(max_new_tokens=9)), backbone.model()
+    objective, model = backbone.objective(Colors(max_new_tokens=9)), backbone.model()
     index = torch.arange(8)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -176,8 +176,8 @@ def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -
     index = torch.arange(4)
     for answering in ("choices", "generate"):
         backbone = tiny_backbone(folders[kind], kind, answering=answering)
-        objective, model = backbone.objective(Colours()), backbone.model()
-        tangent = Linearised().trainable(backbone.model())
+        objective, model = backbone.objective(Colors()), backbone.model()
+        tangent = Linearized().trainable(backbone.model())
         loss = objective.loss(tangent, objective.batch("train", index))
         loss.backward()
         torch.testing.assert_close(loss, objective.loss(model, objective.batch("train", index)))
@@ -188,8 +188,8 @@ def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_choices_of_a_linearised_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
     """Not by one of the decoder around what the encoder's expansion gives."""
-    objective = tiny_backbone(folders[kind], kind).objective(Colours())
-    tangent = Linearised().trainable(tiny_backbone(folders[kind], kind).model())
+    objective = tiny_backbone(folders[kind], kind).objective(Colors())
+    tangent = Linearized().trainable(tiny_backbone(folders[kind], kind).model())
     torch.manual_seed(0)
     prompts, choices = objective.encoded("test").prompts[:3], objective._choices
     with torch.no_grad():

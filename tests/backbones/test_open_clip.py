@@ -1,4 +1,4 @@
-"""open_clip image towers and heads: names, gradients, normalisation, QuickGELU, offline messages."""
+"""open_clip image towers and heads: names, gradients, normalization, QuickGELU, offline messages."""
 
 import shutil
 import socket

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from language import Colours, byte_tokenizer
+from language import Colors, byte_tokenizer
 from stages.conftest import composed
 from torch.nn import functional
 
@@ -48,9 +48,9 @@ def alone(model, text):
 
 
 def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(folder) -> None:
-    objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).objective(Colours())
-    model, split = TextEncoder(source=str(folder)).model(), Colours().split("train")
-    for place, choice in enumerate(Colours().choices):
+    objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).objective(Colors())
+    model, split = TextEncoder(source=str(folder)).model(), Colors().split("train")
+    for place, choice in enumerate(Colors().choices):
         texts = [p for p, a in list(zip(split.prompts, split.answers, strict=True))[:20] if a == choice]
         mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
         torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
@@ -58,8 +58,8 @@ def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(
 
 def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(folder) -> None:
     backbone = TextEncoder(source=str(folder))
-    objective, model = backbone.objective(Colours()), backbone.model()
-    split, choices = Colours().split("test"), Colours().choices
+    objective, model = backbone.objective(Colors()), backbone.model()
+    split, choices = Colors().split("test"), Colors().choices
     logits = torch.stack([objective.head @ alone(model, text) for text in split.prompts])
     wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
     for size in (1, 7, 512):
@@ -72,7 +72,7 @@ def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(f
 
 def test_training_reaches_every_weight_but_those_of_the_pooler(folder) -> None:
     backbone = TextEncoder(source=str(folder))
-    objective, model = backbone.objective(Colours()), backbone.model()
+    objective, model = backbone.objective(Colors()), backbone.model()
     objective.loss(model, objective.batch("train", torch.arange(6))).backward()
     still = {n for n, p in model.named_parameters() if p.grad is None}
     assert still == {"pooler.dense.weight", "pooler.dense.bias"}
@@ -81,7 +81,7 @@ def test_training_reaches_every_weight_but_those_of_the_pooler(folder) -> None:
 
 def test_its_fisher_is_that_of_single_samples(folder) -> None:
     backbone = TextEncoder(source=str(folder))
-    objective, model = backbone.objective(Colours()), backbone.model()
+    objective, model = backbone.objective(Colors()), backbone.model()
     index = torch.arange(4)
     batch = objective.batch("train", index)
     found = diagonal_fisher(objective.scored(model), [batch])
@@ -98,7 +98,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
 
 def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
     caplog.set_level(logging.INFO)
-    objective = TextEncoder(source=str(folder), max_length=26).objective(Colours())
+    objective = TextEncoder(source=str(folder), max_length=26).objective(Colors())
     assert max(map(len, objective.tokens("train"))) == 26
     assert objective.truncated["train"] == 8
     assert "8 of 24 texts were cut to 26 tokens" in caplog.text
@@ -145,8 +145,8 @@ def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
         TextEncoder(source=str(folder)).objective(long)
     with pytest.raises(InputError, match=r"backbone\.temperature is 0; it must be positive"):
         TextEncoder(source=str(folder), temperature=0)
-    with pytest.raises(InputError, match="needs a text of every class, and 'colours' has none of 'no idea'"):
-        TextEncoder(source=str(folder), head_samples=2).objective(Colours())
+    with pytest.raises(InputError, match="needs a text of every class, and 'colors' has none of 'no idea'"):
+        TextEncoder(source=str(folder), head_samples=2).objective(Colors())
 
 
 @pytest.mark.parametrize("kind", ["roberta", "mpnet"])

@@ -26,7 +26,7 @@ CASES = {
             "alpha_pattern": {"v_proj": 3, "layers.0.mlp.up_proj": 9},
         },
     ),
-    "rank-stabilised": (llama, {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"up_proj": 3}}),
+    "rank-stabilized": (llama, {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"up_proj": 3}}),
     "DoRA": (llama, {"target_modules": LLAMA, "use_dora": True}),
     "DoRA on embeddings": (llama, {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     "embeddings and a head that is saved": (

@@ -80,7 +80,7 @@ def test_a_prefix_of_every_name_is_left_out_or_added(prefix: str) -> None:
         found = align(open_checkpoint(base), open_checkpoint(expert, "x"), say=said.append)
         assert found.keys() == base.keys()
         assert all(torch.equal(found[n], t) for n, t in base.items())
-        assert prefix in said[0] or "are spelt as in the base" in said[0]
+        assert prefix in said[0] or "are spelled as in the base" in said[0]
 
 
 def test_only_as_much_of_a_prefix_is_left_out_as_the_base_lacks() -> None:

@@ -198,7 +198,7 @@ def test_weights_that_share_memory_are_tied(tmp_path) -> None:
         ({3: torch.zeros(2)}, r"names that are not text \(3\)"),
         ({"a\x1b[2J": torch.zeros(2)}, r"names that cannot be printed \('a\\x1b\[2J'\)"),
         ({"w": torch.empty(2, device="meta")}, "w is on the device meta"),
-        ({"w": torch.eye(2).to_sparse()}, r"sparse or quantised tensors \(w\)"),
+        ({"w": torch.eye(2).to_sparse()}, r"sparse or quantized tensors \(w\)"),
     ],
 )
 def test_a_state_dict_of_other_things_is_named(content, message: str, tmp_path) -> None:

@@ -92,7 +92,7 @@ def symmetric(values: list[float], seed: int = 0) -> Tensor:
 
 
 def test_eigenvalues_close_together_are_all_found_once() -> None:
-    """Without reorthogonalisation a converged value comes back as a ghost of itself."""
+    """Without reorthogonalization a converged value comes back as a ghost of itself."""
     values = [10.0, 9.999, 9.5, *torch.linspace(-3, 3, 57).tolist()]
     matrix = symmetric(values)
     found = top_eigenvalues(

@@ -35,7 +35,7 @@ def test_pruning_asks_for_less_and_chooses_the_same() -> None:
     assert len(cut.asked) < 0.75 * len(whole.asked)
     assert [c.coefficient for c in pruned] == GRID
     for candidate, full in zip(pruned, all_of_it, strict=True):
-        assert candidate.normalised >= full.normalised - 1e-12 if candidate.pruned else candidate == full
+        assert candidate.normalized >= full.normalized - 1e-12 if candidate.pruned else candidate == full
 
 
 def test_patience_ends_a_search_that_only_falls() -> None:

@@ -268,7 +268,7 @@ def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
     refuse("coefficient is inf; it must be finite", method=TIES(coefficient=float("inf")))
     refuse(r"weights is \[nan\]; it must be finite", method=WeightAverage(weights=[float("nan")]))
     refuse("at least 0, and not all 0", method=EpiMer(weights=[-1.0]), fishers=[state()])
-    refuse("positive to be brought to one scale", method=EpiMer(normalise="trace"), fishers=[state()])
+    refuse("positive to be brought to one scale", method=EpiMer(normalize="trace"), fishers=[state()])
 
 
 def test_a_result_that_its_dtype_cannot_hold_is_refused() -> None:
@@ -307,7 +307,7 @@ def test_float8_is_merged_as_far_as_it_reaches(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", ["w_scale_inv", "w_scale"])
 def test_quantised_weights_are_refused_with_what_to_do(scale: str) -> None:
     packed = state(w=torch.ones(3, 2).to(torch.float8_e4m3fn), **{scale: torch.ones(3)})
-    refuse(r"the base is quantised \(1 tensors: w\).* dequantise it first", base=packed, experts=[packed])
+    refuse(r"the base is quantized \(1 tensors: w\).* dequantize it first", base=packed, experts=[packed])
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_quantised_weights_are_refused_with_what_to_do(scale: str) -> None:
 )
 def test_packed_weights_are_known_by_their_names_where_no_configuration_is(name: str, beside: str) -> None:
     packed = state(**{name: torch.ones(3, 2, dtype=torch.int8), beside: torch.ones(3)})
-    refuse(rf"the base is quantised \(1 tensors: {name}\)", base=packed, experts=[packed])
+    refuse(rf"the base is quantized \(1 tensors: {name}\)", base=packed, experts=[packed])
 
 
 def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> None:
@@ -323,7 +323,7 @@ def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> N
     write_tensors(tmp_path / "model.safetensors", state())
     merge_state_dicts(tmp_path, [tmp_path], WeightAverage())
     write_tensors(tmp_path / "model.safetensors", state(qweight=torch.ones(3, 2, dtype=torch.int32)))
-    refuse(r"is quantised \(1 tensors: qweight\)", base=tmp_path, experts=[tmp_path])
+    refuse(r"is quantized \(1 tensors: qweight\)", base=tmp_path, experts=[tmp_path])
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

@@ -28,7 +28,7 @@ from mergekit_lab.merging import (
 from mergekit_lab.merging.contract import Site
 
 F32, F64 = torch.float32, torch.float64
-EPIMER = partial(EpiMer, rank=2, normalise="none")
+EPIMER = partial(EpiMer, rank=2, normalize="none")
 
 CASES = [
     ("average_T4", WeightAverage(), F32, 1e-6),
@@ -79,7 +79,7 @@ CASES = [
     *(
         (
             f"fisher_matena_{n}_{f}_floor1e-6_T4",
-            Fisher(normalise=n == "norm", favor_target=f == "favor"),
+            Fisher(normalize=n == "norm", favor_target=f == "favor"),
             F32,
             1e-6,
         )
@@ -89,7 +89,7 @@ CASES = [
     *(
         (
             f"fisher_mergelm_{n}_eps{e}_T4",
-            Fisher(preset="mergelm", normalise=n == "norm", floor=float(e)),
+            Fisher(preset="mergelm", normalize=n == "norm", floor=float(e)),
             F32,
             1e-6,
         )

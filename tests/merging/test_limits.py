@@ -157,8 +157,8 @@ def test_fisher_refuses_what_it_cannot_normalise_and_what_overflows() -> None:
     deltas = draw(2, 3).float()
     nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
     with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):
-        merge_one(Fisher(normalise=True), deltas, fishers=[large, nothing])
-    found = merge_one(Fisher(normalise=True, floor=0.0), deltas, fishers=[small, large])
+        merge_one(Fisher(normalize=True), deltas, fishers=[large, nothing])
+    found = merge_one(Fisher(normalize=True, floor=0.0), deltas, fishers=[small, large])
     assert relative_error(found, deltas.mean(dim=0)) < 1e-6
     with pytest.raises(InputError, match=r"merging w overflows torch.float32"):
         merge_one(Fisher(), deltas, fishers=[large, large])

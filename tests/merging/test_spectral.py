@@ -37,11 +37,11 @@ def test_scaling_all_curvatures_and_eps_together_changes_nothing() -> None:
     )
 
 
-def test_the_scale_of_one_tasks_fisher_matters_unless_normalised() -> None:
+def test_the_scale_of_one_tasks_fisher_matters_unless_normalized() -> None:
     base, experts, fishers = world(dtype=torch.float64)
     louder = fishers | {"task_0": {n: 100 * v for n, v in fishers["task_0"].items()}}
-    for normalise in ("trace", "norm"):
-        method = EpiMer(rank=2, eps=1e-12, normalise=normalise)
+    for normalize in ("trace", "norm"):
+        method = EpiMer(rank=2, eps=1e-12, normalize=normalize)
         assert_close(run(method, base, experts, louder), run(method, base, experts, fishers), 1e-6)
     plain = EpiMer(rank=2)
     with pytest.raises(AssertionError):

@@ -127,7 +127,7 @@ def test_the_fraction_is_whole_again_after_a_closure_that_fails() -> None:
     assert (optimizer.batch_fraction, optimizer.evaluation) == (1.0, 0)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """A batch norm with a running mean, one that averages over all it has seen, and an instance norm."""
 
     def __init__(self) -> None:
@@ -148,13 +148,13 @@ class Normalised(nn.Module):
         return self.body(x.view(-1, 2, 4))
 
 
-def normalised(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def normalized(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers after `steps` steps at a learning rate of 0, and those that one forward a step leaves at θ."""
     found = []
     for optimize in (True, False):
         problem = Problem(torch.float32)
         torch.manual_seed(0)
-        problem.model = Normalised()
+        problem.model = Normalized()
         optimizer = make(problem.model.named_parameters(), base=partial(torch.optim.SGD, lr=0.0))
         if attach:
             optimizer.attach(problem.model)
@@ -173,7 +173,7 @@ TWICE = {
 
 @pytest.mark.parametrize("name", TWICE)
 def test_attached_running_statistics_change_once_a_step(name) -> None:
-    after, once = normalised(TWICE[name], attach=True)
+    after, once = normalized(TWICE[name], attach=True)
     counts = [int(b) for n, b in after.items() if "num_batches" in n]
     assert counts == [2, 2, 0]  # instance norms do not count
     if name != "mergopt-worst":  # whose first evaluation is not at θ
@@ -181,13 +181,13 @@ def test_attached_running_statistics_change_once_a_step(name) -> None:
 
 
 def test_statistics_of_a_model_that_is_not_attached_change_in_every_evaluation() -> None:
-    after, _ = normalised(SAM, attach=False)
+    after, _ = normalized(SAM, attach=False)
     assert after["body.1.num_batches_tracked"] == 4
 
 
 def test_statistics_come_back_when_the_second_evaluation_fails() -> None:
     problem = Problem(torch.float32)
-    problem.model = Normalised()
+    problem.model = Normalized()
     optimizer = SAM(problem.model.named_parameters(), base=BASES["sgd"])
     optimizer.attach(problem.model)
 

@@ -84,11 +84,11 @@ def test_pgn_follows_the_gradient_of_the_loss_plus_lambda_times_the_norm_of_its_
     alpha, r = 0.8, 1e-5
     weights = problem.weights()
 
-    def penalised(w: Weights) -> Tensor:
+    def penalized(w: Weights) -> Tensor:
         logits = torch.func.functional_call(problem.model, w, (problem.x,))
         return nn.functional.cross_entropy(logits, problem.y) + alpha * r * norm(gradients(problem, w))
 
-    wanted = torch.func.grad(penalised)(weights)
+    wanted = torch.func.grad(penalized)(weights)
     plain = gradients(problem, weights)
     optimizer = PGN(problem.model.named_parameters(), partial(torch.optim.SGD, lr=1.0), rho=r, alpha=alpha)
     optimizer.step(problem.closure)

@@ -63,7 +63,7 @@ def test_printed_asam_equals_a_dense_loop() -> None:
 
 
 def drawn_together(weights: dict[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Names of neighbours with at most so many entries in all."""
+    """Names of neighbors with at most so many entries in all."""
     groups: list[list[str]] = [[]]
     for name, w in weights.items():
         if groups[-1] and sum(weights[n].numel() for n in groups[-1]) + w.numel() > most:

@@ -13,8 +13,8 @@ CURVE = [
     {"step": 20, "train_loss": 0.5, "val_loss": 0.7, "val_accuracy": 0.8},
 ]
 SEARCH = [
-    {"coefficient": 0.5, "normalised": 0.9, "chosen": True},
-    {"coefficient": 0.1, "normalised": 0.7, "chosen": False},
+    {"coefficient": 0.5, "normalized": 0.9, "chosen": True},
+    {"coefficient": 0.1, "normalized": 0.7, "chosen": False},
 ]
 
 
@@ -89,7 +89,7 @@ def test_nothing_to_show_makes_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_merger_keeps_its_colour_when_others_have_no_search(tmp_path, monkeypatch):
+def test_a_merger_keeps_its_color_when_others_have_no_search(tmp_path, monkeypatch):
     drawn = {}
     original = plots._search
 
@@ -165,14 +165,14 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
 
 
 def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_missing(tmp_path) -> None:
-    grey = int(figures._MISSING[1:3], 16)
+    gray = int(figures._MISSING[1:3], 16)
 
     def missing(values: list[list[float]]) -> int:
         (png, _) = figures.analysis_figure(
             "title", [figures.Plane("panel", values)], tmp_path / "plane", alphas=[0.0, 1.0, 2.0]
         )
         return sum(number for number, pixel in Image.open(png).convert("RGB").getcolors(1 << 20)
-                   if pixel == (grey, grey, grey))  # fmt: skip
+                   if pixel == (gray, gray, gray))  # fmt: skip
 
     whole = [[float(x + y) for y in range(3)] for x in range(3)]
     lost = [[math.nan, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, math.inf]]

@@ -15,7 +15,7 @@ from mergekit_lab.reporting.published import conditions, united
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
-MEASURES = {"average", "normalised", "steps_per_second", "gigabytes", "merge_seconds"}
+MEASURES = {"average", "normalized", "steps_per_second", "gigabytes", "merge_seconds"}
 CLIP8 = ["cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "svhn", "sun397"]
 OF_EXPERTS = {"training_seconds", "ks_distance", "mean_log_likelihood"}
 

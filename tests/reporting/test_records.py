@@ -26,9 +26,9 @@ def test_a_failed_write_keeps_the_previous_file_and_leaves_no_temporary_one(tmp_
 
 
 def test_normalised_is_value_over_expert_value(record):
-    assert record(value=0.6, expert_value=0.8).normalised == pytest.approx(0.75)
-    assert record(expert_value=None).normalised is None
-    assert record(expert_value=0.0).normalised is None
+    assert record(value=0.6, expert_value=0.8).normalized == pytest.approx(0.75)
+    assert record(expert_value=None).normalized is None
+    assert record(expert_value=0.0).normalized is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mergekit_lab.reporting.html import cache_sentence, duration
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
-SEARCHES = {"merger0": [{"coefficient": 0.1, "normalised": 0.7, "chosen": True}]}
+SEARCHES = {"merger0": [{"coefficient": 0.1, "normalized": 0.7, "chosen": True}]}
 EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 
 
@@ -104,7 +104,7 @@ def test_the_leaderboard_of_a_run_and_of_a_comparison_is_written_as_fractions(tm
         with (tmp_path / folder / "leaderboard.csv").open(newline="") as file:
             (row,) = csv.DictReader(file)
         assert (row["model"], row["dtd"], row["coefficient"]) == ("ties", "0.6", "0.3")
-        assert float(row["normalised"]) == pytest.approx(0.75)
+        assert float(row["normalized"]) == pytest.approx(0.75)
 
 
 def test_a_comparison_shows_the_configuration_of_every_run_folded(tmp_path, study):
@@ -121,7 +121,7 @@ def test_the_summary_names_the_study_its_best_merger_and_the_references(written)
     text = written.summary.read_text()
     assert "Experts of 2 tasks (task0, task1) on ViT-B-32, trained with full fine-tuning" in text
     best = next(row for row in written.table.rows if row.label == "merger1")
-    assert f"The best, merger1, reaches {best.normalised.text} % of its experts' accuracy" in text
+    assert f"The best, merger1, reaches {best.normalized.text} % of its experts' accuracy" in text
     assert "finetune: 1 min 01 s, 1 computed, 2 reused" in text
 
 
@@ -142,12 +142,12 @@ def test_the_page_embeds_every_figure_with_a_text_for_it(written):
 
 def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
     rows = Page(written.html.read_text()).rows
-    assert rows[0] == ["model", "average", "normalised", "coefficient", "task0", "task1"]
+    assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1"]
     for shown, row in zip(rows[1:], written.table.rows, strict=False):
         assert shown == [
             row.label,
             row.average.text,
-            row.normalised.text,
+            row.normalized.text,
             row.coefficient,
             *(cell.text for cell in row.cells[:2]),
         ]

@@ -21,7 +21,7 @@ def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(record
     assert found.columns == ("zero-shot", "experts", "merger0", "merger1", "merger2", "+joint")
     of_seed = [
         mean(
-            r.normalised
+            r.normalized
             for r in records
             if r.label == "merger1" and r.optimizer == "optimizer2" and r.seed == s
         )
@@ -100,7 +100,7 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 @pytest.mark.parametrize(
     ("table", "measure", "match"),
     [
-        ("optimiser×merger", "value", "'optimiser' is no dimension.*optimizer"),
+        ("optimizer×merger", "value", "'optimizer' is no dimension.*optimizer"),
         ("optimizer", "value", "must be two dimensions"),
         ("optimizer×optimizer", "value", "must be two dimensions"),
         ("optimizer×merger", "accuracy", "metric is 'accuracy'"),
@@ -113,7 +113,7 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
         ("optimizer×task@merger", "value", "after @ stands another dimension"),
     ],
 )
-def test_what_would_mix_or_is_misspelt_is_refused(records, table, measure, match) -> None:
+def test_what_would_mix_or_is_misspelled_is_refused(records, table, measure, match) -> None:
     with pytest.raises(InputError, match=match):
         sliced(records, table, measure)
 

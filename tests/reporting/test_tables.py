@@ -44,7 +44,7 @@ def test_markdown_of_a_small_study(record):
     assert (
         to_markdown(table)
         == """\
-| model | dtd | svhn | average | normalised | coefficient |
+| model | dtd | svhn | average | normalized | coefficient |
 | --- | ---: | ---: | ---: | ---: | ---: |
 | zero-shot | 40.0 | 20.0 | 30.0 | 45.0 | – |
 | experts | 80.0 | 50.0 | 65.0 | 100.0 | – |
@@ -53,7 +53,7 @@ def test_markdown_of_a_small_study(record):
 | +joint | 80.0 | 40.0 | 60.0 | 90.0 | – |
 
 - Percent on the test split.
-- Normalised: the mean over tasks of value ÷ the task's expert on the same split.
+- Normalized: the mean over tasks of value ÷ the task's expert on the same split.
 - +joint is trained on all tasks at once: the upper reference.
 - Bold: the best merger of its group in that column.
 """
@@ -62,8 +62,8 @@ def test_markdown_of_a_small_study(record):
 
 def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
     ties = row_of(comparison_table(small(record)), "ties")
-    assert ties.normalised.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
-    assert ties.normalised.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))
+    assert ties.normalized.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
+    assert ties.normalized.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))
 
 
 def test_seeds_give_mean_and_sample_standard_deviation(record):

@@ -138,7 +138,7 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
         tracker.finish()
     found = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
     assert (found["evaluate/loss"][0], found["evaluate/loss"][1].simple_value) == (7, 2.5)
-    assert found["ties/normalised"][1].simple_value == pytest.approx(0.75)
+    assert found["ties/normalized"][1].simple_value == pytest.approx(0.75)
     assert (found["mergers"][1].image.height, found["mergers"][1].image.width) == (100, 100)
     assert "finetune/loss" not in found
 

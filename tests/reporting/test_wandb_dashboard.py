@@ -14,7 +14,7 @@ def test_the_dashboard_shows_what_the_tracker_logs() -> None:
     pytest.importorskip("wandb_workspaces")
     made = dashboard("p", "team", ["quickstart"])
     saved = json.dumps(made._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
-    for name in ("best/normalised", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
+    for name in ("best/normalized", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
         assert name in saved
     assert (made.project, made.entity) == ("p", "team")
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 
 
 def product(folder: Path, kind: str, key: str, inputs=()) -> Product:
-    """An artefact of a store: weights and the manifest that names their hash."""
+    """An artifact of a store: weights and the manifest that names their hash."""
     place = folder / kind / key
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.safetensors").write_bytes(key.encode())

@@ -63,7 +63,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
     summary = {
         key: value for r in records if r.HasField("summary") for key, value in items(r.summary.update).items()
     }
-    assert summary["ties/normalised"] == pytest.approx(0.75)
+    assert summary["ties/normalized"] == pytest.approx(0.75)
     (stored,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
     board = json.loads(stored.read_text())
     assert board["columns"][:2] == ["model", "dtd"]

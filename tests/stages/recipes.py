@@ -8,13 +8,13 @@ EXACT = {
     "linear": "merge_method: linear\ndtype: float32\n"
     "models: [{model: base, parameters: {weight: 1}}, {model: a, parameters: {weight: 0.5}},"
     " {model: b, parameters: {weight: [0, 1]}}]\n",
-    "linear that is not normalised": "merge_method: linear\ndtype: float32\nparameters: {normalize: false}\n"
+    "linear that is not normalized": "merge_method: linear\ndtype: float32\nparameters: {normalize: false}\n"
     "models: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.6}}]\n",
     "task arithmetic": "merge_method: task_arithmetic\nparameters: {lambda: 0.7}\n" + MODELS % W,
-    "task arithmetic, normalised": "merge_method: task_arithmetic\nparameters: {normalize: true}\n"
+    "task arithmetic, normalized": "merge_method: task_arithmetic\nparameters: {normalize: true}\n"
     + MODELS % W,
     "ties": "merge_method: ties\nparameters: {int8_mask: true}\n" + MODELS % D,
-    "ties, not normalised": "merge_method: ties\nparameters: {normalize: false, lambda: 0.5}\n" + MODELS % D,
+    "ties, not normalized": "merge_method: ties\nparameters: {normalize: false, lambda: 0.5}\n" + MODELS % D,
     "ties with densities of their own": "merge_method: ties\n"
     + MODELS % ("{weight: 1, density: 0.2}", "{weight: 0.5, density: 0.6}"),
     "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}\n" + MODELS % D,

@@ -28,14 +28,14 @@ def finished(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "first", folder / "store"
 
 
-def artefact(store: Path, kind: str) -> tuple[Path, dict]:
+def artifact(store: Path, kind: str) -> tuple[Path, dict]:
     (manifest,) = (store / kind).glob("*/manifest.json")
     return manifest.parent, json.loads(manifest.read_text())
 
 
 def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -> None:
     folder, store = finished
-    place, manifest = artefact(store, "coefficients")
+    place, manifest = artifact(store, "coefficients")
     entropies = manifest["info"]["entropies"]
     assert len(entropies) == 6
     assert entropies[-1] < entropies[0]

@@ -94,7 +94,7 @@ def test_the_full_error_can_be_asked_for(tmp_path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_a_misspelt_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
+def test_a_misspelled_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
     (tmp_path / "mine/training").mkdir(parents=True)
     (tmp_path / "mine/training/short.yaml").write_text(
         "steps: 1\nbatch_size: 2\nlr: 1e-4\nweight_decay: 0.0\nwarmup_stepz: 0\n"
@@ -123,7 +123,7 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
     titles, _, adamw, sam, *_ = (tmp_path / "sweep/slice.md").read_text().splitlines()
     assert titles == "| optimizer × merger | zero-shot | experts | average | ties | tsvm |"
     for line, optimizer in ((adamw, "adamw"), (sam, "sam")):
-        shares = [r.normalised for r in records if (r.optimizer, r.merger) == (optimizer, "ties")]
+        shares = [r.normalized for r in records if (r.optimizer, r.merger) == (optimizer, "ties")]
         assert f"{100 * sum(shares) / len(shares):.1f}" in line.split(" | ")[4]
     summary = (tmp_path / "sweep/summary.md").read_text()
     assert summary.count("training.clip_norm is -1.0") == 6

@@ -173,7 +173,7 @@ def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(
     def fisher(*more: str) -> str:
         return content_key(context(data, tmp_path / "store", *given, *more).side_content("fisher", "eurosat"))
 
-    found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearised")]
+    found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearized")]
     write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
     found.append(fisher())
     assert len(set(found)) == 4

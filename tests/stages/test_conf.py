@@ -121,11 +121,11 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
         ("training.precision=16-mixed", "fp16 gradient scaling"),
         ("curvature.samples=0", "curvature.samples is 0"),
-        ("+finetuning.parametrisation=full", "unknown key 'finetuning.parametrisation'"),
+        ("+finetuning.parametrization=full", "unknown key 'finetuning.parametrization'"),
         ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
         ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
         ("training.lr=${nowhere}", "does not resolve"),
-        ("objective=normalized", "objective is 'normalized'; did you mean 'normalised'"),
+        ("objective=normalized", "objective is 'normalized'; did you mean 'normalized'"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:
@@ -155,7 +155,7 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
 
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
-    lines = ["stages=[finetune,analyse]", "analysis=landscape", "analysis.samples=0"]
+    lines = ["stages=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
     with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
         check(composed(lines)[0])
 
@@ -178,7 +178,7 @@ def test_a_methods_own_complaint_comes_through() -> None:
 
 def test_stages_are_listed_in_short_and_long_form() -> None:
     cfg, _ = composed([])
-    assert stage_list(cfg, STAGES) == [name for name in STAGES if name != "analyse"]
+    assert stage_list(cfg, STAGES) == [name for name in STAGES if name != "analyze"]
     assert stage_list(composed(["stage=report"])[0], STAGES) == ["report"]
     with pytest.raises(InputError, match="no stage 'marge'; did you mean 'merge'"):
         stage_list(composed(["stage=marge"])[0], STAGES)

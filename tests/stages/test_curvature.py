@@ -69,7 +69,7 @@ def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_pat
     assert keys(store, "grams") == before
 
 
-def test_fractions_and_samples_name_other_artefacts(merged, tmp_path) -> None:
+def test_fractions_and_samples_name_other_artifacts(merged, tmp_path) -> None:
     _, store = merged
     go(tmp_path / "a", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.samples=4")
     assert len(keys(store, "grams")) == 4

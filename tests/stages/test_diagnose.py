@@ -31,7 +31,7 @@ def test_two_folders_give_experts_pairs_layers_and_advice(folders, tmp_path, cap
     (pair,) = found["pairs"]
     assert pair["experts"] == ["cars", "svhn"]
     assert abs(pair["cosine"]) < 0.1
-    assert 0.4 < pair["cancelling"] < 0.6
+    assert 0.4 < pair["canceling"] < 0.6
     assert sum(share for _, share in pair["where"]) <= 1
     assert len(found["layers"]) == len(llama().state_dict())
     wanted = sum(
@@ -59,7 +59,7 @@ def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:
     )
     on_cars, on_svhn = found["pairs"][0]["harm"]
     assert on_svhn == pytest.approx(100 * on_cars, rel=0.05)
-    assert any("normalise=trace" in a["text"] for a in found["advice"])
+    assert any("normalize=trace" in a["text"] for a in found["advice"])
     assert "harm" in capsys.readouterr().out
 
 

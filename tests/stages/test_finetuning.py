@@ -1,4 +1,4 @@
-"""Parametrisations, budgets and fitted offsets in runs: what is trained, how it is keyed, what is evaluated."""
+"""Parametrizations, budgets and fitted offsets in runs: what is trained, how it is keyed, what is evaluated."""
 
 import json
 from pathlib import Path
@@ -53,12 +53,12 @@ def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(fin
 
 
 def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
-    overrides = ["finetuning=linearised", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
+    overrides = ["finetuning=linearized", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
     (record,) = [r for r in read_records(tmp_path / "run/records.jsonl") if r.merger and r.task == "latin"]
-    assert record.finetuning == "linearised"
+    assert record.finetuning == "linearized"
     (merged,) = manifests(tmp_path / "store", "merged")
-    assert merged["content"]["finetuning"] == {"_target_": "mergekit_lab.backbones.Linearised"}
+    assert merged["content"]["finetuning"] == {"_target_": "mergekit_lab.backbones.Linearized"}
     state = load_state(made.store.find("merged", merged["content"]))
 
     def rate(model) -> float:
@@ -71,7 +71,7 @@ def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weigh
 
 
 def test_fishers_of_linearised_experts_have_the_bases_names(tmp_path) -> None:
-    overrides = ["finetuning=linearised", "merger=fisher", "joint=false", "training.steps=1"]
+    overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
     made = go(
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
@@ -161,7 +161,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
             ["training.budget=seconds", "training.seconds=3", "+optimizer@optimizer_of.digits=ssamd"],
             "SSAMD plans over its number",
         ),
-        (["trainer=fsdp", "finetuning=linearised"], "Linearised needs them whole: take trainer=ddp"),
+        (["trainer=fsdp", "finetuning=linearized"], "Linearized needs them whole: take trainer=ddp"),
         (["trainer=fsdp", "finetuning=lora"], "LoRA needs them whole"),
         (["trainer=fsdp", "+optimizer@optimizer_of.digits=rwp"], "RWP needs them whole"),
         (["training.accumulate=0"], r"training\.accumulate is 0; it must be at least 1"),
@@ -172,7 +172,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
         (["finetuning.rank=3"], "rank"),
         (["finetuning=lora", "finetuning.rank=0"], r"finetuning\.rank is 0"),
         (["finetuning._target_=mergekit_lab.backbones.OpenClip", "+finetuning.architecture=a",
-          "+finetuning.weights=null"], "not a parametrisation"),
+          "+finetuning.weights=null"], "not a parametrization"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_before_any_work(overrides, match: str, tmp_path) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from language import Colours, save_tiny, tiny_backbone
+from language import Colors, save_tiny, tiny_backbone
 from stages.conftest import composed
 
 from mergekit_lab import InputError
@@ -139,8 +139,8 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
 
 
 def test_a_linearised_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
-    with pytest.raises(InputError, match=r"set it to false with finetuning=linearised"):
-        configured(folders["llama"], "llama", tmp_path, "finetuning=linearised", "backbone.checkpointing=true")
+    with pytest.raises(InputError, match=r"set it to false with finetuning=linearized"):
+        configured(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
 
 
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
@@ -182,7 +182,7 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    model, objective = backbone.model(), backbone.objective(Colours())
+    model, objective = backbone.model(), backbone.objective(Colors())
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ends = {}
     for name in "ab":
@@ -202,9 +202,9 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
 def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
     store = tmp_path / "store"
     for name, *more in (
-        ("ctl", "stages=[finetune,analyse]"),
-        ("landscape", "stage=analyse", "analysis.points=2"),
-        ("alpha_sweep", "stage=analyse", "analysis.points=2", "merger=task_arithmetic"),
+        ("ctl", "stages=[finetune,analyze]"),
+        ("landscape", "stage=analyze", "analysis.points=2"),
+        ("alpha_sweep", "stage=analyze", "analysis.points=2", "merger=task_arithmetic"),
     ):
         small = [f"analysis={name}", "analysis.samples=2", "training.lr=1e-2", *more]
         cfg, choices = configured(folders["llama"], "llama", store, *small)

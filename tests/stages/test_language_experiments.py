@@ -161,7 +161,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     kind, tmp_path
 ) -> None:
     import torch
-    from language import Colours, tiny_backbone
+    from language import Colors, tiny_backbone
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from mergekit_lab.checkpoints import open_checkpoint, write_tensors
@@ -191,7 +191,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     )
     loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     loaded = loader.from_pretrained(tmp_path / "out")
-    batch = backbone.objective(Colours()).batch("train", torch.arange(3))
+    batch = backbone.objective(Colors()).batch("train", torch.arange(3))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
     assert loaded.generation_config.temperature == 0.7

@@ -113,7 +113,7 @@ def test_the_coefficient_was_chosen_on_validation_by_normalised_accuracy(finishe
     for label, points in searches.items():
         assert [p["coefficient"] for p in points] == [0.2, 1.0]
         chosen = next(p for p in points if p["chosen"])
-        assert chosen["normalised"] == max(p["normalised"] for p in points)
+        assert chosen["normalized"] == max(p["normalized"] for p in points)
         records = [r for r in read_records(folder / "records.jsonl") if r.merger == label]
         assert {r.coefficient for r in records} == {chosen["coefficient"]}
 
@@ -164,7 +164,7 @@ def test_a_mistake_leaves_an_earlier_run_in_its_folder_as_it_was(finished, tmp_p
     folder, store = finished
     run_dir = shutil.copytree(folder, tmp_path / "run")
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    for wrong in (["+sede=1"], ["training.steps=0"], ["stage=merge", "seed=7"], ["stage=analyse", "seed=7"]):
+    for wrong in (["+sede=1"], ["training.steps=0"], ["stage=merge", "seed=7"], ["stage=analyze", "seed=7"]):
         with pytest.raises(InputError):
             go(run_dir, store, *wrong)
         assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before

@@ -51,7 +51,7 @@ def folder(kept, tmp_path) -> Path:
 
 
 def keys(folder: Path) -> set[str]:
-    return {artefact.key for artefact in Store(folder / "store").artefacts() if artefact.kind == "experts"}
+    return {artifact.key for artifact in Store(folder / "store").artifacts() if artifact.kind == "experts"}
 
 
 def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, caplog) -> None:
@@ -112,9 +112,9 @@ def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(fo
         file.write_bytes(b"\0" * file.stat().st_size)
     (store.root / "experts" / ("0" * 24)).mkdir()
     before = sorted(store.root.rglob("*"))
-    with pytest.raises(InputError, match=r"3 artefacts .* are not sound: store\.confirm=true removes them"):
+    with pytest.raises(InputError, match=r"3 artifacts .* are not sound: store\.confirm=true removes them"):
         command(folder, "store.action=verify")
-    with pytest.raises(InputError, match=r"1 artefacts .* are not sound"):
+    with pytest.raises(InputError, match=r"1 artifacts .* are not sound"):
         command(folder, "store.action=verify", "store.confirm=true", "store.kind=fishers", "dry_run=true")
     assert sorted(store.root.rglob("*")) == before
     command(folder, "store.action=verify", "store.confirm=true", f"store.key={unread.key[:9]}")
@@ -122,9 +122,9 @@ def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(fo
     assert flipped.folder.exists()
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=verify", "store.confirm=true")
-        assert "removed 2 artefacts that were not sound, of 4" in caplog.text
+        assert "removed 2 artifacts that were not sound, of 4" in caplog.text
         command(folder, "store.action=verify")
-        assert "2 artefacts in the store" in caplog.text
+        assert "2 artifacts in the store" in caplog.text
     assert (keys(folder), other.folder.exists()) == ({sound}, True)
     assert not list((folder / "store/work/removed").iterdir())
 
@@ -165,7 +165,7 @@ def test_a_list_holds_nothing_that_a_terminal_would_obey(folder, caplog) -> None
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["store.action=export", "store.path=OUT"], "names 0 artefacts"),
+        (["store.action=export", "store.path=OUT"], "names 0 artifacts"),
         (["store.action=export", "store.key=zz", "store.path=OUT"], "nothing in the store .* begins with 'zz'"),
         (["store.action=export", "store.key=KEY"], "needs store.path"),
         (["store.action=export", "store.key=KEY", "store.path=FULL"], "is not an empty folder"),

@@ -94,7 +94,7 @@ def test_a_search_of_two_trials_is_an_array_of_slurm_jobs_and_names_the_better(t
     found = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
     best = OmegaConf.load(tmp_path / "run" / str(found.best_job) / ".hydra/config.yaml")
     assert best.merger.density == pytest.approx(found.best_params["merger.density"])
-    assert best.objective == "normalised"
+    assert best.objective == "normalized"
     (expert,), merged = (values_on_validation(tmp_path / "store", kind) for kind in ("experts", "merged"))
     assert len(merged) == 2
     assert found.best_value == pytest.approx(max(merged) / expert)

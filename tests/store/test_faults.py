@@ -72,7 +72,7 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         child.kill()
         child.join()
         store = Store(root)
-        done = list(store.artefacts())
+        done = list(store.artifacts())
         assert damages(done) == []
         for seed in range(len(done) + 1):
             assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     found = store.find("experts", CONTENT)
     with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
         found.file("model.safetensors")
-    (found,) = damages(store.artefacts())
+    (found,) = damages(store.artifacts())
     assert found.folder == made.folder
     assert made.key in found.told
     shutil.rmtree(made.folder)
@@ -180,12 +180,12 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     assert again.files == made.files
 
 
-def test_a_manifest_of_another_artefact_is_found_by_verify(tmp_path) -> None:
+def test_a_manifest_of_another_artifact_is_found_by_verify(tmp_path) -> None:
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (found,) = damages(store.artefacts())
-    assert f"{made.key} has the manifest of another artefact" in found.told
+    (found,) = damages(store.artifacts())
+    assert f"{made.key} has the manifest of another artifact" in found.told
 
 
 def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
@@ -201,7 +201,7 @@ def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     assert found.folder == made.folder
 
 
-def test_a_link_to_nowhere_in_an_artefact_s_place_is_replaced(tmp_path) -> None:
+def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, weights())
     elsewhere = made.folder.rename(tmp_path / "elsewhere")
     made.folder.symlink_to(elsewhere)
@@ -211,17 +211,17 @@ def test_a_link_to_nowhere_in_an_artefact_s_place_is_replaced(tmp_path) -> None:
     assert not made.folder.is_symlink()
 
 
-def test_an_artefact_of_an_older_schema_is_sound(tmp_path) -> None:
+def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, weights())
     manifest = json.loads((made.folder / "manifest.json").read_text())
     old = made.folder.rename(made.folder.with_name(content_key(CONTENT, schema=0)))
     del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
-    assert damages(Store(tmp_path).artefacts()) == []
+    assert damages(Store(tmp_path).artifacts()) == []
 
 
-def test_the_nearest_artefact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
+def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
     store = Store(tmp_path)
     near = store.obtain("experts", CONTENT, weights())
     store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, weights())
@@ -237,7 +237,7 @@ def test_the_nearest_artefact_and_its_first_difference_say_why_nothing_was_found
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     store = Store(tmp_path)
     made = store.obtain("experts", CONTENT, weights())
-    (read,) = store.artefacts()
+    (read,) = store.artifacts()
     assert older_than(read, 0)
     assert not older_than(read, 1)
     assert not older_than(read, 1e23)
@@ -252,7 +252,7 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_an_exported_folder_is_the_same_artefact_in_another_store(tmp_path) -> None:
+def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> None:
     folder = exported(tmp_path)
     made = adopt(Store(tmp_path / "two"), folder)
     assert made.key == content_key(CONTENT)

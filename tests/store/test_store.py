@@ -1,4 +1,4 @@
-"""An artefact is whole or absent, made once, and named by its content alone."""
+"""An artifact is whole or absent, made once, and named by its content alone."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_the_key_ignores_the_order_of_keys_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), Path("x"), object()])
 def test_content_that_json_cannot_hold_names_nothing(value) -> None:
-    with pytest.raises(InputError, match="cannot name an artefact"):
+    with pytest.raises(InputError, match="cannot name an artifact"):
         content_key({"value": value})
 
 
@@ -44,7 +44,7 @@ def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
     assert second.file("model.txt").read_text() == "weights"
 
 
-def test_the_manifest_explains_the_artefact(tmp_path) -> None:
+def test_the_manifest_explains_the_artifact(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
     manifest = json.loads(made.file("manifest.json").read_text())
     assert manifest["content"] == CONTENT
@@ -80,7 +80,7 @@ def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
     made.file("manifest.json").write_text(text)
     with pytest.raises(InputError, match=f"delete the folder .*{made.key}"):
         Store(tmp_path).find("experts", CONTENT)
-    assert list(Store(tmp_path).artefacts()) == []
+    assert list(Store(tmp_path).artifacts()) == []
 
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:

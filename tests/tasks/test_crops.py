@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mergekit_lab.tasks.crops import centre_boxes, random_boxes, resized
+from mergekit_lab.tasks.crops import center_boxes, random_boxes, resized
 
 
 @pytest.mark.parametrize(("height", "width"), [(256, 341), (300, 224), (40, 28), (224, 224)])
@@ -61,4 +61,4 @@ def test_windows_are_a_function_of_the_seed() -> None:
 
 
 def test_the_middle_is_the_largest_square() -> None:
-    assert centre_boxes(torch.tensor([[10, 20], [9, 4]])).tolist() == [[0, 5, 10, 10], [2, 0, 4, 4]]
+    assert center_boxes(torch.tensor([[10, 20], [9, 4]])).tolist() == [[0, 5, 10, 10], [2, 0, 4, 4]]

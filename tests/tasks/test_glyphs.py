@@ -57,7 +57,7 @@ def test_without_distortion_warping_keeps_the_glyph_upright_and_in_place():
     assert xs.float().mean().item() == pytest.approx(24.5 - margin, abs=0.1)
 
 
-def test_a_neighbour_to_the_right_is_drawn_to_the_right():
+def test_a_neighbor_to_the_right_is_drawn_to_the_right():
     still = replace(LOOKS["fabric"], rotation=0.0, scale=(0.8, 0.8), shear=0.0, shift=0.0)
     square = torch.zeros(1, CANVAS, CANVAS)
     square[0, 18:22, 18:22] = 1

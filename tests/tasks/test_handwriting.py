@@ -44,7 +44,7 @@ def test_a_missing_package_names_the_extra_to_install(task, module, cached, monk
         task.split("train")
 
 
-def test_digits_fill_the_grey_scale():
+def test_digits_fill_the_gray_scale():
     images = Digits().split("train").images
     assert images.min() == 0
     assert images.max() == 255

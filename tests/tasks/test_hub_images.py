@@ -181,9 +181,9 @@ def test_the_fingerprint_is_of_pictures_and_labels_not_of_places(repository: Pat
 
 
 def test_fer2013s_archive_is_read_and_its_labels_are_put_in_order(tmp_path: Path) -> None:
-    grey = np.random.default_rng(0).integers(0, 256, (21, 48 * 48))
+    gray = np.random.default_rng(0).integers(0, 256, (21, 48 * 48))
     usage = ["Training"] * 14 + ["PublicTest"] * 4 + ["PrivateTest"] * 3
-    lines = [f"{i % 7},{' '.join(map(str, grey[i]))},{usage[i]}" for i in range(21)]
+    lines = [f"{i % 7},{' '.join(map(str, gray[i]))},{usage[i]}" for i in range(21)]
     (tmp_path / "fer2013.csv").write_text("emotion,pixels,Usage\n" + "\n".join(lines) + "\n")
     task = configured(conf_dir() / "task" / "clip" / "fer2013.yaml", source=str(tmp_path))
     assert (task.count("train") + task.count("validation"), task.count("test")) == (14, 7)

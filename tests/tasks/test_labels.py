@@ -93,8 +93,8 @@ def test_parts_that_number_the_same_names_otherwise_are_refused(tmp_path: Path) 
 def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
     names = list(published("eurosat", tmp_path).classes)
     write_parquet(tmp_path / PART.format("train"), pictures(20, 10), names=names)
-    unlabelled = [(picture, -1) for picture, _ in pictures(6, 10, 1)]
-    write_parquet(tmp_path / PART.format("test"), unlabelled, names=names)
+    unlabeled = [(picture, -1) for picture, _ in pictures(6, 10, 1)]
+    write_parquet(tmp_path / PART.format("test"), unlabeled, names=names)
     with pytest.raises(InputError, match=r"6 of 6 labels of 'test' are below 0 .*without labels"):
         published("eurosat", tmp_path).split("test")
     found = check_task(published("eurosat", tmp_path))

@@ -76,7 +76,7 @@ def test_shared_images_counts_a_planted_leak():
     assert leaks == {("train", "validation"): 0, ("train", "test"): 1, ("validation", "test"): 0}
 
 
-def test_digests_differ_by_one_grey_level_in_one_pixel():
+def test_digests_differ_by_one_gray_level_in_one_pixel():
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     images[1, 2, 3, 3] = 1
     first, second = image_digests(images)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from language import Colours, tiny_backbone
+from language import Colors, tiny_backbone
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
@@ -72,9 +72,9 @@ def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dic
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
     )
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
-    objective = backbone.objective(Colours(size=8))
+    objective = backbone.objective(Colors(size=8))
     done = finetune(
-        backbone.model(), {"colours": objective}, optimizer, settings, seed=0, resume=resume, trainer=options
+        backbone.model(), {"colors": objective}, optimizer, settings, seed=0, resume=resume, trainer=options
     )
     return None if done is None else {"state": done.state, "value": done.val_accuracy}
 

@@ -1,4 +1,4 @@
-"""Clocks, micro-batches, and every optimizer with every parametrisation, in `finetune` itself."""
+"""Clocks, micro-batches, and every optimizer with every parametrization, in `finetune` itself."""
 
 import math
 from functools import partial
@@ -10,14 +10,14 @@ from torch import nn
 from training.test_finetune import OPTIMIZERS, Cut
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import AttentionLinear, Full, Linearised, LoRA
+from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
 from mergekit_lab.optim import SAM, MergOPT, gradient_evaluations
 from mergekit_lab.training import Settings, clock, finetune
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
 KINDS = {
     "full": Full(),
-    "linearised": Linearised(),
+    "linearized": Linearized(),
     "attention_linear": AttentionLinear(),
     "lora": LoRA(rank=2),
 }

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from language import Colours, save_tiny, tiny_backbone
+from language import Colors, save_tiny, tiny_backbone
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.optim import MergOPT
@@ -36,7 +36,7 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
         model = LoRA(rank=2).trainable(model, seed=0) if lora else model
         optimizer = partial(MergOPT, base=partial(torch.optim.AdamW, lr=1e-2), scale=1e-3)
         return finetune(
-            model, {"colours": backbone.objective(Colours(size=10))}, optimizer, SETTINGS, seed=3,
+            model, {"colors": backbone.objective(Colors(size=10))}, optimizer, SETTINGS, seed=3,
             resume=tmp_path / name, trainer={"accelerator": "cpu", "enable_progress_bar": False},
             on_metrics=on_metrics,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the stage `analyse` can do, one frozen dataclass each; the group `analysis` names them."""
+"""What the stage `analyze` can do, one frozen dataclass each; the group `analysis` names them."""
 
 from mergekit_lab.stages.analyses.ablations import FinetuningSteps, FisherFraction
 from mergekit_lab.stages.analyses.cloud import ExpertCloud

@@ -22,7 +22,7 @@ from mergekit_lab.store import content_key
 class FisherFraction(Sweep):
     """The share of training samples that Fishers come from, for every merger of the run that reads them.
 
-    EpiMer, Figure 3 and appendix D.4: a share is the first samples of one seeded shuffle. Fishers are artefacts
+    EpiMer, Figure 3 and appendix D.4: a share is the first samples of one seeded shuffle. Fishers are artifacts
     of the store, so a share that a run asked for is found.
 
     Args:
@@ -81,7 +81,7 @@ class FisherFraction(Sweep):
 class FinetuningSteps(Sweep):
     """What experts, and the run's mergers, reach after fewer steps of fine-tuning (SAFT, Table C1).
 
-    Every share of the steps is a training of its own, with a schedule of that length; experts are artefacts of
+    Every share of the steps is a training of its own, with a schedule of that length; experts are artifacts of
     the store, those of the whole number are the run's own.
 
     Args:
@@ -151,6 +151,6 @@ class FinetuningSteps(Sweep):
             best = [found for point in points for found in point["mergers"].values()]
             left_out = without(task for found in best for task in found.get("left_out", ()))
             panels.append(
-                Lines(f"merged{left_out}", "steps", "value (% of the experts')", curves("normalised"))
+                Lines(f"merged{left_out}", "steps", "value (% of the experts')", curves("normalized"))
             )
         return Drawing(f"Steps of fine-tuning, {self.part}", panels, {})

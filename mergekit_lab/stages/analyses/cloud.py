@@ -121,13 +121,13 @@ def principal_plane(
         if start.is_floating_point():
             rows = torch.stack([(ends[t][name] - start).flatten().double() for t in names])
             gram += rows @ rows.T
-    centre = torch.eye(len(names), dtype=torch.float64) - 1 / len(names)
-    values, vectors = torch.linalg.eigh(centre @ gram @ centre)
+    center = torch.eye(len(names), dtype=torch.float64) - 1 / len(names)
+    values, vectors = torch.linalg.eigh(center @ gram @ center)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     if not values[1] > 1e-12 * values[0]:
         raise InputError("the experts lie on a line: there is no plane through them")
     lengths = values[:2].sqrt()
-    shares = centre @ vectors[:, :2] / lengths
+    shares = center @ vectors[:, :2] / lengths
     return shares.T, vectors[:, :2] * lengths, (values[:2] / values.sum()).tolist()
 
 

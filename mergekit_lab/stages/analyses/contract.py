@@ -140,7 +140,7 @@ def require_whole(what: str, value: object, least: int) -> None:
     require(whole and value >= least, what, value, f"a whole number of at least {least}")  # type: ignore[operator]
 
 
-def normalised(
+def normalized(
     values: Mapping[str, Sequence[float]], own: Mapping[str, float]
 ) -> tuple[list[float], list[str]]:
     """The mean over tasks of `value / expert's value` at each of A places, and the tasks it leaves out.
@@ -162,7 +162,7 @@ def normalised(
 
 
 def without(left_out: Iterable[str]) -> str:
-    """What a title adds for tasks that `normalised` leaves out."""
+    """What a title adds for tasks that `normalized` leaves out."""
     names = sorted(set(left_out))
     return f", without {listing(names)} (experts at 0)" if names else ""
 

@@ -24,7 +24,7 @@ from mergekit_lab.stages.analyses.contract import (
     experts_content,
     grid,
     keep,
-    normalised,
+    normalized,
     resumed,
     sample,
     states,
@@ -97,7 +97,7 @@ class AlphaSweep(Analysis):
         left_out: list[str] = []
         for label, tasks in data["mergers"].items():
             values = {t: scores["value"] for t, scores in tasks.items()}
-            shares, left_out = normalised(values, data["experts"])
+            shares, left_out = normalized(values, data["experts"])
             curves[label] = (alphas, [100 * share for share in shares])
         panels: list[Any] = [Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves)]
         for label, tasks in data["mergers"].items():

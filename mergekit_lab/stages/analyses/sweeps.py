@@ -22,7 +22,7 @@ from mergekit_lab.stages.analyses.contract import (
     data_content,
     experts_content,
     keep,
-    normalised,
+    normalized,
     require_whole,
     resumed,
     sample,
@@ -94,7 +94,7 @@ class Sweep(Analysis):
     ) -> dict[str, Any]:
         """A merge's best coefficient (1 where the method has none), and its values there, means over tasks.
 
-        The best is that of the normalised value, which leaves out tasks whose experts score 0; of the plain
+        The best is that of the normalized value, which leaves out tasks whose experts score 0; of the plain
         value where no other is left.
 
         Args:
@@ -109,13 +109,13 @@ class Sweep(Analysis):
         weights = Weights(run.model, run.base_state, {"merged": unit})
         scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         values = {t: scores[t]["value"] for t in tasks}
-        shares, left_out = normalised(values, own)
+        shares, left_out = normalized(values, own)
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
         criterion = means if len(left_out) == len(tasks) else shares
         top = max(range(len(grid)), key=criterion.__getitem__)
         return {
             "coefficient": grid[top],
-            "normalised": shares[top],
+            "normalized": shares[top],
             "value": means[top],
             "left_out": left_out,
         }
@@ -222,7 +222,7 @@ class ExpertCount(Sweep):
 def best_drawing(
     title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
 ) -> Drawing:
-    """Normalised value and coefficient of every merger over `point[key]`, means over points that have one."""
+    """Normalized value and coefficient of every merger over `point[key]`, means over points that have one."""
     from mergekit_lab.reporting.figures import Lines
 
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
@@ -241,7 +241,7 @@ def best_drawing(
             f"best coefficient, {part}{left_out}",
             x,
             "value (% of the experts')",
-            curve("normalised", 100.0),
+            curve("normalized", 100.0),
             logarithmic_x=logarithmic,
         ),
         Lines("the coefficient", x, "α", curve("coefficient", 1.0), logarithmic_x=logarithmic),

@@ -6,7 +6,7 @@ SAFT paper (Lee et al., ICLR 2025), appendix A.1. Reference implementation: gort
     f_lin(x; θ) = f(x; θ0) + ∇f(x; θ0) (θ − θ0)
 
 by one forward-mode product (`torch.func.jvp`). As there, the weights that train are θ, which begin at θ0 and
-which weight decay acts on, and the normalisation of an image's features stays outside the expansion. An expert
+which weight decay acts on, and the normalization of an image's features stays outside the expansion. An expert
 stays linear at evaluation, and so does a merge of experts: it is the expansion at the merged θ. Where we
 differ: any model that returns tensors, also in a structure, can be expanded.
 
@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from mergekit_lab.backbones.attention import keep_differentiable
-from mergekit_lab.backbones.parametrisation import Parametrisation
+from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, listing
 
 
@@ -54,7 +54,7 @@ class Tangent(nn.Module):
         running = [n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
         if running:
             raise InputError(
-                f"a model with running statistics cannot be linearised, and {listing(running)} keep some: "
+                f"a model with running statistics cannot be linearized, and {listing(running)} keep some: "
                 "take finetuning=full"
             )
         _load_rules()
@@ -103,12 +103,12 @@ class Tangent(nn.Module):
             kwargs = {"decoder_input_ids": read(labels=labels), **kwargs, "labels": None}
         elif labels is not None:
             raise InputError(
-                "a linearised model does not take labels, because its loss would be linearised too: compute "
+                "a linearized model does not take labels, because its loss would be linearized too: compute "
                 "the loss of the logits that it returns"
             )
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             if kwargs.get("use_cache"):
-                raise InputError("a linearised model keeps no cache: leave use_cache out")
+                raise InputError("a linearized model keeps no cache: leave use_cache out")
             return {**kwargs, "use_cache": False}
         return kwargs
 
@@ -133,7 +133,7 @@ def _with_own_name(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 
 @dataclass(frozen=True)
-class Linearised(Parametrisation):
+class Linearized(Parametrization):
     """The model's expansion around its pretrained weights trains, and computes.
 
     A model with an attribute `core` names by it the submodule that is expanded; others are expanded whole.
@@ -153,12 +153,12 @@ class Linearised(Parametrisation):
 
 
 def linearised_model(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """The expansion of a pretrained model at the weights of a linearised expert, or of a merge of such.
+    """The expansion of a pretrained model at the weights of a linearized expert, or of a merge of such.
 
     Args:
         model: as pretrained, the base of the experts; becomes part of the result.
         state: a checkpoint in the base's names.
     """
-    made = Linearised().computing(model)
+    made = Linearized().computing(model)
     made.load_state_dict(state)
     return made

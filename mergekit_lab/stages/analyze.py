@@ -1,4 +1,4 @@
-"""Stage analyse: an analysis of the run's experts, its numbers into the store, its figure beside the report."""
+"""Stage analyze: an analysis of the run's experts, its numbers into the store, its figure beside the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 DATA = "data.json"
 
 
-def stage_analyse(run: Context) -> None:
+def stage_analyze(run: Context) -> None:
     """Run the analysis of the configuration, or find its numbers, and draw them."""
     analysis = build(run.cfg.analysis)
     if not isinstance(analysis, Analysis):

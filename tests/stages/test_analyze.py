@@ -1,4 +1,4 @@
-"""Stage analyse: every analysis of the group on two tiny experts, drawn, found again, resumed."""
+"""Stage analyze: every analysis of the group on two tiny experts, drawn, found again, resumed."""
 
 import json
 import math
@@ -45,9 +45,9 @@ SMALL = {
     ],
     "steps": ["analysis.shares=[0.5,1.0]", "analysis.coefficients=[0.5,1.0]", "analysis.samples=20"],
     "distribution": ["analysis.bins=11"],
-    "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyse]", "analysis.samples=20"],
+    "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyze]", "analysis.samples=20"],
     "cloud": [
-        *("stage=null", "stages=[finetune,analyse]", f"+suite.tasks.other={OTHER}"),
+        *("stage=null", "stages=[finetune,analyze]", f"+suite.tasks.other={OTHER}"),
         *("analysis.points=3", "analysis.samples=20"),
     ],
     "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
@@ -60,8 +60,8 @@ def go(folder: Path, store: Path, *overrides: str) -> None:
     run(cfg, folder, choices, list(overrides))
 
 
-def analyse(folder: Path, store: Path, name: str, *overrides: str) -> dict:
-    common = ["stage=analyse", f"analysis={name}", "joint=false"]
+def analyze(folder: Path, store: Path, name: str, *overrides: str) -> dict:
+    common = ["stage=analyze", f"analysis={name}", "joint=false"]
     if not any(each.startswith("merger=") for each in SMALL[name]):
         common.append("merger=task_arithmetic")
     go(folder, store, *common, *SMALL[name], *overrides)
@@ -70,7 +70,7 @@ def analyse(folder: Path, store: Path, name: str, *overrides: str) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("analyse")
+    folder = tmp_path_factory.mktemp("analyze")
     go(folder / "run", folder / "store", "merger=task_arithmetic", "joint=false")
     return folder / "run", folder / "store"
 
@@ -88,21 +88,21 @@ def test_every_field_stands_in_its_file(file: Path) -> None:
 @pytest.mark.parametrize("name", list(SMALL))
 def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
     _, store = trained
-    data = analyse(tmp_path / "first", store, name)
+    data = analyze(tmp_path / "first", store, name)
     png = (tmp_path / f"first/analysis/{name}.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24])[0] > 500
     assert "<svg" in (tmp_path / f"first/analysis/{name}.svg").read_text()
     target = get_class(yaml.safe_load((conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
     monkeypatch.setattr(target, "compute", None)
-    assert analyse(tmp_path / "again", store, name) == data
+    assert analyze(tmp_path / "again", store, name) == data
 
 
 def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
     _, store = trained
-    analyse(tmp_path / "a", store, "landscape")
+    analyze(tmp_path / "a", store, "landscape")
     before = len(list((store / "analyses").iterdir()))
-    data = analyse(tmp_path / "b", store, "disentanglement")
+    data = analyze(tmp_path / "b", store, "disentanglement")
     assert len(list((store / "analyses").iterdir())) == before
     (entry,) = data["pairs"]
     assert entry["pair"] == ["digits", "latin"]
@@ -125,12 +125,12 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 
     monkeypatch.setattr(planes, "plane", cut)
     with pytest.raises(KeyboardInterrupt):
-        analyse(tmp_path / "cut", store, "landscape", *options)
-    resumed = analyse(tmp_path / "resumed", store, "landscape", *options)
+        analyze(tmp_path / "cut", store, "landscape", *options)
+    resumed = analyze(tmp_path / "resumed", store, "landscape", *options)
     assert made == [0, 1, 2, 3]
     monkeypatch.setattr(planes, "plane", real)
     shutil.rmtree(store / "analyses")
-    whole = analyse(tmp_path / "whole", store, "landscape", *options)
+    whole = analyze(tmp_path / "whole", store, "landscape", *options)
     assert resumed == whole
 
 
@@ -149,9 +149,9 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 
     monkeypatch.setattr(paths, "line", cut)
     with pytest.raises(KeyboardInterrupt):
-        analyse(tmp_path / "cut", store, "barrier", *options)
+        analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
-    assert list(analyse(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
+    assert list(analyze(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
     assert made == ["digits", "latin"]
 
 
@@ -193,14 +193,14 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
 def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
     folder, store = trained
-    sweep = analyse(tmp_path / "a", store, "alpha_sweep", "analysis.samples=null")
+    sweep = analyze(tmp_path / "a", store, "alpha_sweep", "analysis.samples=null")
     searched = json.loads((folder / "searches.json").read_text())["task_arithmetic"]
     at_one = sweep["mergers"]["task_arithmetic"]
     assert sweep["alphas"] == [0.0, 1.0, 2.0]
-    wanted = next(p["normalised"] for p in searched if p["coefficient"] == 1.0)
+    wanted = next(p["normalized"] for p in searched if p["coefficient"] == 1.0)
     found = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
     assert found == pytest.approx(wanted, abs=1e-6)
-    barrier = analyse(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
+    barrier = analyze(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
     merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
     for task, entry in barrier["tasks"].items():
@@ -210,7 +210,7 @@ def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
 
 
 def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
-    data = analyse(tmp_path, trained[1], "hessian", "analysis.tasks=[latin]")
+    data = analyze(tmp_path, trained[1], "hessian", "analysis.tasks=[latin]")
     assert [(p["task"], p["at"]) for p in data["points"]] == [("latin", 0.0), ("latin", 1.0)]
     for point in data["points"]:
         assert point["iterations"] == 3
@@ -252,15 +252,15 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
 )
 def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained, tmp_path) -> None:
     with pytest.raises(InputError, match=match):
-        analyse(tmp_path, trained[1], name, override)
+        analyze(tmp_path, trained[1], name, override)
 
 
 def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, tmp_path) -> None:
     far = ["analysis.points=2", "analysis.low=-1e20", "analysis.high=1e20"]
-    data = analyse(tmp_path / "a", trained[1], "landscape", *far)
+    data = analyze(tmp_path / "a", trained[1], "landscape", *far)
     (entry,) = data["pairs"]
     assert any(None in row for row in entry["measures"]["loss/digits"])
-    lines = analyse(tmp_path / "b", trained[1], "alpha_sweep", *far)
+    lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far)
     assert None in lines["mergers"]["task_arithmetic"]["digits"]["loss"]
     for folder, name in (("a", "landscape"), ("b", "alpha_sweep")):
         assert (tmp_path / folder / f"analysis/{name}.png").stat().st_size > 1000
@@ -295,12 +295,12 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
         return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
 
     monkeypatch.setattr(sweeps, "line", made)
-    (point,) = analyse(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
-    assert (point["coefficient"], point["normalised"], point["left_out"]) == (0.5, 1.0, ["latin"])
+    (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
+    assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)
     own["digits"] = 0.0
-    (point,) = analyse(tmp_path / "b", trained[1], "expert_count", "analysis.samples=18")["points"]
-    assert (point["coefficient"], point["normalised"]) == (0.5, None)
+    (point,) = analyze(tmp_path / "b", trained[1], "expert_count", "analysis.samples=18")["points"]
+    assert (point["coefficient"], point["normalized"]) == (0.5, None)
     swept = {"task_arithmetic": {t: {"value": [0.4, 0.01]} for t in values}}
     data = {"alphas": [0.5, 1.0], "experts": {"digits": 0.8, "latin": 0.0}, "mergers": swept}
     drawing = paths.AlphaSweep().draw(data)
@@ -309,7 +309,7 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
 
 
 def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:
-    data = analyse(tmp_path, trained[1], "jtl")
+    data = analyze(tmp_path, trained[1], "jtl")
     (entry,) = data["pairs"]
     assert entry["pair"] == ["digits", "latin"]
     assert entry["delta"][0] == entry["delta"][-1] == 0
@@ -317,21 +317,21 @@ def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp
 
 
 def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_group(trained, tmp_path) -> None:
-    found = analyse(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
+    found = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
     assert [point["rank"] for point in found["points"]] == [1, 100000]
-    whole = analyse(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
+    whole = analyze(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
     assert whole["alphas"] == [0.5, 0.75, 1.0]
-    (group,) = analyse(tmp_path / "c", trained[1], "expert_count")["points"]
+    (group,) = analyze(tmp_path / "c", trained[1], "expert_count")["points"]
     assert group["tasks"] == ["digits", "latin"]
     assert group["coefficient"] in (0.5, 1.0)
     tasks = whole["mergers"]["task_arithmetic"]
     shares = [sum(tasks[t]["value"][i] / whole["experts"][t] for t in tasks) / 2 for i in (0, 2)]
-    assert group["normalised"] == pytest.approx(max(shares))
+    assert group["normalized"] == pytest.approx(max(shares))
 
 
 def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
     _, store = trained
-    found = analyse(tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]")["points"]
+    found = analyze(tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]")["points"]
     assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
     assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
     before = len(list((store / "fishers").iterdir()))
@@ -343,7 +343,7 @@ def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> Non
 def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) -> None:
     folder, store = trained
     before = len(list((store / "experts").iterdir()))
-    found = analyse(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
+    found = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
     assert [point["steps"] for point in found] == [2, 4]
     assert len(list((store / "experts").iterdir())) <= before + 2
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
@@ -352,7 +352,7 @@ def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) ->
 
 
 def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained, tmp_path) -> None:
-    data = analyse(tmp_path, trained[1], "distribution", "analysis.share=0.9")
+    data = analyze(tmp_path, trained[1], "distribution", "analysis.share=0.9")
     assert list(data) == ["digits", "latin", "+sum"]
     for entry in data.values():
         width = entry["places"][1] - entry["places"][0]
@@ -363,7 +363,7 @@ def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained,
 
 
 def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:
-    data = analyse(tmp_path, trained[1], "curvature_gain")
+    data = analyze(tmp_path, trained[1], "curvature_gain")
     assert data["matrices"]
     assert min(data["eta"]) >= 0
     assert set(data["losses"]) == {"curved", "flat"}
@@ -379,12 +379,12 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     }
     shares, places, explained = principal_plane(ends, base)
     vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
-    centred = vectors - vectors.mean(dim=0)
-    _, s, vh = torch.linalg.svd(centred, full_matrices=False)
+    centered = vectors - vectors.mean(dim=0)
+    _, s, vh = torch.linalg.svd(centered, full_matrices=False)
     components = shares @ vectors
     torch.testing.assert_close(components @ components.T, torch.eye(2, dtype=torch.float64))
     torch.testing.assert_close(
         (components @ vh[:2].T).abs(), torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
     )
-    torch.testing.assert_close(places, centred @ components.T)
+    torch.testing.assert_close(places, centered @ components.T)
     assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())

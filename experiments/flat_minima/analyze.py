@@ -1,6 +1,6 @@
 """Tables, paired tests and the figure of the study. See README.md.
 
-python experiments/flat_minima/analyse.py results.json --figure figure.png
+python experiments/flat_minima/analyze.py results.json --figure figure.png
 """
 
 import argparse
@@ -34,7 +34,7 @@ def mean_accuracy(cell: dict, column: str) -> float:
 def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
     """Mean ± standard deviation over seeds; and p of a paired t-test against AdamW on the seeds both have.
 
-    An optimizer of a parametrisation is compared with AdamW of the same.
+    An optimizer of a parametrization is compared with AdamW of the same.
     """
     lines = ["| arm | seeds | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
     for arm, by_seed in cells.items():
@@ -55,7 +55,7 @@ def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
 
 
 def plain_of(arm: str, cells: Cells) -> str:
-    """AdamW with the parametrisation of an arm."""
+    """AdamW with the parametrization of an arm."""
     alike = f"adamw, {arm.partition(', ')[2]}"
     return alike if alike in cells else "adamw"
 
@@ -128,10 +128,10 @@ def figure(cells: Cells, path: Path) -> None:
         alphas = [alpha for alpha, _ in curves[0]]
         values = [100 * statistics.mean(c[i][1] for c in curves) for i in range(len(alphas))]
         middle.plot(alphas, values, color=colors[arm], label=arm)
-    middle.axvline(0.4, color="grey", linewidth=0.8, linestyle=":")
+    middle.axvline(0.4, color="gray", linewidth=0.8, linestyle=":")
     middle.set_xlim(0, 1.2)
     middle.set_xlabel("coefficient of task arithmetic")
-    middle.set_ylabel("normalised validation accuracy, %")
+    middle.set_ylabel("normalized validation accuracy, %")
     middle.legend(fontsize=8)
     for kind, (arm, _) in PUBLISHED.items():
         for column, line in (("average", "--"), ("task_arithmetic", "-")):

@@ -1,8 +1,8 @@
 """What of a pretrained model trains, and how what was trained becomes a checkpoint of the model's own names.
 
-A parametrisation is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`, an
+A parametrization is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`, an
 image encoder or a model of transformers: `trainable` before training, `folded` after it, and `computing` where
-checkpoints are evaluated, merged ones among them. `linearised.py` and `lora.py` have the others.
+checkpoints are evaluated, merged ones among them. `linearized.py` and `lora.py` have the others.
 
 Jin, Hou, Xiao, Su, Shen: Fine-tuning attention modules only: Enhancing weight disentanglement in task
 arithmetic (ICLR 2025); FTLO in the SAFT paper (Lee et al., ICLR 2025), appendix A.1.
@@ -17,7 +17,7 @@ from mergekit_lab.backbones.attention import attention_weights
 from mergekit_lab.errors import InputError
 
 
-class Parametrisation:
+class Parametrization:
     """How a model is fine-tuned. Whatever the way, an expert is a checkpoint with the base's names.
 
     Attributes:
@@ -35,7 +35,7 @@ class Parametrisation:
             seed: of values that are drawn at the start.
 
         Raises:
-            InputError: the parametrisation does not apply to this model.
+            InputError: the parametrization does not apply to this model.
         """
         return model
 
@@ -53,12 +53,12 @@ class Parametrisation:
 
 
 @dataclass(frozen=True)
-class Full(Parametrisation):
+class Full(Parametrization):
     """Every parameter trains."""
 
 
 @dataclass(frozen=True)
-class AttentionLinear(Parametrisation):
+class AttentionLinear(Parametrization):
     """Only the weights of the query, key, value and output projections of attention train, not their biases.
 
     All other tensors of an expert are the base's, bit for bit.

@@ -1,4 +1,4 @@
-"""Parametrisations: what trains, what an expert computes, and that every expert is an ordinary checkpoint."""
+"""Parametrizations: what trains, what an expert computes, and that every expert is an ordinary checkpoint."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from mergekit_lab.backbones import (
     AttentionLinear,
     Classifier,
     Full,
-    Linearised,
+    Linearized,
     LoRA,
     OpenClip,
     Tangent,
@@ -34,7 +34,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "nu
 GPT2 = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
 KINDS = {
     "full": Full(),
-    "linearised": Linearised(),
+    "linearized": Linearized(),
     "attention_linear": AttentionLinear(),
     "lora": LoRA(rank=3, alpha=5.0),
 }
@@ -102,7 +102,7 @@ def test_at_the_start_every_parametrisation_computes_what_the_base_does(kind, wh
 
 @pytest.mark.parametrize("which", ["open_clip", "gpt2"])
 def test_a_linearised_model_is_the_derivative_along_the_change_of_weights(which) -> None:
-    """Against central differences in float64, which Llama's norms would leave. Features are not normalised."""
+    """Against central differences in float64, which Llama's norms would leave. Features are not normalized."""
     gpt2 = (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), lambda: tokens() % 16, MODELS["llama"][2])
     make, draw, run = {**MODELS, "gpt2": gpt2}[which]
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_a_linearised_model_is_the_derivative_along_the_change_of_weights(which)
 def test_evaluation_in_inference_mode_computes_the_expansion_too(which) -> None:
     make, inputs, run = MODELS[which]
     x = inputs()
-    model, _ = trained("linearised", make, run, x)
+    model, _ = trained("linearized", make, run, x)
     with torch.no_grad():
         expected = run(model, x)
     with torch.inference_mode():
@@ -231,7 +231,7 @@ def test_experts_of_all_parametrisations_merge_with_each_other() -> None:
 
 
 def test_the_fisher_of_a_linearised_expert_is_that_of_its_expansion() -> None:
-    model, _ = trained("linearised", *(MODELS["open_clip"][i] for i in (0, 2)), pixels())
+    model, _ = trained("linearized", *(MODELS["open_clip"][i] for i in (0, 2)), pixels())
     classifier = Classifier(model, torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
     x, labels = pixels(), torch.tensor([0, 3, 1])
     fisher = diagonal_fisher(classifier, [(x, labels)], chunk=2)
@@ -275,8 +275,8 @@ def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
         AttentionLinear().trainable(plain)
     with pytest.raises(InputError, match=r"Sequential has none .*finetuning\.targets"):
         LoRA().trainable(plain)
-    with pytest.raises(InputError, match=r"running statistics cannot be linearised, and 1 keep some"):
-        Linearised().trainable(plain)
+    with pytest.raises(InputError, match=r"running statistics cannot be linearized, and 1 keep some"):
+        Linearized().trainable(plain)
     with pytest.raises(InputError, match=r"finetuning=lora cannot be applied: .*nowhere"):
         LoRA(targets=["nowhere"]).trainable(plain)
     with pytest.raises(InputError, match=r"attn\.out_proj .*alone would have no effect"):
@@ -291,8 +291,8 @@ def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
 
 
 def test_a_linearised_language_model_takes_neither_labels_nor_a_cache() -> None:
-    tangent = Linearised().trainable(llama())
-    with pytest.raises(InputError, match="loss would be linearised too"):
+    tangent = Linearized().trainable(llama())
+    with pytest.raises(InputError, match="loss would be linearized too"):
         tangent(tokens(), labels=tokens())
     with pytest.raises(InputError, match="keeps no cache"):
         tangent(tokens(), use_cache=True)

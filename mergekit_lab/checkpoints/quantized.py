@@ -1,4 +1,4 @@
-"""Quantised checkpoints, whose numbers mean nothing without their scales: told from others and refused."""
+"""Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _is_called_packed(name: str, others: Mapping[str, TensorSpec]) -> bool:
     return name.endswith(".qweight") or any(other in others for other in beside)
 
 
-def refuse_quantised(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that holds quantised tensors.
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that holds quantized tensors.
 
     Raises:
         InputError: it does, with what to do.
@@ -44,7 +44,7 @@ def refuse_quantised(checkpoint: Checkpoint) -> None:
     names = quantised_names(checkpoint)
     if names:
         raise InputError(
-            f"{checkpoint.label} is quantised ({len(names)} tensors: {listing(names)}), and quantised numbers "
-            "cannot be merged: dequantise it first (load it with transformers, `model.dequantize()`, and save "
+            f"{checkpoint.label} is quantized ({len(names)} tensors: {listing(names)}), and quantized numbers "
+            "cannot be merged: dequantize it first (load it with transformers, `model.dequantize()`, and save "
             "that), or give the weights that it was made of"
         )
