@@ -9,8 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "merge": "mergekit_lab.stages.checkpoint_merge",
-    "expand": "mergekit_lab.stages.expand",
+    "merge": "mergekit_lab.commands.write",
+    "expand": "mergekit_lab.commands.expand",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",
     "InputError": "mergekit_lab.errors",

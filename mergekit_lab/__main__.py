@@ -25,7 +25,7 @@ class UserError(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
     gc.disable()  # imports leave 180,000 objects that stay: looking for garbage among them takes a tenth longer
-    from mergekit_lab.stages.run import run
+    from mergekit_lab.runs.run import run
 
     gc.enable()
     settings = HydraConfig.get()
@@ -53,7 +53,7 @@ def _for_hydra(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from mergekit_lab.stages.workers import leave, raise_on_sigterm
+    from mergekit_lab.workers import leave, raise_on_sigterm
 
     sys.argv[1:] = _for_hydra(sys.argv[1:])
     raise_on_sigterm()

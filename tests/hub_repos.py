@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages.checking import build
+from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
 
 SIZES = {"train": 20, "test": 6}

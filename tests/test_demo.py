@@ -17,7 +17,7 @@ _SHORTER = (
     "search.coefficients=[0.3,0.7,1.4]",
 )
 """Enough for the order of the rows. The joint model alone takes as long as everything else; that there is one,
-the runs in tests/stages show."""
+the runs in tests/runs show."""
 
 
 def demo(folder: Path, name: str) -> tuple[str, float]:

@@ -10,20 +10,26 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
     {"errors", "machine", "paths"},
+    {"workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},
     {"training", "evaluation"},
     {"analysis"},
     {"store", "reporting"},
-    {"stages"},
+    {"schema"},
+    {"commands"},
+    {"runs"},
     {"__main__"},
 ]
-BESIDE = {"store": {"errors", "paths", "checkpoints"}, "reporting": {"errors", "paths"}}
+BESIDE = {
+    "store": {"errors", "paths", "checkpoints"},
+    "reporting": {"errors", "paths"},
+}
 ONLY_IN = {
-    "lightning": {"training", "stages"},
-    "hydra": {"__main__", "stages"},
-    "omegaconf": {"__main__", "stages"},
+    "lightning": {"training", "runs"},
+    "hydra": {"__main__", "schema", "commands", "runs"},
+    "omegaconf": {"__main__", "schema", "commands", "runs"},
     "open_clip": {"backbones"},
     "peft": {"backbones"},
     "transformers": {"backbones", "tasks", "training"},

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measured_layers
 from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.commands.diagnose import pairs
 from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.stages.context import Context, load_state
-from mergekit_lab.stages.diagnose import pairs
+from mergekit_lab.runs.context import Context, load_state
 from mergekit_lab.tasks import Part
 
 COEFFICIENTS = (0.4, 0.6, 0.8, 1.0)

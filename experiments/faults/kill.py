@@ -26,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from stages.conftest import TINY, composed
+from composing import TINY, composed
 
-from mergekit_lab.stages.run import run
+from mergekit_lab.runs.run import run
 
 
 def _child(folder: Path, store: Path, more: list[str]) -> None:

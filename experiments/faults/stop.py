@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from stages.conftest import TINY
+from composing import TINY
 
 LARGE = ["suite.tasks.latin.validation_size=1040", "suite.tasks.latin.test_size=2080"]
 """Enough that an evaluation takes seconds."""

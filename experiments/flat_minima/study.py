@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergekit_lab.reporting.records import Record
-    from mergekit_lab.stages.context import Context
+    from mergekit_lab.runs.context import Context
 
 TUNED = ("task_arithmetic", "ties", "dare", "tsvm", "epimer")
 FIXED = 0.4
@@ -100,9 +100,9 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from omegaconf import open_dict
 
     from mergekit_lab.paths import conf_dir
-    from mergekit_lab.stages.context import Context
-    from mergekit_lab.stages.report import collect
-    from mergekit_lab.stages.run import run
+    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.report import collect
+    from mergekit_lab.runs.run import run
 
     lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
@@ -121,8 +121,8 @@ def summary(context: "Context", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
-    from mergekit_lab.stages.context import load_state
-    from mergekit_lab.stages.merge import chosen_coefficient, search
+    from mergekit_lab.runs.context import load_state
+    from mergekit_lab.runs.merge import chosen_coefficient, search
 
     by_label: dict[str, dict[str, float]] = {}
     for r in records:

@@ -148,7 +148,7 @@ def main() -> None:
         "torch": torch.__version__,
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
         "copy_seconds": round(min(copied(given.folder, given.folder / "copy") for _ in range(2)), 2),
-        "imports": watched([sys.executable, "-c", "import mergekit_lab.stages.merge_checkpoints"]),
+        "imports": watched([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
         "rows": [],
     }
     for method in given.methods:

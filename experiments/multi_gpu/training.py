@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
-from mergekit_lab.stages.workers import together
+from mergekit_lab.workers import together
 
 if TYPE_CHECKING:
     from bench import Rows

@@ -59,7 +59,7 @@ class ComparisonSweeper(BasicSweeper):
         """How many jobs the sweep has."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        from mergekit_lab.stages.given_up import forget
+        from mergekit_lab.runs.given_up import forget
 
         before = self._begun()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
@@ -81,7 +81,7 @@ class ComparisonSweeper(BasicSweeper):
 
     def _place_for_failures(self) -> Path:
         """Where this sweep notes what it does not try again; every job has it in its environment."""
-        from mergekit_lab.stages.given_up import PLACE, new_place
+        from mergekit_lab.runs.given_up import PLACE, new_place
 
         self._given_up = new_place(Path(self.config.hydra.sweep.dir))
         quoted = str(self._given_up).replace("\\", r"\\").replace("'", r"\'")
@@ -113,7 +113,7 @@ class ComparisonSweeper(BasicSweeper):
         if not any(map(_needs_others, configs)):
             return
         from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.run import refuse_missing
+        from mergekit_lab.runs.run import refuse_missing
 
         try:
             refuse_missing(*configs)
@@ -141,9 +141,9 @@ class ComparisonSweeper(BasicSweeper):
     def _contexts(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs' contexts by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.config import check, with_chosen_merger
-        from mergekit_lab.stages.context import Context
-        from mergekit_lab.stages.run import refuse_missing
+        from mergekit_lab.runs.context import Context
+        from mergekit_lab.runs.run import refuse_missing
+        from mergekit_lab.schema.run import check, with_chosen_merger
 
         shared: dict[str, Any] = {}
         found = {}
@@ -163,7 +163,7 @@ class ComparisonSweeper(BasicSweeper):
         return found
 
     def _print_plan(self, arguments: list[str]) -> None:
-        from mergekit_lab.stages.plan import Plan
+        from mergekit_lab.runs.plan import Plan
 
         contexts = self._contexts(self._jobs(arguments))
         if contexts:
@@ -171,8 +171,8 @@ class ComparisonSweeper(BasicSweeper):
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
-        from mergekit_lab.stages.given_up import SHARED, give_up
-        from mergekit_lab.stages.plan import shared_training, unmade
+        from mergekit_lab.runs.given_up import SHARED, give_up
+        from mergekit_lab.runs.plan import shared_training, unmade
 
         here = isinstance(self.launcher, BasicLauncher)
         if (
@@ -230,7 +230,7 @@ class ComparisonSweeper(BasicSweeper):
         that of a file server differs from this machine's.
         """
         from mergekit_lab.errors import InputError
-        from mergekit_lab.stages.report import report_sweep
+        from mergekit_lab.runs.report import report_sweep
 
         try:
             out, now = Path(self.config.hydra.sweep.dir), self._begun()

@@ -24,7 +24,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 log = logging.getLogger(__name__)
-_MODULES = ("mergekit_lab.stages.finetune", "mergekit_lab.stages.report")
+_MODULES = ("mergekit_lab.runs.finetune", "mergekit_lab.runs.report")
 """What workers would spend seconds on importing, each."""
 
 
@@ -58,13 +58,13 @@ class LocalLauncher(Launcher):
 
     def ready(self) -> None:
         """Begin to import what jobs need, while the sweep is planned."""
-        from mergekit_lab.stages.workers import import_ahead
+        from mergekit_lab.workers import import_ahead
 
         backbone = str(OmegaConf.select(self.config, "backbone._target_"))
         import_ahead([*_MODULES, *(["open_clip"] if backbone.endswith("OpenClip") else [])])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from mergekit_lab.stages.workers import Outcome, Pool
+        from mergekit_lab.workers import Outcome, Pool
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError
 
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.ties import read_config, tied_groups, ties_embeddings, vocabulary_size
+from mergekit_lab.checkpoints.tied_weights import read_config, tied_groups, ties_embeddings, vocabulary_size
 from mergekit_lab.errors import InputError, listing
 
 Say = Callable[[str], None]

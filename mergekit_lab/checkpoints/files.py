@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
-from mergekit_lab.checkpoints.ties import equal_ties
+from mergekit_lab.checkpoints.tied_weights import equal_ties
 from mergekit_lab.errors import InputError, listing
 
 DTYPES = {

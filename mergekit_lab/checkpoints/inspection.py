@@ -14,7 +14,12 @@ from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.align import computed_buffers
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import RemoteHeaders
-from mergekit_lab.checkpoints.ties import configured_groups, read_config, ties_embeddings, vocabulary_size
+from mergekit_lab.checkpoints.tied_weights import (
+    configured_groups,
+    read_config,
+    ties_embeddings,
+    vocabulary_size,
+)
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import listing
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, TRANSFORMERS, Library
-from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, listing
 
 _TOKENIZER = (

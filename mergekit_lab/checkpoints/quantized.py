@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
-from mergekit_lab.checkpoints.ties import read_config
+from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, listing
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.ties import could_be_vocabulary, is_vocabulary_name
+from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, is_vocabulary_name
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import InputError, listing, suggestion
 

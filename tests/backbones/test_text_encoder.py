@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
+from composing import composed
 from language import Colors, byte_tokenizer
-from stages.conftest import composed
 from torch.nn import functional
 
 from mergekit_lab import InputError
@@ -14,8 +14,8 @@ from mergekit_lab.backbones import TextEncoder
 from mergekit_lab.curvature import diagonal_fisher
 from mergekit_lab.evaluation import score
 from mergekit_lab.reporting import read_records
-from mergekit_lab.stages.config import check
-from mergekit_lab.stages.run import run
+from mergekit_lab.runs.run import run
+from mergekit_lab.schema.run import check
 from mergekit_lab.tasks import TextFile, WordProblems
 
 

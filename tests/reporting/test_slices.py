@@ -100,7 +100,7 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 @pytest.mark.parametrize(
     ("table", "measure", "match"),
     [
-        ("optimizer×merger", "value", "'optimizer' is no dimension.*optimizer"),
+        ("optimizers×merger", "value", "'optimizers' is no dimension.*optimizer"),
         ("optimizer", "value", "must be two dimensions"),
         ("optimizer×optimizer", "value", "must be two dimensions"),
         ("optimizer×merger", "accuracy", "metric is 'accuracy'"),

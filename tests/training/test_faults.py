@@ -10,7 +10,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from stages.conftest import TINY, composed
+from composing import TINY, composed
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
@@ -143,7 +143,7 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
 
 
 def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
-    from mergekit_lab.stages.run import run
+    from mergekit_lab.runs.run import run
 
     cfg, choices = composed(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
@@ -166,7 +166,7 @@ def test_one_sample_that_does_not_fit_says_what_to_set(tmp_path, monkeypatch) ->
 
 
 def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_path) -> None:
-    from mergekit_lab.stages.context import Context
+    from mergekit_lab.runs.context import Context
 
     def key(*overrides: str) -> dict:
         cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])

@@ -7,7 +7,7 @@ import torch
 from language import save_tiny
 from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, both, train, train_language
 
-from mergekit_lab.stages.workers import together
+from mergekit_lab.workers import together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 

@@ -1,0 +1,1 @@
+"""What can be done with checkpoints that are there: no run, no store; a file a command."""

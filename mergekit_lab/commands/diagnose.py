@@ -1,0 +1,233 @@
+"""Stage diagnose: which experts will interfere, and where, read from checkpoints that are there already."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from mergekit_lab.analysis import Advice, Interference, Layer, advise, measured_layers
+from mergekit_lab.analysis.interference import plain_sums
+from mergekit_lab.commands.merge_checkpoints import read_sources
+from mergekit_lab.commands.prepare import prepare
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import TaskArithmetic, resolve_device
+from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.schema.check import TopLevel
+
+log = logging.getLogger(__name__)
+NAME = "diagnose"
+FILE = "diagnosis.json"
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Diagnose(TopLevel):
+    """The top level of the configuration of this stage, which builds no backbone and no task.
+
+    Args:
+        base: a folder, a file or a hub id.
+        experts: a list of the same and of PEFT adapters' folders, a mapping from name to one, or `@list.txt`.
+        fishers: in the experts' order or by name, or `@list.txt`; null: no curvature.
+        include, exclude: name patterns of tensors.
+        embeddings: intersect, pad or base, where vocabularies differ.
+        rank: leading singular vectors of a matrix that are compared.
+    """
+
+    base: str | None
+    fishers: Any
+    include: list[str] | None
+    exclude: list[str]
+    embeddings: str | None
+    rank: int
+
+
+def run_diagnose(cfg: DictConfig, folder: Path) -> None:
+    """Measure, write `diagnosis.json` into `folder`, and print the tables.
+
+    Raises:
+        InputError: inputs that are missing or do not belong together.
+    """
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    given = Diagnose(**plain)
+    if not given.base:
+        raise InputError("base is not set: base=<folder, file or hub id>")
+    if not given.experts:
+        raise InputError("experts is not set: experts=[a,b] or experts=@list.txt")
+    begun = time.monotonic()
+    found, notes = _measured(given)
+    advice = advise(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(as_json(found, advice, notes), indent=1, allow_nan=False) + "\n")
+    for note in notes:
+        log.info("%s", note)
+    show(found, advice, Console())
+    log.info("diagnosed %d experts in %.0f s: %s", len(found.experts), time.monotonic() - begun, folder / FILE)
+
+
+def _measured(given: Diagnose) -> tuple[Interference, Sequence[str]]:
+    statistics = {} if given.fishers is None else {"fisher": read_sources(given.fishers, "fishers")}
+    prepared = prepare(
+        given.base or "",
+        read_sources(given.experts, "experts"),
+        TaskArithmetic(),
+        statistics=statistics,
+        include=given.include,
+        exclude=given.exclude,
+        embeddings=given.embeddings,
+    )
+    inputs = open_inputs(
+        prepared.base, prepared.experts, prepared.method, include=prepared.include, exclude=prepared.left_out
+    )
+    fishers = prepared.side.get("fisher")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device if given.device == "auto" else given.device
+    found = Interference(tuple(inputs.experts), fishers is not None)
+    layers = measured_layers(
+        inputs, fishers=fishers, rank=given.rank, device=resolve_device(device), seed=given.seed
+    )
+    for layer, traces in track(
+        layers, "diagnosing", total=len(inputs.merged), disable=not given.progress, transient=True
+    ):
+        found.add(layer, traces)
+    return found, prepared.notes
+
+
+def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str]) -> dict[str, Any]:
+    """Everything that was measured."""
+    return {
+        "experts": list(found.experts),
+        "base_norm": found.base_norm,
+        "overall": plain_sums(found.total),
+        "fisher_traces": found.fisher_traces.tolist() if found.has_fishers else None,
+        "pairs": [asdict(pair) for pair in pairs(found)],
+        "advice": [asdict(each) for each in advice],
+        "notes": list(notes),
+        "layers": [layer.plain() for layer in found.layers],
+    }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two experts, and where they get in each other's way.
+
+    Attributes:
+        experts: their names.
+        cosine, sign_conflict, canceling: over the whole model.
+        overlap: of leading singular subspaces, over chance; the mean over matrices. Null without matrices.
+        harm: predicted rise of the first's loss by the second's task vector, and the other way round; null
+            without Fishers.
+        where: tensors by their share of what cancels (of the harm, with Fishers), the largest first.
+    """
+
+    experts: tuple[str, str]
+    cosine: float
+    sign_conflict: float
+    canceling: float
+    overlap: float | None
+    harm: tuple[float, float] | None
+    where: list[tuple[str, float]]
+
+
+def pairs(found: Interference) -> list[Pair]:
+    """Every pair, the worst first: by predicted harm with Fishers, else by what cancels."""
+    total = found.total
+    made = []
+    for i, first in enumerate(found.experts):
+        for j, second in enumerate(found.experts[:i]):
+            overlaps = [float(x.spectra.overlap[i, j]) / x.spectra.chance for x in found.layers if x.spectra]
+            made.append(
+                Pair(
+                    (second, first),
+                    float(total.cosine[i, j]),
+                    float(total.sign_conflict[i, j]),
+                    float(total.canceling[i, j]),
+                    sum(overlaps) / len(overlaps) if overlaps else None,
+                    (float(total.harm[j, i]), float(total.harm[i, j])) if found.has_fishers else None,
+                    _where(found, i, j),
+                )
+            )
+    return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
+
+
+def _where(found: Interference, i: int, j: int) -> list[tuple[str, float]]:
+    def amount(layer: Layer) -> float:
+        sums = layer.sums
+        return float(sums.harm[i, j] + sums.harm[j, i] if found.has_fishers else sums.lost[i, j])
+
+    amounts = {layer.name: amount(layer) for layer in found.layers}
+    whole = sum(amounts.values())
+    largest = sorted(amounts.items(), key=lambda item: -item[1])[:5]
+    return [(name, value / whole if whole else 0.0) for name, value in largest]
+
+
+def show(found: Interference, advice: Sequence[Advice], console: Console) -> None:
+    """Print experts, pairs, layers and advice as tables."""
+    console.print(_experts_table(found))
+    if len(found.experts) > 1:
+        console.print(_pairs_table(found))
+        console.print(_layers_table(found))
+    for number, each in enumerate(advice, start=1):
+        console.print(f"{number}. {each.text}", style="bold", highlight=False)
+        console.print(f"   here: {each.because}", highlight=False)
+        console.print(f"   evidence: {each.evidence}", highlight=False)
+
+
+def _table(title: str, first: str, others: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _experts_table(found: Interference) -> Table:
+    table = _table("Experts", "expert", ("norm", "of base", "stable rank", "energy in top k"))
+    matrices = [layer.spectra for layer in found.layers if layer.spectra]
+    for t, name in enumerate(found.experts):
+        norm = float(found.total.norms[t])
+        cells = [f"{norm:.3g}", f"{100 * norm / max(found.base_norm, 1e-300):.2f} %"]
+        if matrices:
+            cells.append(f"{float(torch.stack([s.stable_rank[t] for s in matrices]).median()):.1f}")
+            cells.append(f"{100 * float(torch.stack([s.energy[t] for s in matrices]).median()):.0f} %")
+        table.add_row(name, *cells)
+    return table
+
+
+def _pairs_table(found: Interference) -> Table:
+    columns = ["cosine", "sign conflict", "canceling", "subspaces / chance"]
+    columns += ["harm →", "harm ←"] if found.has_fishers else []
+    table = _table("Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns)
+    for pair in pairs(found)[:_SHOWN]:
+        cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.canceling:.1f} %"]
+        cells.append("–" if pair.overlap is None else f"{pair.overlap:.2f}")
+        cells += [f"{value:.3g}" for value in pair.harm or ()]
+        table.add_row(" – ".join(pair.experts), *cells)
+    return table
+
+
+def _layers_table(found: Interference) -> Table:
+    """Tensors by what cancels in them over all pairs."""
+    table = _table("Where most cancels", "tensor", ("share", "mean cosine", "subspaces / chance"))
+    upper = torch.triu(torch.ones(len(found.experts), len(found.experts), dtype=torch.bool), 1)
+    whole = float(found.total.lost[upper].sum())
+    order = sorted(found.layers, key=lambda layer: -float(layer.sums.lost[upper].sum()))
+    for layer in order[:_SHOWN]:
+        share = float(layer.sums.lost[upper].sum()) / whole if whole else 0.0
+        overlap = "–"
+        if layer.spectra:
+            overlap = f"{float(layer.spectra.overlap[upper].mean()) / layer.spectra.chance:.2f}"
+        table.add_row(
+            layer.name, f"{100 * share:.1f} %", f"{float(layer.sums.cosine[upper].mean()):.3f}", overlap
+        )
+    return table

@@ -1,0 +1,276 @@
+"""What a merge of checkpoints would take, from headers: the report of `dry_run=true`.
+
+Time is the method's own on a few small made-up tensors, scaled to the model's sizes, beside reading and writing
+at a rate that is assumed; take it for the order of magnitude. Memory is what the driver holds at most.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import (
+    Checkpoint,
+    Report,
+    TensorSpec,
+    assumed_ties,
+    check_out,
+    describe_inputs,
+    describe_model,
+    describe_tensors,
+    disagreements,
+    plan_shards,
+    refuse_quantized,
+    size_text,
+)
+from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.write import input_files
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import TIES, Method, factor_method, factor_specs, merge_state_dicts, resolve_device
+from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
+from mergekit_lab.merging.inputs import check_real, check_same_names, selected
+from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.selection import WIDE
+from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.stream import FEEDERS
+
+_BYTES_A_SECOND = 1e9
+_BLOCK = 1 << 20
+_SIDES = (96, 192)
+_LAYER = re.compile(r"\.\d+\.")
+
+
+def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format: str = "dense") -> Report:
+    """What the merge would read, do and need, and what stands in its way."""
+    result = Report()
+    result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
+    result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
+    if prepared.notes:
+        result.section("Adjusted", prepared.notes)
+    result.problems += prepared.problems
+    result.problems += _place_problems(prepared, out, overwrite)
+    for checkpoint in (prepared.base, *prepared.experts.values()):
+        result.problems += _problem(refuse_quantized, checkpoint)
+    result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
+    result.problems += _problem(check_real, prepared.base.specs)
+    result.problems += _problem(prepared.method.check, tuple(prepared.experts))
+    result.problems += _side_problems(prepared)
+    merged = _merged_names(prepared, result)
+    specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
+    kept = len(specs) - len(merged)
+    stored = specs if format == "dense" else _factors(prepared, merged)
+    shards = plan_shards(stored, limit, stem) if stored else []
+    written = sum(shard.nbytes for shard in shards)
+    result.section(
+        "Result",
+        [
+            f"{len(stored)} tensors in {len(shards)} files, {size_text(written)} of disk",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
+            _room(out, written, result),
+        ],
+    )
+    result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written, result)])
+    return result
+
+
+def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]:
+    shapes = {name: prepared.base.specs[name].shape for name in merged}
+    double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
+    kind = torch.float64 if double else torch.float32
+    return factor_specs(shapes, len(prepared.experts), factor_method(prepared.method), kind)
+
+
+def _is_double(checkpoint: Checkpoint) -> bool:
+    return any(spec.dtype == torch.float64 for spec in checkpoint.specs.values())
+
+
+def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
+    """What a check of the merge itself says against these arguments, if anything."""
+    try:
+        check(*arguments)
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
+def _place_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
+    """What stands against where the result goes and where the arithmetic happens."""
+    if out is None:
+        problems = ["out is not set: out=<folder>"]
+    else:
+        problems = _problem(check_out, out.expanduser(), overwrite, input_files(prepared))
+    devices = [prepared.device] if isinstance(prepared.device, str) else prepared.device
+    for device in devices:
+        problems += _problem(resolve_device, device)
+    return problems
+
+
+def _side_problems(prepared: Prepared) -> list[str]:
+    problems = []
+    method, base = prepared.method, prepared.base.specs
+    for kind in method.side_inputs:
+        if kind not in prepared.side:
+            problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
+            continue
+        own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n}
+        if own:
+            sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
+            problems += disagreements(own, sides)
+        else:
+            side = tuple(prepared.side[kind].values())
+            problems += _problem(check_same_names, prepared.base, method, kind, side)
+    return problems
+
+
+def _merged_names(prepared: Prepared, result: Report) -> list[str]:
+    try:
+        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out)
+    except InputError as error:
+        result.problems.append(str(error))
+        return []
+    result.problems += _problem(prepared.method.check_tensors, found)
+    return list(found)
+
+
+def _room(out: Path | None, written: int, result: Report) -> str:
+    if out is None:
+        return "no out=… is set"
+    there = next(parent for parent in out.expanduser().absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < written:
+        result.problems.append(f"out={out} needs {size_text(written)} of disk and {size_text(free)} are free")
+    return f"{size_text(free)} of disk are free at {out}"
+
+
+_FIXED = 4 << 20
+"""Of a merge whatever its size: threads and their first buffers."""
+_COUNTERS = 8 << 20
+"""What counting the entries of one expert takes, where there are many of them."""
+
+
+def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
+    """Upper bounds by count of what is held at once; experiments/merge_engine/README.md measures the host's."""
+    experts, method = len(prepared.experts), prepared.method
+    sizes = [specs[name].numel for name in merged if name in specs]
+    largest = max(sizes, default=0)
+    item = 8 if any(_is_double(c) for c in (prepared.base, *prepared.experts.values())) else 4
+    stored = max((spec.nbytes for spec in specs.values()), default=0)
+    workers = torch.get_num_threads() if method.elementwise else 1
+    counters = 0
+    if isinstance(getattr(method, "inner", method), TIES) and sum(sizes) > WIDE:
+        counters = 2 * workers * experts * _COUNTERS
+    whole = (2 * experts + 16) * largest * item
+    blocks = workers * min(largest, CPU_BLOCK) * item * (8 * experts + 4)
+    adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
+    folded = 3 * largest * item * adapters
+    results = (2 * workers + 4) * stored
+    held = _FIXED + results + folded + (blocks + counters if method.elementwise else whole)
+    if prepared.device == "cpu":
+        device = "no device memory: the arithmetic is on the CPU"
+    else:
+        device = f"device memory: about {size_text(_device_memory(prepared, sizes, item, whole) + counters)}"
+    return [
+        f"host memory: at most {size_text(held)} above start-up (files that are mapped not counted)",
+        device,
+    ]
+
+
+def _device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:
+    """Of one accelerator that several workers feed. What a stack of matrices takes to be factorized is as
+    measured, ten times its size, and less beyond what is stacked on purpose."""
+    experts, method, largest = len(prepared.experts), prepared.method, max(sizes, default=0)
+    if method.elementwise:
+        block = min(sum(sizes) if method.pools else largest, DEVICE_BLOCK // 2) * item * (3 * experts + 4)
+        kept = 0 if method.pools else min(largest * item * (experts + 1), STACK_BYTES)
+        return FEEDERS * (block + kept)
+    if isinstance(method, SpectralMethod):
+        stack = max(largest * item * experts, min(sum(sizes) * item * experts, STACK_BYTES))
+        return 10 * min(stack, STACK_BYTES) + 2.5 * max(0, stack - STACK_BYTES) + 2 * stack
+    return whole
+
+
+def _seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Report) -> str:
+    read = sum(os.path.getsize(file) for c in (prepared.origin, *prepared.opened.values()) for file in c.files)
+    moved = (read + written) / _BYTES_A_SECOND
+    sizes = [prepared.base.specs[name].numel for name in merged]
+    if not sizes or result.problems:
+        return f"time: about {moved:.0f} s of reading and writing"
+    try:
+        arithmetic = _arithmetic(prepared, merged, sizes)
+    except InputError as error:
+        result.problems.append(str(error))
+        return f"time: about {moved:.0f} s of reading and writing"
+    except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
+        return f"time: about {moved:.0f} s of reading and writing, arithmetic unknown ({type(error).__name__})"
+    rate = f"{arithmetic:.0f} s of arithmetic, {moved:.0f} s of disk at 1 GB/s"
+    return f"time: about {max(moved, arithmetic):.0f} s ({rate})"
+
+
+def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether tensors are made on the way, in more bits than the base's: an adapter that is folded."""
+    shared = [name for name in names if name in checkpoint]
+    return any(checkpoint.specs[n].dtype.itemsize > base.specs[n].dtype.itemsize for n in shared)
+
+
+def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
+    """Seconds for all tensors: per entry for elementwise methods, else by the power that two sizes show."""
+    specs = prepared.base.specs
+    method = prepared.method
+
+    def telling(name: str) -> tuple[bool, bool, bool, int]:
+        """How well a tensor stands for the others."""
+        shape = specs[name].shape
+        factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
+        return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
+
+    name = max(merged, key=telling)
+    device = prepared.device if isinstance(prepared.device, str) else prepared.device[0]
+    if method.elementwise:
+        return _clock(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)
+    small, large = (_clock(method, name, (n, n), list(prepared.experts), device) for n in _SIDES)
+    growth = math.log(max(large / small, 1.0)) / math.log((_SIDES[1] / _SIDES[0]) ** 2)
+    power = min(max(growth, 1.0), 1.5)
+    return sum(large * (size / _SIDES[1] ** 2) ** power for size in sizes)
+
+
+def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[str], device: str) -> float:
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(shape, generator=generator)}
+    others = {e: {name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for e in experts}
+    statistics = {}
+    for kind in method.side_inputs:
+        key = method.side_name(kind, name)
+        statistics[kind] = [
+            {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in experts
+        ]
+    plain = _unweighed(method)
+    seconds = []
+    for _ in range(2):
+        begun = time.monotonic()
+        merge_state_dicts(base, others, plain, statistics=statistics, device=device)
+        seconds.append(time.monotonic() - begun)
+    return min(seconds)
+
+
+def _unweighed(method: Method) -> Method:
+    """Without weights, which may name tensors that are not made up; an inner method's too."""
+    inner = getattr(method, "inner", None)
+    changes: dict[str, Any] = {"inner": _unweighed(inner)} if isinstance(inner, Method) else {"weights": None}
+    return replace(method, **changes)
+
+
+def _side_input(shape: tuple[int, ...], alike: bool, generator: torch.Generator) -> Tensor:
+    """A Fisher shaped like the tensor, or a Gram of its inputs."""
+    if alike:
+        return torch.rand(shape, generator=generator)
+    return torch.eye(shape[-1]) + torch.rand((), generator=generator)

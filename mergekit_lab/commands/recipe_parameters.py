@@ -1,0 +1,154 @@
+"""The parameters of a mergekit recipe, for each tensor of a model.
+
+A gradient is a list that is interpolated over the layers: `t = layer / (layers − 1)` within a slice (1 if there
+is one layer); tensors before and after all layers have `t = 0` and the first and the last slice's parameters.
+Of conditions the first whose `filter` is in the tensor's name counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mergekit_lab.commands.recipe_methods import DEFAULTS, PER_MODEL, REQUIRED, PerTensor, method_for
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.merging.contract import require
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_BEFORE_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|shared)\.")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Layers from `first` to before `stop` (−1: to the last), and what the recipe says of them alone."""
+
+    first: int
+    stop: int
+    parameters: Mapping[str, Any]
+    by_model: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parameters of a recipe, resolved tensor by tensor."""
+
+    merge_method: str
+    models: Sequence[str]
+    slices: Sequence[Slice]
+    parameters: Mapping[str, Any]
+    seed: int
+
+    def method(self, entries: Mapping[str, int]) -> PerTensor:
+        layers = _layer_counts(entries)
+        deepest = max(layers.values(), default=0)
+        if self.slices[-1].stop > deepest:
+            raise InputError(
+                f"the recipe's slices go to layer {self.slices[-1].stop}, and the model has {deepest} layers"
+            )
+        by_tensor = {}
+        for name, count in entries.items():
+            shared, by_model = self._resolve(name, layers)
+            by_tensor[name] = method_for(self.merge_method, shared, by_model, count, self.seed)
+        return PerTensor(merge_method=self.merge_method, seed=self.seed, by_tensor=by_tensor)
+
+    def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        part, t = self._place(name, layers)
+        wanted = DEFAULTS[self.merge_method]
+        shared, by_model = {}, {}
+        for key, default in wanted.items():
+            levels = [part.parameters, self.parameters]
+            if key not in PER_MODEL:
+                shared[key] = _first(levels, key, name, t, default)
+                continue
+            by_model[key] = [
+                _first([part.by_model.get(model, {}), *levels], key, name, t, default) for model in self.models
+            ]
+            lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
+            if lacking:
+                raise InputError(f"the recipe gives no {key} to {listing(lacking)} for {name}")
+        lost = [key for key, value in shared.items() if value is REQUIRED]
+        if lost:
+            raise InputError(f"the recipe gives no {lost[0]} for {name}")
+        return shared, by_model
+
+    def _place(self, name: str, layers: Mapping[str, int]) -> tuple[Slice, float]:
+        """The slice that a tensor lies in, and `t` there."""
+        found = _LAYER.search(name)
+        if found is None:
+            return self.slices[0 if _BEFORE_LAYERS.search(name) else -1], 0.0
+        layer = int(found[1])
+        total = layers[name[: found.start()]]
+        for part in self.slices:
+            stop = total if part.stop < 0 else part.stop
+            if part.first <= layer < stop:
+                length = stop - part.first
+                return part, (layer - part.first) / (length - 1) if length > 1 else 1.0
+        raise InputError(f"the recipe's slices leave out layer {layer} ({name}): all layers must be merged")
+
+
+def _layer_counts(names: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        found = _LAYER.search(name)
+        if found:
+            stack = name[: found.start()]
+            counts[stack] = max(counts.get(stack, 0), int(found[1]) + 1)
+    return counts
+
+
+def _first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
+    for level in levels:
+        if key in level:
+            value = evaluate(level[key], name, t, key)
+            if value is not None:
+                return value
+    return default
+
+
+def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
+    """A parameter's value for one tensor: a number, a gradient, or the first condition that holds.
+
+    Args:
+        setting: as it stands in the recipe.
+        name: the tensor's.
+        t: place between the first layer (0) and the last (1).
+        key: the parameter's name, for messages.
+    """
+    if isinstance(setting, Mapping):
+        setting = [setting]
+    if isinstance(setting, bool | int | float | str):
+        return _number(setting, key)
+    if not isinstance(setting, list) or not setting:
+        raise InputError(
+            f"the recipe's {key} is {setting!r}; it must be a number, a list of numbers, or filters"
+        )
+    if all(isinstance(value, bool) for value in setting):
+        return setting[int(t * (len(setting) - 1))]
+    if all(isinstance(value, int | float | str) for value in setting):
+        setting = [_number(value, key) for value in setting]
+        place = t * (len(setting) - 1)
+        low = min(int(place), len(setting) - 1)
+        high = min(low + 1, len(setting) - 1)
+        return (1 - (place - low)) * setting[low] + (place - low) * setting[high]
+    for condition in setting:
+        if not isinstance(condition, Mapping) or not {"value"} <= condition.keys() <= {"value", "filter"}:
+            raise InputError(f"the recipe's {key} has the condition {condition!r}; it must be filter and value")
+        wanted = condition.get("filter")
+        if not isinstance(wanted, str | None):
+            raise InputError(f"the recipe's {key} has the filter {wanted!r}; it must be a part of tensor names")
+        if wanted is None or wanted == "*" or wanted in name:
+            return evaluate(condition["value"], name, t, key)
+    return None
+
+
+def _number(value: bool | int | float | str, key: str) -> bool | int | float:
+    """A number as it is, or from a text: YAML takes `1e-1` for one."""
+    try:
+        found = value if isinstance(value, bool) else float(value)
+    except (ValueError, OverflowError):
+        found = math.nan
+    require(math.isfinite(found), f"the recipe's {key}", value, "a finite number")
+    return found

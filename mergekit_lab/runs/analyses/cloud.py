@@ -1,0 +1,137 @@
+"""The plane through the cloud of experts that shows most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from mergekit_lab.analysis.plane import Weights
+from mergekit_lab.errors import InputError
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    data_content,
+    experts_content,
+    grid,
+    keep,
+    plane_panel,
+    resumed,
+    sample,
+    states,
+)
+from mergekit_lab.runs.context import Context
+from mergekit_lab.tasks import Part
+
+
+@dataclass(frozen=True)
+class ExpertCloud(Analysis):
+    """Every task's loss on the plane `θ̄ + x c1 + y c2` of the experts' principal components (EpiMer, Figure 4).
+
+    `θ̄` is the experts' mean, `c1` and `c2` unit vectors; axes are distances in weight space. Components and
+    coordinates come from the experts' inner products alone: on the plane every model is a sum of task vectors.
+
+    Args:
+        points: of each axis.
+        margin: how far the plane reaches beyond the experts, as a share of the cloud's extent.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    points: int = 15
+    margin: float = 0.25
+    part: Part = "validation"
+    samples: int | None = 1000
+
+    def content(self, run: Context) -> dict[str, Any]:
+        if len(run.tasks) < 3:
+            raise InputError("a plane through the cloud of experts needs three of them")
+        if self.points < 2 or self.margin < 0:
+            raise InputError("the plane needs two points an axis or more, and a margin of at least 0")
+        return {
+            "analysis": "cloud",
+            "points": self.points,
+            "margin": self.margin,
+            **data_content(run, run.tasks),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        ends = states(run, run.tasks)
+        shares, places, explained = principal_plane(ends, run.base_state)
+        low, high = _frame(places, self.margin)
+        xs, ys = (grid(a, b, self.points) for a, b in zip(low, high, strict=True))
+        weights = Weights(run.model, run.base_state, ends)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        kept = resume / "rows.jsonl"
+        rows: list[dict[str, list[float]]] = resumed(kept)
+        todo = range(len(rows), self.points)
+        for i in track(todo, "plane of the cloud", disable=not run.cfg.progress, transient=True):
+            row: dict[str, list[float]] = {task: [] for task in chosen}
+            for y in ys:
+                mixed = 1 / len(ends) + xs[i] * shares[0] + y * shares[1]
+                weights.move(dict(zip(ends, mixed.tolist(), strict=True)))
+                for task, part in chosen.items():
+                    row[task].append(part.score(run.model, run.cfg.evaluation_batch_size).loss)
+            rows.append(row)
+            keep(kept, row)
+        return {
+            "axes": [xs, ys],
+            "loss": {task: [row[task] for row in rows] for task in chosen},
+            "experts": dict(zip(ends, places.tolist(), strict=True)),
+            "explained": explained,
+        }
+
+    def draw(self, data: Data) -> Drawing:
+        (xs, ys), places = data["axes"], data["experts"]
+        scaled = {task: tuple(place) for task, place in places.items()}
+        total = [[sum(v) for v in zip(*rows, strict=True)] for rows in zip(*data["loss"].values(), strict=True)]
+        panels: list[Any] = [plane_panel("all tasks", total, scaled)]
+        panels += [plane_panel(task, values, {task: scaled[task]}) for task, values in data["loss"].items()]
+        first, second = (f"{100 * share:.0f} %" for share in data["explained"])
+        names = (f"component 1 ({first})", f"component 2 ({second})")
+        options = {"alphas": xs, "others": ys, "axes_names": names}
+        return Drawing(f"Loss around the cloud of experts on {self.part}", panels, options)
+
+
+def principal_plane(
+    ends: Mapping[str, Mapping[str, Tensor]], base: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, list[float]]:
+    """Two components as sums of task vectors, where the experts lie on them, and their shares of the variance.
+
+    Returns:
+        `[2, T]`: a unit step along a component adds so much of every task vector; `[T, 2]`: the experts'
+        coordinates from their mean; two numbers in [0, 1].
+
+    Raises:
+        InputError: there is no such plane.
+    """
+    names = list(ends)
+    gram = torch.zeros(len(names), len(names), dtype=torch.float64)
+    for name, start in base.items():
+        if start.is_floating_point():
+            rows = torch.stack([(ends[t][name] - start).flatten().double() for t in names])
+            gram += rows @ rows.T
+    center = torch.eye(len(names), dtype=torch.float64) - 1 / len(names)
+    values, vectors = torch.linalg.eigh(center @ gram @ center)
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    if not values[1] > 1e-12 * values[0]:
+        raise InputError("the experts lie on a line: there is no plane through them")
+    lengths = values[:2].sqrt()
+    shares = center @ vectors[:, :2] / lengths
+    return shares.T, vectors[:, :2] * lengths, (values[:2] / values.sum()).tolist()
+
+
+def _frame(places: Tensor, margin: float) -> tuple[list[float], list[float]]:
+    low, high = places.amin(dim=0), places.amax(dim=0)
+    room = margin * (high - low).clamp(min=1e-12)
+    return (low - room).tolist(), (high + room).tolist()

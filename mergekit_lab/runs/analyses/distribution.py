@@ -1,0 +1,105 @@
+"""How the entries of task vectors are distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.contract import require
+from mergekit_lab.optim import fit_offset
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    experts_content,
+    keep,
+    require_whole,
+    resumed,
+    states,
+)
+from mergekit_lab.runs.context import Context
+
+SUM = "+sum"
+_KINDS = ("laplace", "gaussian")
+
+
+@dataclass(frozen=True)
+class EntryDistribution(Analysis):
+    """Densities of each task vector's entries and of the sum's, beside a fitted Laplace and a normal one.
+
+    MergOPT, Figures 1 (the sum) and 3 and Table 10 (each). Tensors that no expert moved are left out.
+
+    Args:
+        bins: of the histogram.
+        share: of the entries, the smallest ones, that the histogram reaches, in (0, 1].
+    """
+
+    bins: int = 101
+    share: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("analysis.bins", self.bins, 2)
+        require(0 < self.share <= 1, "analysis.share", self.share, "in (0, 1]")
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return {
+            "analysis": "distribution",
+            "bins": self.bins,
+            "share": self.share,
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        ends = states(run, run.tasks)
+        base = {name: tensor for name, tensor in run.base_state.items() if tensor.is_floating_point()}
+        moved = [n for n, t in base.items() if any(not torch.equal(end[n], t) for end in ends.values())]
+        kept = resume / "vectors.jsonl"
+        found: Data = dict(resumed(kept))
+        for name in [*ends, SUM]:
+            if name in found:
+                continue
+            added = list(ends.values()) if name == SUM else [ends[name]]
+            deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in moved]
+            found[name] = self._fitted(torch.cat([delta.flatten().float() for delta in deltas]))
+            keep(kept, [name, found[name]])
+        return found
+
+    def _fitted(self, entries: Tensor) -> Data:
+        reach = float(entries.abs().kthvalue(max(1, int(self.share * len(entries)))).values)
+        reach = reach or float(entries.abs().max()) or 1.0
+        width = 2 * reach / self.bins
+        counts = torch.histc(entries, self.bins, -reach, reach)
+        return {
+            "places": [-reach + (i + 0.5) * width for i in range(self.bins)],
+            "density": (counts.double() / (len(entries) * width)).tolist(),
+            "fits": {kind: asdict(fit_offset([entries], kind)) for kind in _KINDS},
+        }
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        panels: list[Any] = []
+        for name, entry in sorted(data.items(), key=lambda item: item[0] != SUM):
+            x, fits = entry["places"], entry["fits"]
+            curves = {"entries": (x, entry["density"])}
+            for kind in _KINDS:
+                told = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
+                curves[told] = (x, [_density(place, kind, fits[kind]) for place in x])
+            title = "sum of all" if name == SUM else name
+            panels.append(Lines(title, "change of a weight", "density", curves))
+        return Drawing("Entries of task vectors", panels, {})
+
+
+def _density(x: float, kind: str, fit: Mapping[str, float]) -> float:
+    scale = fit["scale"] or 1e-300
+    z = abs(x - fit["loc"]) / scale
+    if kind == "laplace":
+        return math.exp(-z) / (2 * scale)
+    return math.exp(-z * z / 2) / (math.sqrt(2 * math.pi) * scale)

@@ -1,0 +1,322 @@
+"""Along straight lines between models: coefficient sweeps, loss barriers, the Hessian's eigenvalues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from mergekit_lab.analysis.plane import Weights, barrier, line
+from mergekit_lab.backbones.objective import moved
+from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import require
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    check_tasks,
+    chosen_pairs,
+    data_content,
+    every_pair,
+    experts_content,
+    grid,
+    keep,
+    normalized,
+    resumed,
+    sample,
+    states,
+    without,
+)
+from mergekit_lab.runs.context import Context, load_state
+from mergekit_lab.runs.merge import merge_experts, merged_content
+from mergekit_lab.store import content_key
+from mergekit_lab.tasks import Part
+
+
+def _data(run: Context, part: Part, samples: int | None) -> dict[str, Any]:
+    return {**data_content(run, run.tasks), "part": part, "samples": samples, "seed": run.seed}
+
+
+@dataclass(frozen=True)
+class AlphaSweep(Analysis):
+    """Value and loss of every merger of the run that has a coefficient, over a grid of it.
+
+    Args:
+        low, high, points: of the coefficient.
+        part: train, validation or test; a coefficient must not be chosen on test.
+        samples: of each task, at most.
+    """
+
+    low: float = 0.0
+    high: float = 2.0
+    points: int = 21
+    part: Part = "validation"
+    samples: int | None = None
+
+    def content(self, run: Context) -> dict[str, Any]:
+        swept = {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
+        if not swept:
+            raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
+        return {
+            "analysis": "alpha_sweep",
+            "alphas": grid(self.low, self.high, self.points),
+            "mergers": {label: content_key(run.merge_content(m, m.content)) for label, m in swept.items()},
+            **_data(run, self.part, self.samples),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        content = self.content(run)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        size = run.cfg.evaluation_batch_size
+        own = {}
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        for task in run.tasks:
+            own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+        alphas, kept = content["alphas"], resume / "mergers.jsonl"
+        swept: dict[str, Any] = dict(resumed(kept))
+        for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
+            if label not in swept:
+                unit = merge_experts(run, run.mergers[label].method.at(1.0))
+                weights = Weights(run.model, run.base_state, {label: unit})
+                swept[label] = line(run.model, weights, label, alphas, chosen, size)
+                keep(kept, [label, swept[label]])
+        return {
+            "alphas": alphas,
+            "experts": own,
+            "mergers": {label: swept[label] for label in content["mergers"]},
+        }
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        alphas = data["alphas"]
+        curves: dict[str, Any] = {}
+        left_out: list[str] = []
+        for label, tasks in data["mergers"].items():
+            values = {t: scores["value"] for t, scores in tasks.items()}
+            shares, left_out = normalized(values, data["experts"])
+            curves[label] = (alphas, [100 * share for share in shares])
+        panels: list[Any] = [Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves)]
+        for label, tasks in data["mergers"].items():
+            each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
+            panels.append(Lines(label, "α", "value (%)", each))
+        return Drawing(f"Coefficient sweep on {self.part}", panels, {})
+
+
+@dataclass(frozen=True)
+class LossBarrier(Analysis):
+    """The loss of each task on the way from a merged model (0) to that task's expert (1).
+
+    Args:
+        merger: whose model; null: the run's first merger.
+        points: on the way, both ends included.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    merger: str | None = None
+    points: int = 11
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _label(self, run: Context) -> str:
+        if not run.mergers:
+            raise InputError("a loss barrier starts at a merged model: set merger=NAME")
+        label = self.merger or next(iter(run.mergers))
+        if label not in run.mergers:
+            raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
+        return label
+
+    def content(self, run: Context) -> dict[str, Any]:
+        merger = run.mergers[self._label(run)]
+        return {
+            "analysis": "barrier",
+            "places": grid(0.0, 1.0, self.points),
+            "merged": content_key(merged_content(run, merger)),
+            **_data(run, self.part, self.samples),
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        label = self._label(run)
+        content = merged_content(run, run.mergers[label])
+        merged = load_state(run.made_earlier("merged", content, f"the model of {label}", "merge"))
+        places = grid(0.0, 1.0, self.points)
+        kept = resume / "tasks.jsonl"
+        found: dict[str, Any] = dict(resumed(kept))
+        for task, state in states(run, [task for task in run.tasks if task not in found]).items():
+            weights = Weights(run.model, merged, {task: state})
+            chosen = {task: sample(run, task, self.part, self.samples)}
+            curve = line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
+            found[task] = {**curve, "barrier": barrier(curve["loss"], places)}
+            keep(kept, [task, found[task]])
+        return {"merger": label, "places": places, "tasks": found}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        curves = {
+            f"{task}, barrier {entry['barrier']:.3f}": (data["places"], entry["loss"])
+            for task, entry in data["tasks"].items()
+        }
+        panel = Lines(f"{data['merger']} (0) to the expert (1)", "share of the way", "loss", curves)
+        return Drawing("Loss barriers", [panel], {})
+
+
+@dataclass(frozen=True)
+class HessianPath(Analysis):
+    """Largest eigenvalue and trace of the loss's Hessian along `θ0 + λ τ_t`, on task t.
+
+    Args:
+        tasks: which; null: all of the run.
+        points: from λ = 0 to 1, both included.
+        samples: of the task's training part.
+        iterations: Lanczos products at most, and vectors of the model's size in memory.
+        tolerance: of the eigenvalue's residual, relative.
+        products: of the trace's estimate; 0 leaves it out.
+    """
+
+    tasks: list[str] | None = None
+    points: int = 5
+    samples: int = 256
+    iterations: int = 30
+    tolerance: float = 0.01
+    products: int = 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = self.tasks is None or (isinstance(self.tasks, list | tuple) and len(self.tasks) > 0)
+        require(chosen, "analysis.tasks", self.tasks, "a list of at least one task, or null")
+
+    def _tasks(self, run: Context) -> list[str]:
+        names = list(run.tasks) if self.tasks is None else self.tasks
+        check_tasks(run, names, "analysis.tasks")
+        return names
+
+    def content(self, run: Context) -> dict[str, Any]:
+        names = self._tasks(run)
+        return {
+            "analysis": "hessian",
+            "places": grid(0.0, 1.0, self.points),
+            "samples": self.samples,
+            "lanczos": [self.iterations, self.tolerance],
+            "products": self.products,
+            **data_content(run, names),
+            "seed": run.seed,
+            **experts_content(run, names),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        names, places = self._tasks(run), grid(0.0, 1.0, self.points)
+        file = resume / "points.jsonl"
+        points: list[Data] = resumed(file)
+        weights = Weights(run.model, run.base_state, states(run, names))
+        left = [(task, at) for task in names for at in places][len(points) :]
+        for task, at in track(left, "Hessian", disable=not run.cfg.progress, transient=True):
+            weights.move({task: at})
+            point = {"task": task, "at": at, **self._point(run, task)}
+            points.append(point)
+            keep(file, point)
+        return {"places": places, "points": points}
+
+    def _point(self, run: Context, task: str) -> Data:
+        chosen = sample(run, task, "train", self.samples)
+        objective = chosen.objective
+        batches = [moved(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
+        hessian = Hessian(objective.scored(run.model), batches, causal=objective.causal)
+        top = top_eigenvalues(
+            hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
+        )
+        found: Data = {
+            "eigenvalue": top.values[0],
+            "residual": top.residuals[0],
+            "converged": top.converged,
+            "iterations": top.iterations,
+        }
+        if self.products:
+            estimate = trace(hessian, hessian.vector(), products=self.products, seed=run.seed)
+            found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
+        return found
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        panels: list[Any] = []
+        for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
+            curves: dict[str, tuple[list[float], list[float]]] = {}
+            for point in data["points"]:
+                if measure in point:
+                    x, y = curves.setdefault(point["task"], ([], []))
+                    x.append(point["at"])
+                    y.append(point[measure])
+            if curves:
+                panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves))
+        return Drawing("Curvature of the loss along fine-tuning", panels, {})
+
+
+@dataclass(frozen=True)
+class JointTaskLinearity(Analysis):
+    """Joint-task loss between two experts, and `δ`, its height above the straight line (SAFT, Definition 2).
+
+    `δ(α) = L(αθ_s + (1−α)θ_t) − αL(θ_s) − (1−α)L(θ_t)` with `L` the sum of both tasks' losses. 0 at both ends.
+
+    Args:
+        pairs: `[[a, b], …]`; null: every pair of the run.
+        points: on the way, both ends included.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    pairs: list[list[str]] | None = None
+    points: int = 11
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _pairs(self, run: Context) -> list[tuple[str, str]]:
+        found = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+        if not found:
+            raise InputError("joint-task linearity needs two tasks")
+        return found
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return {
+            "analysis": "jtl",
+            "pairs": self._pairs(run),
+            "alphas": grid(0.0, 1.0, self.points),
+            **_data(run, self.part, self.samples),
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        alphas, kept = grid(0.0, 1.0, self.points), resume / "pairs.jsonl"
+        done = {tuple(entry["pair"]): entry for entry in resumed(kept)}
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        size = run.cfg.evaluation_batch_size
+        for pair in track(self._pairs(run), "between experts", disable=not run.cfg.progress, transient=True):
+            if pair in done:
+                continue
+            chosen = [sample(run, task, self.part, self.samples) for task in pair]
+            losses = []
+            for alpha in alphas:
+                weights.move({pair[0]: alpha, pair[1]: 1 - alpha})
+                losses.append(sum(task.score(run.model, size).loss for task in chosen))
+            straight = [a * losses[-1] + (1 - a) * losses[0] for a in alphas]
+            above = [loss - flat for loss, flat in zip(losses, straight, strict=True)]
+            done[pair] = {"pair": list(pair), "loss": losses, "delta": above}
+            keep(kept, done[pair])
+        return {"alphas": alphas, "pairs": [done[pair] for pair in self._pairs(run)]}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        def curves(of: str) -> dict[str, Any]:
+            return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
+
+        panels: list[Any] = [
+            Lines("joint loss", "α of the first expert", "loss of both tasks (nats)", curves("loss")),
+            Lines("above the straight line", "α of the first expert", "δ (nats)", curves("delta")),
+        ]
+        return Drawing(f"Joint-task loss linearity on {self.part}", panels, {})

@@ -1,0 +1,143 @@
+"""The plane of two task vectors: joint loss landscape and disentanglement error, from one pass over it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from mergekit_lab.analysis.plane import Row, Weights, plane
+from mergekit_lab.merging.contract import require, require_choice
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    chosen_pairs,
+    data_content,
+    experts_content,
+    grid,
+    keep,
+    plane_panel,
+    resumed,
+    sample,
+    states,
+)
+from mergekit_lab.runs.context import Context
+from mergekit_lab.tasks import Part
+
+
+@dataclass(frozen=True)
+class _OnPlane(Analysis):
+    """Losses, values and ξ at `θ0 + α1 τ1 + α2 τ2` for pairs of experts.
+
+    Args:
+        pairs: `[[a, b], …]`; null: the run's first two tasks.
+        low, high, points: of both axes.
+        others: α of every other expert of the run, everywhere on the plane; 0 leaves them out. At 0.3, ξ is
+            ξ_all.
+        tasks: "pair" evaluates on the pair's tasks, "all" on every task of the run.
+        part: train, validation or test.
+        samples: of each task, at most.
+        box: where coefficients are searched, `[low, high]`, drawn in red; null draws none.
+    """
+
+    pairs: list[list[str]] | None = None
+    low: float = -0.5
+    high: float = 1.5
+    points: int = 21
+    others: float = 0.0
+    tasks: str = "pair"
+    part: Part = "validation"
+    samples: int | None = 2000
+    box: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("analysis.tasks", self.tasks, ("pair", "all"))
+        if self.box is not None:
+            fit = len(self.box) == 2 and all(isinstance(end, int | float) for end in self.box)
+            fit = fit and self.box[0] < self.box[1] and all(map(math.isfinite, self.box))
+            require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
+
+    def content(self, run: Context) -> dict[str, Any]:
+        pairs = chosen_pairs(run, self.pairs)
+        used = dict.fromkeys(task for pair in pairs for task in pair)
+        everything = self.tasks == "all" or self.others != 0
+        names = list(run.tasks) if everything else list(used)
+        return {
+            "analysis": "plane",
+            "pairs": pairs,
+            "alphas": grid(self.low, self.high, self.points),
+            "others": self.others,
+            "tasks": self.tasks,
+            **data_content(run, names),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+            **experts_content(run, names),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        content = self.content(run)
+        ends = states(run, content["experts"])
+        weights = Weights(run.model, run.base_state, ends)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in content["data"]}
+        found: Data = {"alphas": content["alphas"], "pairs": []}
+        for pair in content["pairs"]:
+            file = resume / f"{pair[0]}+{pair[1]}.jsonl"
+            rows: list[Row] = resumed(file)
+            others = {task: self.others for task in ends if task not in pair and self.others}
+            on = {t: chosen[t] for t in (chosen if self.tasks == "all" else pair)}
+            left = plane(
+                run.model, weights, on, pair, found["alphas"],
+                others=others, start=len(rows), batch_size=run.cfg.evaluation_batch_size,
+            )  # fmt: skip
+            for row in track(
+                left, " + ".join(pair), self.points - len(rows), disable=not run.cfg.progress, transient=True
+            ):
+                rows.append(row)
+                keep(file, row)
+            measures = {name: [row[name] for row in rows] for name in rows[0]}
+            found["pairs"].append({"pair": list(pair), "measures": measures})
+        return found
+
+    def _drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
+        names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]
+        box = None if self.box is None else (self.box[0], self.box[1])
+        options = {"alphas": data["alphas"], "axes_names": tuple(f"α of {name}" for name in names), "box": box}
+        return Drawing(title, panels, options)
+
+
+@dataclass(frozen=True)
+class Landscape(_OnPlane):
+    """The joint loss `Σ_t L_t` over the plane, and each task's own."""
+
+    def draw(self, data: Data) -> Drawing:
+        panels = []
+        for entry in data["pairs"]:
+            losses = {n.removeprefix("loss/"): v for n, v in entry["measures"].items() if n.startswith("loss/")}
+            first, second = entry["pair"]
+            points = {"θ0": (0.0, 0.0), first: (1.0, 0.0), second: (0.0, 1.0)}
+            joint = [
+                [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*losses.values(), strict=True)
+            ]
+            panels.append(plane_panel(f"joint loss, {first} + {second}", joint, points))
+            if len(data["pairs"]) == 1:
+                panels += [plane_panel(f"loss of {task}", values, points) for task, values in losses.items()]
+        return self._drawing("Loss landscape of task vectors", data, panels)
+
+
+@dataclass(frozen=True)
+class Disentanglement(_OnPlane):
+    """The disentanglement error ξ over the plane, in % of the pair's predictions."""
+
+    def draw(self, data: Data) -> Drawing:
+        panels: list[Any] = []
+        for entry in data["pairs"]:
+            percent = [[50 * value for value in row] for row in entry["measures"]["xi"]]
+            panels.append(plane_panel(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
+        kind = "ξ" if not self.others else f"ξ, other experts at {self.others:g}"
+        return self._drawing(f"Disentanglement error {kind} (% of predictions)", data, panels)

@@ -1,0 +1,331 @@
+"""How a merge depends on what went into it: the rank, the number of experts, the curvature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from mergekit_lab.analysis.plane import Sample, Weights, line
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.merging import EpiMer, Method
+from mergekit_lab.merging.contract import require
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    data_content,
+    experts_content,
+    keep,
+    normalized,
+    require_whole,
+    resumed,
+    sample,
+    states,
+    without,
+)
+from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.merge import merge_experts
+from mergekit_lab.runs.setup import Merger
+from mergekit_lab.store import content_key
+from mergekit_lab.tasks import Part
+
+_FLAT = 1e6
+"""A curvature added to every direction beside which the Fishers' do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Analysis):
+    """What sweeps share: merges that are each evaluated at the best coefficient of a grid.
+
+    Args:
+        coefficients: the grid of `α` that the best is taken of.
+        part: train, validation or test; a coefficient must not be chosen on test.
+        samples: of each task, at most.
+    """
+
+    coefficients: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
+    part: Part = "validation"
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fit = len(self.coefficients) > 0 and all(map(math.isfinite, self.coefficients))
+        require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
+
+    def shared_content(self, run: Context, name: str) -> dict[str, Any]:
+        """What decides numbers besides what is merged."""
+        return {
+            "analysis": name,
+            "coefficients": list(self.coefficients),
+            **data_content(run, run.tasks),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+        }
+
+    def _content(self, run: Context, mergers: dict[str, Merger]) -> dict[str, Any]:
+        if not mergers:
+            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
+        merges = {label: content_key(run.merge_content(m, m.content)) for label, m in mergers.items()}
+        return self.shared_content(run, type(self).__name__) | {"mergers": merges}
+
+    def own(self, run: Context) -> dict[str, float]:
+        """Every expert's value on its own task."""
+        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        size = run.cfg.evaluation_batch_size
+        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        return {
+            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            for task in run.tasks
+        }
+
+    def best(
+        self,
+        run: Context,
+        method: Method,
+        own: dict[str, float],
+        tasks: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """A merge's best coefficient (1 where the method has none), and its values there, means over tasks.
+
+        The best is that of the normalized value, which leaves out tasks whose experts score 0; of the plain
+        value where no other is left.
+
+        Args:
+            own: every expert's value on its own task.
+            tasks: whose experts are merged, and evaluated on; all by default.
+        """
+        tasks = list(run.tasks) if tasks is None else list(tasks)
+        has_one = type(method).at is not Method.at
+        grid = self.coefficients if has_one else (1.0,)
+        unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
+        weights = Weights(run.model, run.base_state, {"merged": unit})
+        scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
+        values = {t: scores[t]["value"] for t in tasks}
+        shares, left_out = normalized(values, own)
+        means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
+        criterion = means if len(left_out) == len(tasks) else shares
+        top = max(range(len(grid)), key=criterion.__getitem__)
+        return {
+            "coefficient": grid[top],
+            "normalized": shares[top],
+            "value": means[top],
+            "left_out": left_out,
+        }
+
+
+def scaled(run: Context) -> dict[str, Merger]:
+    """The run's mergers that have a coefficient to vary, by label."""
+    return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSweep(Sweep):
+    """Directions an expert keeps of a matrix, for every merger of the run that has a rank (EpiMer, Tables 7–9).
+
+    Args:
+        ranks: `k`, each at least 1; more than `int(r/T)` of a matrix's `r` keeps so many.
+    """
+
+    ranks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.ranks) > 0, "analysis.ranks", self.ranks, "at least one rank")
+        for rank in self.ranks:
+            require_whole("analysis.ranks", rank, 1)
+
+    def _mergers(self, run: Context) -> dict[str, Merger]:
+        return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return self._content(run, self._mergers(run)) | {"ranks": list(self.ranks)}
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        own, kept = self.own(run), resume / "ranks.jsonl"
+        done = {(entry["merger"], entry["rank"]): entry for entry in resumed(kept)}
+        cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
+        for label, rank in track(cells, "sweeping ranks", disable=not run.cfg.progress, transient=True):
+            if (label, rank) in done:
+                continue
+            method: Any = run.mergers[label].method
+            entry = {"merger": label, "rank": rank, **self.best(run, replace(method, rank=rank), own)}
+            done[label, rank] = entry
+            keep(kept, entry)
+        return {"points": [done[cell] for cell in cells]}
+
+    def draw(self, data: Data) -> Drawing:
+        return best_drawing("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCount(Sweep):
+    """Experts merged at a time, for every merger of the run that has a coefficient.
+
+    Of each number some groups are merged and evaluated on their own tasks; the coefficient is the best for the
+    group.
+
+    Args:
+        groups: of each number, drawn from the run's seed; 0 takes the first tasks in their order alone.
+    """
+
+    groups: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("analysis.groups", self.groups, 0)
+
+    def content(self, run: Context) -> dict[str, Any]:
+        content = self._content(run, scaled(run))
+        return content | {"groups": self.groups, **experts_content(run, run.tasks)}
+
+    def _chosen(self, run: Context) -> list[list[str]]:
+        names = list(run.tasks)
+        generator = torch.Generator().manual_seed(run.seed)
+        found = []
+        for count in range(2, len(names) + 1):
+            if count == len(names) or self.groups == 0:
+                found.append(names[:count])
+                continue
+            seen: set[tuple[int, ...]] = set()
+            for _ in range(20 * self.groups):
+                seen.add(tuple(sorted(torch.randperm(len(names), generator=generator)[:count].tolist())))
+                if len(seen) == self.groups:
+                    break
+            found += [[names[i] for i in group] for group in sorted(seen)]
+        return found
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        own, kept = self.own(run), resume / "groups.jsonl"
+        done = {(entry["merger"], tuple(entry["tasks"])): entry for entry in resumed(kept)}
+        cells = [(label, tuple(group)) for label in scaled(run) for group in self._chosen(run)]
+        for label, group in track(cells, "merging groups", disable=not run.cfg.progress, transient=True):
+            if (label, group) in done:
+                continue
+            best = self.best(run, run.mergers[label].method, own, group)
+            entry = {"merger": label, "tasks": list(group), "experts": len(group), **best}
+            done[label, group] = entry
+            keep(kept, entry)
+        return {"points": [done[cell] for cell in cells]}
+
+    def draw(self, data: Data) -> Drawing:
+        return best_drawing("Experts merged", "experts", "experts", data["points"], self.part)
+
+
+def best_drawing(
+    title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
+) -> Drawing:
+    """Normalized value and coefficient of every merger over `point[key]`, means over points that have one."""
+    from mergekit_lab.reporting.figures import Lines
+
+    values: dict[str, dict[int, list[dict[str, float]]]] = {}
+    for point in points:
+        values.setdefault(point["merger"], {}).setdefault(point[key], []).append(point)
+
+    def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
+        return {
+            label: (list(places), [factor * _mean([p[of] for p in at]) for at in places.values()])
+            for label, places in values.items()
+        }
+
+    left_out = without(task for point in points for task in point.get("left_out", ()))
+    panels: list[Any] = [
+        Lines(
+            f"best coefficient, {part}{left_out}",
+            x,
+            "value (% of the experts')",
+            curve("normalized", 100.0),
+            logarithmic_x=logarithmic,
+        ),
+        Lines("the coefficient", x, "α", curve("coefficient", 1.0), logarithmic_x=logarithmic),
+    ]
+    return Drawing(title, panels, {})
+
+
+def _mean(values: Sequence[float]) -> float:
+    found = [value for value in values if math.isfinite(value)]
+    return sum(found) / len(found) if found else math.nan
+
+
+@dataclass(frozen=True)
+class CurvatureGain(Analysis):
+    """EpiMer's `η` of every matrix, and what its model loses less than the flat merge of the same directions.
+
+    `η ≥ 0` is the gain of the quadratic objective that curvature weights promise (EpiMer, Theorem 3); whether
+    the loss follows is what is measured here. The flat merge is the same method with equal curvatures, TSV-M.
+
+    Args:
+        merger: an EpiMer of the run; null: its first.
+        coefficient: `α` of both.
+        part: train, validation or test.
+        samples: of each task, at most.
+    """
+
+    merger: str | None = None
+    coefficient: float = 1.0
+    part: Part = "validation"
+    samples: int | None = None
+
+    def _merger(self, run: Context) -> Merger:
+        known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
+        if not known:
+            raise InputError("no merger of this run is an EpiMer: set merger=epimer")
+        label = self.merger or next(iter(known))
+        if label not in known:
+            near = suggestion(label, known)
+            raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
+        return known[label]
+
+    def content(self, run: Context) -> dict[str, Any]:
+        merger = self._merger(run)
+        return {
+            "analysis": "curvature_gain",
+            "merge": content_key(run.merge_content(merger, merger.content)),
+            "coefficient": self.coefficient,
+            **data_content(run, run.tasks),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        merger = self._merger(run)
+        assert isinstance(merger.method, EpiMer)
+        chosen: dict[str, Sample] = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        kept = resume / "merges.jsonl"
+        done: dict[str, Any] = dict(resumed(kept))
+        for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
+            if name in done:
+                continue
+            notes: dict[str, dict[str, Any]] = {}
+            unit = merge_experts(run, method.at(1.0), notes=notes)
+            weights = Weights(run.model, run.base_state, {name: unit})
+            size = run.cfg.evaluation_batch_size
+            scores = line(run.model, weights, name, [self.coefficient], chosen, size)
+            gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
+            done[name] = {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
+            keep(kept, [name, done[name]])
+        gains = done["curved"]["eta"]
+        losses = {name: done[name]["losses"] for name in ("curved", "flat")}
+        return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        depth = list(range(1, len(data["eta"]) + 1))
+        tasks = list(data["losses"]["flat"])
+        places = list(range(len(tasks)))
+        promised = {"η": (depth, data["eta"])}
+        curves = {name: (places, [of[t] for t in tasks]) for name, of in data["losses"].items()}
+        panels: list[Any] = [
+            Lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
+            Lines(f"loss at α = {self.coefficient:g}, {self.part}", "", "loss (nats)", curves, labels=tasks),
+        ]
+        return Drawing("Curvature's gain over the flat merge", panels, {})

@@ -1,0 +1,198 @@
+"""The task vectors themselves, and what they do to features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.analysis import Interference, measured_layers
+from mergekit_lab.analysis.interference import plain_sums
+from mergekit_lab.analysis.plane import Weights, blocks_of, cross_task_linearity
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.optim import fit_offset
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Data,
+    Drawing,
+    chosen_pairs,
+    data_content,
+    every_pair,
+    experts_content,
+    keep,
+    require_whole,
+    resumed,
+    sample,
+    states,
+)
+from mergekit_lab.runs.context import Context
+from mergekit_lab.tasks import Part
+
+
+@dataclass(frozen=True)
+class TaskVectors(Analysis):
+    """Norms, cosines, sign conflicts, spectra, and the distribution of entries.
+
+    Args:
+        rank: leading singular vectors of a matrix that are compared.
+        values: singular values of a matrix that are kept for the figure, at most.
+    """
+
+    rank: int = 16
+    values: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("analysis.rank", self.rank, 1)
+        require_whole("analysis.values", self.values, 1)
+
+    def content(self, run: Context) -> dict[str, Any]:
+        return {
+            "analysis": "task_vectors",
+            "rank": self.rank,
+            "values": self.values,
+            **experts_content(run, run.tasks),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        ends = states(run, run.tasks)
+        inputs = open_inputs(run.base_state, ends, TaskArithmetic())
+        kept = resume / "parts.jsonl"
+        done: dict[str, Any] = dict(resumed(kept))
+
+        def part(name: str, make: Callable[[], Any]) -> Any:
+            if name not in done:
+                done[name] = make()
+                keep(kept, [name, done[name]])
+            return done[name]
+
+        def measured() -> Data:
+            found = Interference(tuple(ends), has_fishers=False)
+            for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
+                found.add(layer, traces)
+            layers = [layer.plain() for layer in found.layers]
+            return {"overall": plain_sums(found.total), "base_norm": found.base_norm, "layers": layers}
+
+        def of_one(state: Mapping[str, Tensor]) -> Data:
+            delta = {name: state[name] - run.base_state[name] for name in inputs.merged}
+            entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
+            fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
+            return {"spectrum": self._spectrum(delta), "fits": fits}
+
+        between = part("+all", measured)
+        alone = {task: part(task, partial(of_one, state)) for task, state in ends.items()}
+        return {
+            "experts": list(ends),
+            **between,
+            "spectra": {task: each["spectrum"] for task, each in alone.items()},
+            "fits": {task: each["fits"] for task, each in alone.items()},
+        }
+
+    def _spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
+        """Singular values over the largest, the mean over matrices that have so many."""
+        matrices = [d.float() for d in delta.values() if d.dim() == 2 and min(d.shape) > 1]
+        sides = [min(d.shape) for d in matrices]
+        if not matrices:
+            return []
+        count = min(self.values, max(sides))
+        rows = [
+            torch.linalg.svdvals(d)[:count] for d, side in zip(matrices, sides, strict=True) if side >= count
+        ]
+        return torch.stack([row / row[0].clamp_min(1e-30) for row in rows]).mean(dim=0).tolist()
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines, Matrix
+
+        names, overall = data["experts"], data["overall"]
+        matrices = [layer for layer in data["layers"] if "overlap" in layer]
+        panels: list[Any] = [
+            Matrix("cosine", names, overall["cosine"], (-1.0, 1.0)),
+            Matrix("sign conflict", names, overall["sign_conflict"], (0.0, 1.0)),
+        ]
+        if matrices:
+            overlap = torch.tensor([layer["overlap"] for layer in matrices]).mean(dim=0)
+            panels.append(Matrix("overlap of leading subspaces", names, overlap.tolist(), (-1.0, 1.0)))
+            depth = list(range(len(matrices)))
+            ranks = {n: (depth, [layer["stable_rank"][t] for layer in matrices]) for t, n in enumerate(names)}
+            panels.append(Lines("stable rank", "matrix, in the model's order", "‖δ‖² / σ₁²", ranks))
+            curves = {n: (list(range(1, len(v) + 1)), v) for n, v in data["spectra"].items()}
+            panels.append(
+                Lines("spectrum, mean over matrices", "singular value", "σ / σ₁", curves, logarithmic=True)
+            )
+        place = list(range(len(names)))
+        distances = {
+            kind: (place, [data["fits"][n][kind]["ks_distance"] for n in names])
+            for kind in ("laplace", "gaussian")
+        }
+        panels.append(
+            Lines("distance of entries from a fit", "", "Kolmogorov–Smirnov", distances, labels=names)
+        )
+        return Drawing("Task vectors", panels, {})
+
+
+@dataclass(frozen=True)
+class CrossTaskLinearity(Analysis):
+    """CTL per block for pairs of experts, on samples of both tasks.
+
+    Args:
+        pairs: `[[a, b], …]`; null: every pair of the run.
+        coefficient: λ.
+        part: train, validation or test.
+        samples: of each task.
+    """
+
+    pairs: list[list[str]] | None = None
+    coefficient: float = 0.3
+    part: Part = "validation"
+    samples: int | None = 256
+
+    def _pairs(self, run: Context) -> list[tuple[str, str]]:
+        found = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+        if not found:
+            raise InputError("cross-task linearity needs two tasks")
+        return found
+
+    def content(self, run: Context) -> dict[str, Any]:
+        pairs = self._pairs(run)
+        names = list(dict.fromkeys(task for pair in pairs for task in pair))
+        return {
+            "analysis": "ctl",
+            "features": "unpadded",
+            "pairs": pairs,
+            "coefficient": self.coefficient,
+            **data_content(run, names),
+            "part": self.part,
+            "samples": self.samples,
+            "seed": run.seed,
+            **experts_content(run, names),
+        }
+
+    def compute(self, run: Context, resume: Path) -> Data:
+        pairs = self._pairs(run)
+        names = list(dict.fromkeys(task for pair in pairs for task in pair))
+        weights = Weights(run.model, run.base_state, states(run, names))
+        blocks = blocks_of(run.model)
+        chosen = {task: sample(run, task, self.part, self.samples) for task in names}
+        kept = resume / "pairs.jsonl"
+        found: list[Data] = resumed(kept)
+        for pair in pairs[len(found) :]:
+            both = [chosen[task] for task in pair]
+            values = cross_task_linearity(run.model, blocks, weights, pair, both, coefficient=self.coefficient)
+            found.append({"pair": list(pair), "values": list(values.values())})
+            keep(kept, found[-1])
+        return {"blocks": list(blocks), "pairs": found}
+
+    def draw(self, data: Data) -> Drawing:
+        from mergekit_lab.reporting.figures import Lines
+
+        depth = list(range(1, len(data["blocks"]) + 1))
+        curves = {" + ".join(entry["pair"]): (depth, entry["values"]) for entry in data["pairs"]}
+        panel = Lines("by block", "block", "E[1 − cos]", curves)
+        return Drawing(f"Cross-task linearity at λ = {self.coefficient:g}", [panel], {})

@@ -1,0 +1,66 @@
+"""Stage check_data: the run's data sets against what was published, image by image."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.schema.check import build
+from mergekit_lab.tasks import DataCheck, ImageTask, check_task
+
+log = logging.getLogger(__name__)
+
+FILE = "data_check.json"
+
+
+def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
+    """Decode every image of every task; print what there is, and write it to `data_check.json`.
+
+    Raises:
+        InputError: images that cannot be decoded, or labels that cannot be those of the class names; after all
+            tasks were looked at.
+    """
+    tasks = [build(node) for node in cfg.suite.tasks.values()]
+    found = []
+    for task in tasks:
+        if not isinstance(task, ImageTask):
+            log.info("%s: no images", task.name)
+            continue
+        log.info("%s: reading every image", task.name)
+        found.append(check_task(task))
+        print("\n".join(described(found[-1])))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(
+        json.dumps([asdict(check) for check in found], indent=1, ensure_ascii=False) + "\n"
+    )
+    log.info("data check %s", folder / FILE)
+    if wrong := [line for check in found for line in check.wrong]:
+        raise InputError("; ".join(wrong) + f": {folder / FILE} names the first of them")
+    return found
+
+
+def described(check: DataCheck) -> Sequence[str]:
+    """Lines for a reader."""
+    lines = [f"{check.task}: {check.class_names} classes"]
+    for part, c in check.parts.items():
+        against = "" if c.published is None else f" (published: {c.published})"
+        differs = " DIFFERS" if c.published not in (None, c.images) else ""
+        lines.append(
+            f"  {part:<10} {c.images} images{against}{differs}, "
+            f"{c.classes} classes of {c.smallest} to {c.largest}"
+        )
+        if c.corrupt_count:
+            lines.append(f"    {c.corrupt_count} CORRUPT: {', '.join(c.corrupt[:5])}")
+    for pair, count in check.shared.items():
+        if count:
+            lines.append(f"  SHARED by {pair}: {count} pictures of the second stand in the first")
+    lines += [f"    {name}" for name in check.shared_names[:5]]
+    if check.other_labels:
+        lines.append("  the source names its labels otherwise; compare: " + "; ".join(check.other_labels[:60]))
+    return lines

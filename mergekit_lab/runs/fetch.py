@@ -1,0 +1,89 @@
+"""Stage fetch: all that a run downloads, into one folder to carry to a machine without a network."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mergekit_lab.backbones import OpenClip
+from mergekit_lab.checkpoints import fetch_snapshot
+from mergekit_lab.errors import InputError
+from mergekit_lab.runs.preflight import list_missing, parts
+from mergekit_lab.runs.published_experts import expert_folder, expert_on_hub, expert_source
+from mergekit_lab.tasks import HubImages
+
+log = logging.getLogger(__name__)
+
+USE = "USE.txt"
+
+
+def run_fetch(cfg: DictConfig) -> Path:
+    """Download data sets, weights and experts of a run's configuration; of a dry run, list them.
+
+    A fetch that was cut goes on where it was: the hub's client keeps what is complete. Jobs that differ in
+    their backbones may share the folder: weights and experts lie below the architecture's name.
+
+    Returns:
+        The folder. `USE.txt` in it says what to add to the command where it is carried to.
+
+    Raises:
+        InputError: something cannot be downloaded.
+    """
+    out = Path(cfg.fetch_to).expanduser()
+    backbone, tasks = parts(cfg)
+    if wrong := list_missing(cfg)[1]:
+        raise InputError("\n".join(wrong))
+    use: list[str] = []
+    steps: list[tuple[str, Callable[[], object]]] = []
+    for task in tasks:
+        place = out / "data" / task.name
+        steps.append((f"{task.name}: {place}", partial(_fetch_data, task, place)))
+    if tasks:
+        use.append("data_root=FOLDER/data")
+        use += [f"sources.{task.name}=FOLDER/data/{task.name}" for task in tasks if task.source is not None]
+    weights = backbone.source if isinstance(backbone, OpenClip) else None
+    if weights is not None and not weights.shipped:
+        place = out / "weights" / backbone.architecture
+        steps.append((f"weights {weights.name}: {place}", partial(weights.save, place)))
+        use.append("backbone.weights=FOLDER/weights")
+    if cfg.experts:
+        for task in tasks:
+            source = expert_source(cfg.experts, backbone, task)
+            place = expert_folder(out / "experts", backbone) / task.name
+            steps.append((f"expert of {task.name}, {source}: {place}", partial(_fetch_expert, source, place)))
+        use.append("experts=FOLDER/experts")
+    for what, fetch in steps:
+        log.info("%s%s", "would fetch " if cfg.dry_run else "", what)
+        if not cfg.dry_run:
+            fetch()
+    if cfg.dry_run:
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    (out / USE).write_text(f"Add to the command, FOLDER being where this folder is:\n\n{' '.join(use)}\n")
+    log.info("fetched: %s says what to add to the command there", out / USE)
+    return out
+
+
+def _fetch_data(task: HubImages, place: Path) -> None:
+    here = task.folder()
+    if here is None:
+        task.download(place)
+    else:
+        shutil.copytree(here, place, dirs_exist_ok=True)
+
+
+def _fetch_expert(source: str, place: Path) -> None:
+    named = expert_on_hub(source)
+    here = Path(source).expanduser()
+    if named:
+        fetch_snapshot(*named, place)
+    elif here.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(here, place.with_name(place.name + here.suffix))
+    else:
+        shutil.copytree(here, place, dirs_exist_ok=True)

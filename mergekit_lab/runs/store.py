@@ -1,0 +1,210 @@
+"""Stage store: list, verify, explain, prune, export and import what the store holds. Runs alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mergekit_lab.backbones import Backbone
+from mergekit_lab.checkpoints import new_folder, size_text
+from mergekit_lab.errors import InputError
+from mergekit_lab.paths import default_store
+from mergekit_lab.reporting import printable
+from mergekit_lab.runs.context import Context
+from mergekit_lab.schema.run import StorePlace, build, check
+from mergekit_lab.store import Artifact, Store
+from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
+
+log = logging.getLogger(__name__)
+_SHORT = 12
+_OF_DATA = ("images", "indices", "heads")
+"""Kinds that are made of data or class names alone, and that all runs share."""
+
+
+def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    """What `store.action` says.
+
+    Raises:
+        InputError: an action that needs something else, or damage that `verify` found.
+    """
+    check(cfg)
+    place = StorePlace(**cfg.store)
+    store = Store(Path(place.root).expanduser() if place.root else default_store())
+    if cfg.dry_run and place.action in ("export", "import"):
+        log.info("dry_run: nothing is done by store.action=%s store.path=%s", place.action, _path(place))
+    elif place.action == "list":
+        _list(store, place)
+    elif place.action == "verify":
+        _verify(store, place, removes=place.confirm and not cfg.dry_run)
+    elif place.action == "export":
+        _export(store, place, cfg)
+    elif place.action == "import":
+        made = adopt(store, _path(place))
+        log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
+    else:
+        run = Context(cfg, folder, choices)
+        {"explain": _explain, "prune": _prune}[place.action](run, place)
+
+
+def _chosen(store: Store, place: StorePlace, others: Sequence[Artifact] = ()) -> list[Artifact]:
+    """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
+    found = [a for a in (*store.artifacts(), *others) if place.kind in (None, a.kind)]
+    if place.key is not None:
+        found = [a for a in found if a.key.startswith(place.key)]
+        if not found:
+            raise InputError(f"nothing in the store {store.root} has a key that begins with {place.key!r}")
+    if place.older_than is not None:
+        found = [a for a in found if older_than(a, place.older_than)]
+    return found
+
+
+def _list(store: Store, place: StorePlace) -> None:
+    cut = list(half_made(store))
+    by_kind: dict[str, list[Artifact]] = defaultdict(list)
+    for artifact in _chosen(store, place, cut):
+        by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
+    log.info("store %s", store.root)
+    for kind, members in by_kind.items():
+        log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
+        if place.kind or place.key:
+            for artifact in members:
+                told = (artifact.key, artifact.created, size_text(size(artifact)), _described(artifact))
+                log.info("  %s", printable("  ".join(told)))
+    if not by_kind:
+        log.info("nothing")
+
+
+def _described(artifact: Artifact) -> str:
+    content = artifact.content
+    told = [str(content[name]) for name in ("task", "split", "metric") if name in content]
+    built = [content[n] for n in ("optimizer", "method") if isinstance(content.get(n), Mapping)]
+    told += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
+    told += [f"{name} {content[name]}" for name in ("coefficient", "seed") if name in content]
+    return ", ".join(told)
+
+
+def _verify(store: Store, place: StorePlace, removes: bool) -> None:
+    """Name what is not as it was published, and take it out where that is confirmed."""
+    chosen = _chosen(store, place, list(unreadable(store)))
+    wrong = damages(chosen)
+    folders = list(dict.fromkeys(damage.folder for damage in wrong))
+    told = "\n".join(damage.told for damage in wrong)
+    if not wrong:
+        log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
+    elif not removes:
+        raise InputError(
+            f"{len(folders)} artifacts in the store {store.root} are not sound: store.confirm=true removes "
+            f"them, and a run that wants them makes them again:\n{told}"
+        )
+    else:
+        for folder in folders:
+            remove(store, folder)
+        log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
+
+
+def _explain(run: Context, place: StorePlace) -> None:
+    """Why what this run wants was not found: what is nearest, and where it parts from it."""
+    from mergekit_lab.runs.plan import pieces
+
+    missing = [p for p in pieces(run) if not p.made and place.kind in (None, p.kind)]
+    if not missing:
+        log.info("all that this run wants is in the store %s", run.store.root)
+    first = missing[0].kind  # the rest follows from it
+    for piece in [p for p in missing if p.kind == first]:
+        found = nearest(run.store, piece.kind, piece.content)
+        what = f"{piece.kind} {piece.key[:_SHORT]} ({piece.content.get('task', 'all tasks')})"
+        if found is None:
+            log.info("%s: the store has no %s", what, piece.kind)
+            continue
+        artifact, parts = found
+        if not parts:
+            log.info("%s: %s has the same content, and is of another schema than this version's", what,
+                     artifact.key[:_SHORT])  # fmt: skip
+            continue
+        part = parts[0]
+        more = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
+        log.info("%s: the nearest is %s, but %s is %r and there %r%s", what, artifact.key[:_SHORT], part.path,
+                 part.wanted, part.stored, more)  # fmt: skip
+
+
+def _prune(run: Context, place: StorePlace) -> None:
+    from mergekit_lab.runs.plan import pieces
+
+    wanted = {(piece.kind, piece.key) for piece in pieces(run)}
+    chosen = [
+        artifact
+        for artifact in _chosen(run.store, place, list(half_made(run.store)))
+        if place.which == "all" or ((artifact.kind, artifact.key) in wanted) == (place.which == "run")
+    ]
+    if place.which == "others" and place.kind is None:
+        chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
+    freed = size_text(sum(map(size, chosen)))
+    if not place.confirm or run.cfg.dry_run:
+        for artifact in chosen:
+            log.info("%s %s  %s", artifact.kind, artifact.key, _described(artifact) or "half made")
+        log.info("%d artifacts, %s: set store.confirm=true to remove them", len(chosen), freed)
+        return
+    for artifact in chosen:
+        remove(run.store, artifact.folder)
+    log.info("removed %d artifacts, %s", len(chosen), freed)
+
+
+def _path(place: StorePlace) -> Path:
+    if place.path is None:
+        raise InputError(f"store.action={place.action} needs store.path=FOLDER")
+    return Path(place.path).expanduser()
+
+
+def _export(store: Store, place: StorePlace, cfg: DictConfig) -> None:
+    """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
+    the configuration names its backbone, what a library needs to load it."""
+    out = _path(place)
+    chosen = _chosen(store, place) if place.key else []
+    if len(chosen) != 1:
+        raise InputError(
+            f"store.key={place.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
+        )
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} is not an empty folder: export into a new one")
+    artifact = chosen[0]
+    with new_folder(out) as folder:
+        companions = _companions(cfg, artifact, folder)
+        for name in artifact.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(artifact.file(name), folder / name)
+        shutil.copyfile(artifact.folder / "manifest.json", folder / "manifest.json")
+        (folder / "README.md").write_text(_card(artifact))
+    log.info("%s %s is in %s%s", artifact.kind, artifact.key, out,
+             f", with {', '.join(companions)}" if companions else "")  # fmt: skip
+
+
+def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
+    made_of = artifact.content.get("backbone") or artifact.content.get("base")
+    if "model.safetensors" not in artifact.files or not made_of:
+        return []
+    backbone: Backbone = build(cfg.backbone)
+    try:
+        if backbone.identity() == made_of:
+            return backbone.write_companions(folder)
+    except InputError as error:
+        log.warning("%s", error)
+    log.warning(
+        "its backbone is not that of this configuration: with the run's own (+experiment=NAME, backbone=NAME) "
+        "a configuration and a tokenizer would stand beside the weights"
+    )
+    return []
+
+
+def _card(artifact: Artifact) -> str:
+    content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
+    return (
+        "---\nlibrary_name: mergekit_lab\n---\n"
+        f"# {artifact.kind}: {_described(artifact)}\n\nMade {artifact.created} by mergekit_lab; named "
+        f"{artifact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
+    )

@@ -1,0 +1,54 @@
+"""Configurations composed as the command line would, among them a quickstart shrunk to seconds."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
+
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.runs.run import run
+
+TINY = [
+    "+experiment=quickstart",
+    "training.steps=4",
+    "training.warmup_steps=1",
+    "training.batch_size=16",
+    "curvature.samples=8",
+    "search.coefficients=[0.2,1.0]",
+    "progress=false",
+    "trainer.accelerator=cpu",
+    "device=cpu",
+    "suite.tasks.digits.train_size=60",
+    "suite.tasks.digits.validation_size=40",
+    "suite.tasks.digits.test_size=50",
+    "~suite.tasks.mnist",
+    "~suite.tasks.style",
+    "suite.tasks.latin.train_size=104",
+    "suite.tasks.latin.validation_size=52",
+    "suite.tasks.latin.test_size=78",
+]
+"""Two tasks: digits and latin."""
+
+
+def composed(overrides: list[str]):
+    """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("main", overrides, return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    choices = dict(cfg.hydra.runtime.choices)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, choices
+
+
+def merge_command(tmp_path: Path, *arguments: str) -> None:
+    """`python -m mergekit_lab +experiment=merge_checkpoints …`."""
+    cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
+    run(cfg, tmp_path / "run", choices, list(arguments))
+
+
+def plain(cfg):
+    return OmegaConf.to_container(cfg, resolve=True)

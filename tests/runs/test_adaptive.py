@@ -1,0 +1,97 @@
+"""AdaMerging in a run: its coefficients are learned once, from inputs alone, and the model is made of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from composing import TINY, composed
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.backbones import OpenClip
+from mergekit_lab.merging import AdaMerging, Learning, TaskArithmetic, merge_state_dicts
+from mergekit_lab.reporting import read_records
+from mergekit_lab.runs.run import run
+
+LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *LEARNING, *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("adaptive")
+    go(folder / "first", folder / "store")
+    return folder / "first", folder / "store"
+
+
+def artifact(store: Path, kind: str) -> tuple[Path, dict]:
+    (manifest,) = (store / kind).glob("*/manifest.json")
+    return manifest.parent, json.loads(manifest.read_text())
+
+
+def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -> None:
+    folder, store = finished
+    place, manifest = artifact(store, "coefficients")
+    entropies = manifest["info"]["entropies"]
+    assert len(entropies) == 6
+    assert entropies[-1] < entropies[0]
+    weights = json.loads((place / "coefficients.json").read_text())
+    assert all(0 <= value <= 1 for by_tensor in weights.values() for value in by_tensor.values())
+    assert any(abs(value - 0.3) > 0.04 for by_tensor in weights.values() for value in by_tensor.values())
+    records = read_records(folder / "records.jsonl")
+    key = next(r.model_key for r in records if r.merger == "adamerging")
+    experts = {
+        r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
+    }
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    stored = open_checkpoint(store / "merged" / key)
+    made = merge_state_dicts(base, experts, AdaMerging(weights=weights))
+    assert all(torch.equal(stored[name], value) for name, value in made.items())
+    unlearned = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.3))
+    assert any(not torch.equal(stored[name], value) for name, value in unlearned.items())
+
+
+def test_a_second_run_learns_nothing_and_other_settings_learn_anew(finished, tmp_path) -> None:
+    _, store = finished
+
+    def count() -> int:
+        return len(list((store / "coefficients").glob("*/manifest.json")))
+
+    go(tmp_path, store)
+    assert count() == 1
+    go(tmp_path, store, "stage=merge", "merger.learn.part=validation")
+    assert count() == 2
+    go(tmp_path, store, "stage=merge", "merger.learn.layer_wise=false")
+    assert count() == 3
+
+
+def test_given_weights_are_merged_without_learning(finished, tmp_path) -> None:
+    _, store = finished
+    before = len(list((store / "coefficients").glob("*/manifest.json")))
+    go(tmp_path, store, "stage=merge", "merger.learn=null", "merger.weights=[0.2,0.6]")
+    assert len(list((store / "coefficients").glob("*/manifest.json"))) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("merger.learn.steps=0", "steps is 0"),
+        ("merger.learn.batch_size=0", "batch_size is 0"),
+        ("merger.learn.lr=-1", "lr is -1"),
+        ("merger.learn.part=tset", "part is 'tset'.*test"),
+        ("merger.weights=[0.2,0.6]", "set learn to null, or weights to null"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(override: str, match: str, tmp_path) -> None:
+    with pytest.raises(InputError, match=match):
+        go(tmp_path / "run", tmp_path / "store", override)
+    assert not (tmp_path / "store/experts").exists()
+
+
+def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> None:
+    with pytest.raises(InputError, match="learns its weights from a model"):
+        merge_state_dicts({"w": torch.ones(2)}, [{"w": torch.zeros(2)}], AdaMerging(learn=Learning(steps=3)))

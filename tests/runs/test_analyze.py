@@ -1,0 +1,390 @@
+"""Stage analyze: every analysis of the group on two tiny experts, drawn, found again, resumed."""
+
+import json
+import math
+import shutil
+import struct
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from composing import TINY, composed
+from hydra.utils import get_class
+
+from mergekit_lab import InputError
+from mergekit_lab.analysis.plane import barrier
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting import read_records
+from mergekit_lab.runs.analyses import contract, distribution, sweeps, vectors
+from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import run
+from mergekit_lab.schema.check import build
+
+OTHER = (
+    "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "
+    "test_size: 50}"
+)
+SMALL = {
+    "task_vectors": ["analysis.values=8"],
+    "alpha_sweep": ["analysis.points=3", "analysis.samples=20"],
+    "landscape": ["analysis.points=3", "analysis.samples=20"],
+    "disentanglement": ["analysis.points=3", "analysis.samples=20"],
+    "barrier": ["analysis.points=3", "analysis.samples=20"],
+    "ctl": ["analysis.samples=6"],
+    "jtl": ["analysis.points=3", "analysis.samples=20"],
+    "rank_sweep": [
+        *("merger=tsvm", "analysis.ranks=[1,3]"),
+        *("analysis.coefficients=[0.5,1.0]", "analysis.samples=20"),
+    ],
+    "expert_count": ["analysis.coefficients=[0.5,1.0]", "analysis.groups=2", "analysis.samples=20"],
+    "fisher_fraction": [
+        *("merger=fisher", "analysis.fractions=[0.05,0.2]", "analysis.coefficients=[0.5,1.0]"),
+        "analysis.samples=20",
+    ],
+    "steps": ["analysis.shares=[0.5,1.0]", "analysis.coefficients=[0.5,1.0]", "analysis.samples=20"],
+    "distribution": ["analysis.bins=11"],
+    "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyze]", "analysis.samples=20"],
+    "cloud": [
+        *("stage=null", "stages=[finetune,analyze]", f"+suite.tasks.other={OTHER}"),
+        *("analysis.points=3", "analysis.samples=20"),
+    ],
+    "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
+}
+FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def analyze(folder: Path, store: Path, name: str, *overrides: str) -> dict:
+    common = ["stage=analyze", f"analysis={name}", "joint=false"]
+    if not any(each.startswith("merger=") for each in SMALL[name]):
+        common.append("merger=task_arithmetic")
+    go(folder, store, *common, *SMALL[name], *overrides)
+    return json.loads((folder / f"analysis/{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("analyze")
+    go(folder / "run", folder / "store", "merger=task_arithmetic", "joint=false")
+    return folder / "run", folder / "store"
+
+
+def test_every_analysis_has_a_test() -> None:
+    assert {file.stem for file in FILES} == set(SMALL)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_every_field_stands_in_its_file(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    assert set(node) - {"_target_"} == {field.name for field in fields(get_class(node["_target_"]))}
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
+    _, store = trained
+    data = analyze(tmp_path / "first", store, name)
+    png = (tmp_path / f"first/analysis/{name}.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24])[0] > 500
+    assert "<svg" in (tmp_path / f"first/analysis/{name}.svg").read_text()
+    target = get_class(yaml.safe_load((conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
+    monkeypatch.setattr(target, "compute", None)
+    assert analyze(tmp_path / "again", store, name) == data
+
+
+def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
+    _, store = trained
+    analyze(tmp_path / "a", store, "landscape")
+    before = len(list((store / "analyses").iterdir()))
+    data = analyze(tmp_path / "b", store, "disentanglement")
+    assert len(list((store / "analyses").iterdir())) == before
+    (entry,) = data["pairs"]
+    assert entry["pair"] == ["digits", "latin"]
+    assert set(entry["measures"]) == {"xi", "loss/digits", "loss/latin", "value/digits", "value/latin"}
+
+
+def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
+    from mergekit_lab.runs.analyses import planes
+
+    _, store = trained
+    options = ["analysis.points=4", "analysis.others=0.3"]
+    real, made = planes.plane, []
+
+    def cut(*args, start=0, **named):
+        for count, row in enumerate(real(*args, start=start, **named)):
+            if len(made) == 2 and start == 0:
+                raise KeyboardInterrupt
+            made.append(start + count)
+            yield row
+
+    monkeypatch.setattr(planes, "plane", cut)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(tmp_path / "cut", store, "landscape", *options)
+    resumed = analyze(tmp_path / "resumed", store, "landscape", *options)
+    assert made == [0, 1, 2, 3]
+    monkeypatch.setattr(planes, "plane", real)
+    shutil.rmtree(store / "analyses")
+    whole = analyze(tmp_path / "whole", store, "landscape", *options)
+    assert resumed == whole
+
+
+def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
+    from mergekit_lab.runs.analyses import paths
+
+    _, store = trained
+    options = ["analysis.points=4"]
+    real, made = paths.line, []
+
+    def cut(model, weights, label, *args):
+        if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
+            raise KeyboardInterrupt
+        made.append(label)
+        return real(model, weights, label, *args)
+
+    monkeypatch.setattr(paths, "line", cut)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(tmp_path / "cut", store, "barrier", *options)
+    (tmp_path / "again").mkdir()
+    assert list(analyze(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
+    assert made == ["digits", "latin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "what", "pieces"),
+    [
+        ("task_vectors", vectors.TaskVectors, "_spectrum", 2),
+        ("distribution", distribution.EntryDistribution, "_fitted", 3),
+        ("curvature_gain", sweeps, "merge_experts", 2),
+    ],
+)
+def test_what_was_finished_of_one_that_was_cut_is_read_back(
+    name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
+) -> None:
+    cfg, choices = composed(
+        [*TINY, f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
+    )
+    if name == "curvature_gain":  # which takes Fishers from the store
+        go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stages=[curvature]")
+    context, analysis = Context(cfg, tmp_path, choices), build(cfg.analysis)
+    real, calls = getattr(where, what), []
+
+    def cut(*args, **named):
+        calls.append(what)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    for place in ("cut", "whole"):
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr(where, what, cut)
+    with pytest.raises(KeyboardInterrupt):
+        analysis.compute(context, tmp_path / "cut")
+    resumed = analysis.compute(context, tmp_path / "cut")
+    assert len(calls) == pieces + 1  # one was begun twice
+    assert resumed == analysis.compute(context, tmp_path / "whole")
+
+
+def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
+    """At α = 1 the sweep is the merged model's search, at the barrier's end stands the expert."""
+    folder, store = trained
+    sweep = analyze(tmp_path / "a", store, "alpha_sweep", "analysis.samples=null")
+    searched = json.loads((folder / "searches.json").read_text())["task_arithmetic"]
+    at_one = sweep["mergers"]["task_arithmetic"]
+    assert sweep["alphas"] == [0.0, 1.0, 2.0]
+    wanted = next(p["normalized"] for p in searched if p["coefficient"] == 1.0)
+    found = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
+    assert found == pytest.approx(wanted, abs=1e-6)
+    barrier = analyze(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
+    experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
+    merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
+    for task, entry in barrier["tasks"].items():
+        assert entry["value"][-1] == pytest.approx(experts[task], abs=1e-6)
+        assert entry["value"][0] == pytest.approx(merged[task], abs=1e-6)
+        assert entry["barrier"] >= 0
+
+
+def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
+    data = analyze(tmp_path, trained[1], "hessian", "analysis.tasks=[latin]")
+    assert [(p["task"], p["at"]) for p in data["points"]] == [("latin", 0.0), ("latin", 1.0)]
+    for point in data["points"]:
+        assert point["iterations"] == 3
+        assert isinstance(point["converged"], bool)
+        assert point["residual"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "match"),
+    [
+        ("landscape", "analysis.pairs=[[digits,latn]]", "analysis.pairs names 'latn'.*did you mean 'latin'"),
+        ("landscape", "analysis.pairs=[[digits,digits]]", "two different tasks"),
+        ("landscape", "analysis.tasks=both", "analysis.tasks is 'both'"),
+        ("landscape", "analysis.pairs=[]", r"analysis.pairs is \[\]; it must be a list of pairs"),
+        ("ctl", "analysis.pairs=[digits,latin]", r"pairs is .*; it must be of type list\[list\[str\]\]"),
+        ("landscape", "analysis.box=[1]", "analysis.box is"),
+        ("landscape", "analysis.box=[a,b]", r"analysis.box is .*; it must be of type list\[float\]"),
+        ("disentanglement", "analysis.box=[1,0]", "analysis.box is .* numbers low < high"),
+        ("landscape", "analysis.samples=0", "analysis.samples is 0; it must be a whole number of at least 1"),
+        ("rank_sweep", "analysis.samples=-1", "analysis.samples is -1; it must be"),
+        ("hessian", "analysis.samples=0", "analysis.samples is 0; it must be"),
+        ("hessian", "analysis.tasks=[]", r"analysis.tasks is \[\]; it must be a list of at least one task"),
+        ("rank_sweep", "analysis.coefficients=[]", "analysis.coefficients is .* at least one"),
+        ("rank_sweep", "analysis.ranks=[]", "analysis.ranks is .* at least one rank"),
+        ("rank_sweep", "analysis.ranks=[0]", "analysis.ranks is 0; it must be"),
+        ("expert_count", "analysis.groups=-1", "analysis.groups is -1; it must be .* at least 0"),
+        ("task_vectors", "analysis.values=0", "analysis.values is 0; it must be"),
+        ("curvature_gain", "merger=tsvm", "no merger of this run is an EpiMer: set merger=epimer"),
+        ("landscape", "analysis.points=1", "with 1 points"),
+        ("ctl", "analysis.part=tset", "analysis.part is 'tset'; it must be one of 'train'"),
+        ("barrier", "analysis.merger=ties", "analysis.merger is 'ties'; this run has task_arithmetic"),
+        ("hessian", "analysis.tasks=[mnist]", "analysis.tasks names 'mnist'"),
+        ("alpha_sweep", "merger=average", "no merger of this run has a coefficient"),
+        ("fisher_fraction", "merger=average", "no merger of this run reads Fishers"),
+        ("fisher_fraction", "analysis.fractions=[0.0]", r"analysis.fractions is .* shares in \(0, 1\]"),
+        ("steps", "training.epochs=2", "trains experts for parts of training.steps"),
+        ("task_vectors", "+analysis.rnak=2", "unknown key 'analysis.rnak'.*did you mean 'rank'"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained, tmp_path) -> None:
+    with pytest.raises(InputError, match=match):
+        analyze(tmp_path, trained[1], name, override)
+
+
+def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, tmp_path) -> None:
+    far = ["analysis.points=2", "analysis.low=-1e20", "analysis.high=1e20"]
+    data = analyze(tmp_path / "a", trained[1], "landscape", *far)
+    (entry,) = data["pairs"]
+    assert any(None in row for row in entry["measures"]["loss/digits"])
+    lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far)
+    assert None in lines["mergers"]["task_arithmetic"]["digits"]["loss"]
+    for folder, name in (("a", "landscape"), ("b", "alpha_sweep")):
+        assert (tmp_path / folder / f"analysis/{name}.png").stat().st_size > 1000
+
+
+def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"loss": [NaN, 1.0]}\n')
+    (row,) = contract.resumed(file)
+    assert math.isnan(row["loss"][0])
+    contract.keep(file, {"loss": [math.inf]})
+    assert file.read_text() == '{"loss": [null, 1.0]}\n{"loss": [null]}\n'
+    panel = contract.plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
+    assert math.isnan(panel.values[0][1])
+    assert panel.title == "loss (1 of 4 not finite)"
+    assert math.isnan(barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
+
+
+def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
+    trained, tmp_path, monkeypatch
+) -> None:
+    """Without it latin's values over next to nothing would decide."""
+    from mergekit_lab.runs.analyses import paths, sweeps
+
+    values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
+    own = {"digits": 0.8, "latin": 0.0}
+
+    def made(model, weights, label, alphas, tasks, size):
+        def at(task, alpha):
+            return own[task] if label in tasks else values[task][alpha]
+
+        return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
+
+    monkeypatch.setattr(sweeps, "line", made)
+    (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
+    assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
+    assert point["value"] == pytest.approx(0.4)
+    own["digits"] = 0.0
+    (point,) = analyze(tmp_path / "b", trained[1], "expert_count", "analysis.samples=18")["points"]
+    assert (point["coefficient"], point["normalized"]) == (0.5, None)
+    swept = {"task_arithmetic": {t: {"value": [0.4, 0.01]} for t in values}}
+    data = {"alphas": [0.5, 1.0], "experts": {"digits": 0.8, "latin": 0.0}, "mergers": swept}
+    drawing = paths.AlphaSweep().draw(data)
+    assert drawing.panels[0].curves["task_arithmetic"][1] == pytest.approx([50.0, 1.25])
+    assert "without latin" in drawing.panels[0].title
+
+
+def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:
+    data = analyze(tmp_path, trained[1], "jtl")
+    (entry,) = data["pairs"]
+    assert entry["pair"] == ["digits", "latin"]
+    assert entry["delta"][0] == entry["delta"][-1] == 0
+    assert entry["delta"][1] == pytest.approx(entry["loss"][1] - (entry["loss"][0] + entry["loss"][2]) / 2)
+
+
+def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_group(trained, tmp_path) -> None:
+    found = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
+    assert [point["rank"] for point in found["points"]] == [1, 100000]
+    whole = analyze(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
+    assert whole["alphas"] == [0.5, 0.75, 1.0]
+    (group,) = analyze(tmp_path / "c", trained[1], "expert_count")["points"]
+    assert group["tasks"] == ["digits", "latin"]
+    assert group["coefficient"] in (0.5, 1.0)
+    tasks = whole["mergers"]["task_arithmetic"]
+    shares = [sum(tasks[t]["value"][i] / whole["experts"][t] for t in tasks) / 2 for i in (0, 2)]
+    assert group["normalized"] == pytest.approx(max(shares))
+
+
+def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
+    _, store = trained
+    found = analyze(tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]")["points"]
+    assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
+    assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
+    before = len(list((store / "fishers").iterdir()))
+    go(tmp_path / "b", store, "stages=[curvature,merge]", "merger=fisher", "curvature.samples=null",
+       "curvature.fraction=1.0")  # fmt: skip
+    assert len(list((store / "fishers").iterdir())) == before
+
+
+def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) -> None:
+    folder, store = trained
+    before = len(list((store / "experts").iterdir()))
+    found = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
+    assert [point["steps"] for point in found] == [2, 4]
+    assert len(list((store / "experts").iterdir())) <= before + 2
+    experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
+    assert found[1]["experts"] == pytest.approx(experts, abs=1e-6)
+    assert set(found[0]["mergers"]) == {"task_arithmetic"}
+
+
+def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained, tmp_path) -> None:
+    data = analyze(tmp_path, trained[1], "distribution", "analysis.share=0.9")
+    assert list(data) == ["digits", "latin", "+sum"]
+    for entry in data.values():
+        width = entry["places"][1] - entry["places"][0]
+        assert sum(entry["density"]) * width == pytest.approx(0.9, abs=0.01)
+        assert entry["fits"]["laplace"]["mean_log_likelihood"] > 0
+    scales = [data[name]["fits"]["gaussian"]["scale"] for name in ("digits", "latin", "+sum")]
+    assert scales[2] < scales[0] + scales[1]
+
+
+def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:
+    data = analyze(tmp_path, trained[1], "curvature_gain")
+    assert data["matrices"]
+    assert min(data["eta"]) >= 0
+    assert set(data["losses"]) == {"curved", "flat"}
+
+
+def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> None:
+    from mergekit_lab.runs.analyses.cloud import principal_plane
+
+    generator = torch.Generator().manual_seed(0)
+    base = {"a": torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)}
+    ends = {
+        t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
+    }
+    shares, places, explained = principal_plane(ends, base)
+    vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
+    centered = vectors - vectors.mean(dim=0)
+    _, s, vh = torch.linalg.svd(centered, full_matrices=False)
+    components = shares @ vectors
+    torch.testing.assert_close(components @ components.T, torch.eye(2, dtype=torch.float64))
+    torch.testing.assert_close(
+        (components @ vh[:2].T).abs(), torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(places, centered @ components.T)
+    assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())

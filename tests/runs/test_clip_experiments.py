@@ -1,0 +1,204 @@
+"""Every CLIP experiment composes, instantiates and runs, from repositories as on the hub, with a tiny CLIP."""
+
+from pathlib import Path
+
+import open_clip
+import pytest
+from composing import composed
+from hub_repos import write_repository
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from safetensors.torch import save_file
+
+from mergekit_lab import InputError
+from mergekit_lab.backbones import OpenClip, to_transformers
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting.published import read_beside, read_published
+from mergekit_lab.runs import report
+from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import run
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.run import check, with_chosen_merger
+from mergekit_lab.tasks import HubImages
+
+TASKS = [file.stem for file in sorted((conf_dir() / "task" / "clip").glob("*.yaml"))]
+ARCHITECTURE = "tiny-clip"
+EXPERIMENTS = [
+    file.stem
+    for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
+    if file.stem.startswith(("vit_", "saft_", "mergopt_", "epimer_"))
+]
+FULLY = {
+    "vit_b32_public_experts": [],
+    "saft_tableC4": ["optimizer=asam"],
+    "mergopt_table9": ["optimizer=mergopt"],
+    "epimer_table7": ["merger=epimer", "merger.rank=4", "merger.coefficient=0.5"],
+}
+"""Run to the report; of the others the shared stages are the same, and what they add is composed and built."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_clip():
+    config = {
+        "embed_dim": 16,
+        "quick_gelu": True,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 1, "layers": 1},
+    }
+    open_clip.factory._MODEL_CONFIGS[ARCHITECTURE] = config
+    yield
+    del open_clip.factory._MODEL_CONFIGS[ARCHITECTURE]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """`data/<task>` as repositories, `experts/<task>` as transformers saves them."""
+    root = tmp_path_factory.mktemp("hub")
+    (root / "names.txt").write_text("dark\nlight\n")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("main", ["suite=clip20", "+task/clip@suite.tasks.emnist_digits=emnist_digits"])
+    for seed, (name, node) in enumerate(cfg.suite.tasks.items()):
+        task = build({**node, "class_names": f"{root}/names.txt"})
+        assert isinstance(task, HubImages)
+        write_repository(task, root / "data" / name, seed, {"train": 20, "test": 4})
+        state = OpenClip(ARCHITECTURE, None, seed=100 + seed).model().state_dict()
+        renamed = {n: t for n, t in to_transformers(state).items() if not n.startswith("visual_projection")}
+        (root / "experts" / name).mkdir(parents=True)
+        save_file(renamed, root / "experts" / name / "model.safetensors", {"format": "pt"})
+    return root
+
+
+def tiny(hub: Path, store: Path) -> list[str]:
+    """One step of two pictures on a CPU."""
+    return [
+        f"data_root={hub}/data",
+        f"store.root={store}",
+        *(f"backbone.architecture={ARCHITECTURE}", "backbone.weights=null", "backbone.precision=float32"),
+        *("progress=false", "device=cpu", "trainer.accelerator=cpu", "training.precision=32-true"),
+        *("training.steps=1", "training.warmup_steps=0", "training.batch_size=2", "training.accumulate=1"),
+        *(
+            "training.validations=1",
+            "curvature.samples=2",
+            "search.coefficients=[0.5,1.0]",
+            "search.fields=null",
+        ),
+    ]
+
+
+def shrink(cfg, hub: Path) -> None:
+    """Two classes a task, so that no expert scores 0; experts from the folder; few iterations."""
+    for task in cfg.suite.tasks.values():
+        task.class_names, task.validation_share = f"{hub}/names.txt", 0.3
+    if cfg.experts:
+        cfg.experts = f"{hub}/experts"
+    if "wudi" in cfg.mergers:
+        cfg.mergers.wudi.iterations = 2
+
+
+def swept(cfg) -> dict[str, str]:
+    return dict(cfg.hydra.sweeper.get("params") or {})
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """One store, so that experiments that share experts train them once."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
+    name: str, hub: Path, shared: Path, tmp_path: Path
+) -> None:
+    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
+    assert head[1].startswith("# Question: ")
+    assert head[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
+    assert head[3].startswith("# Cost: ")
+    cfg, choices = composed([f"+experiment={name}", *tiny(hub, shared)])
+    sweep = swept(HydraConfig.instance().cfg)
+    first = {key: values.split(",")[0] for key, values in sweep.items()}
+    if first:
+        jobs = [f"{key}={value}" for key, value in first.items() if not key.startswith("training.")]
+        cfg, choices = composed([f"+experiment={name}", *tiny(hub, shared), *jobs])
+    shrink(cfg, hub)
+    check(cfg)
+    cells = {
+        axis: sweep.get(axis, choices[axis]).split(",") for axis in ("backbone", "finetuning", "optimizer")
+    }
+    for axis, options in cells.items():
+        assert all((conf_dir() / axis / f"{option}.yaml").is_file() for option in options)
+    for published in cfg.published:
+        rows = read_published(published)
+        assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
+    cfg.stages = [stage for stage in cfg.stages if stage != "report"]
+    run(cfg, tmp_path, choices, [])
+
+
+@pytest.mark.parametrize(("name", "job"), FULLY.items())
+def test_clip_experiments_run_from_repositories_as_on_the_hub(
+    name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = report._setting
+    as_published = {"backbone.weights": "openai", "training.steps": 8000 if name.startswith("saft") else 2000}
+    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
+    cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
+    shrink(cfg, hub)
+    run(cfg, tmp_path, choices, [])
+    beside = read_beside(tmp_path)
+    assert any(row.ours is not None for row in beside)
+    assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_tables_sweep_reaches_all_its_rows() -> None:
+    composed(["+experiment=mergopt_table9"])
+    sweep = swept(HydraConfig.instance().cfg)
+    reached = {(f, o) for f in sweep["finetuning"].split(",") for o in sweep["optimizer"].split(",")}
+    assert {(r.finetuning, r.optimizer) for r in read_published("mergopt 9")} <= reached
+
+
+@pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
+def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tmp_path: Path) -> None:
+    cfg, choices = composed([f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null"])
+    rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
+    setup = Context(cfg, tmp_path, choices)
+    assert all(report._holds(setup, row.when) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "holds"), [([], True), (["merger.coefficient=0.4"], False), (["merger.preset=mergekit"], False)]
+)
+def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
+    given = ["+experiment=vit_b32_public_experts", "backbone.weights=null", "merger=ties", *more]
+    cfg, choices = composed(given)
+    setup = Context(with_chosen_merger(cfg, given), tmp_path, choices)
+    assert list(setup.mergers) == ["ties"]
+    (row,) = (
+        r
+        for r in read_published("fusion_bench 8 tasks")
+        if (r.backbone, r.row, r.column) == ("clip_vit_b32", "ties", "average")
+    )
+    assert report._holds(setup, row.when) is holds
+
+
+def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
+    given = ["+experiment=vit_b32_adamw", "merger=breadcrumbs", "merger.density=0.5"]
+    cfg, _ = composed(given)
+    assert with_chosen_merger(cfg, given) is cfg
+
+
+def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
+    def made(given: str) -> Context:
+        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
+        return Context(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
+
+    assert made("{density: [0.3, 0.2]}").search.variants({"density": 0.1}) == [
+        {"density": 0.3},
+        {"density": 0.2},
+    ]
+    with pytest.raises(
+        InputError, match=r"search.fields.densty: no merging method has it; did you mean 'density'"
+    ):
+        made("{densty: [0.3]}")
+    with pytest.raises(InputError, match="density"):
+        made("{density: [0.5, 7]}")

@@ -1,0 +1,188 @@
+"""Every configuration composes, names what exists, and takes no key that nothing reads."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from composing import composed, plain
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from mergekit_lab import InputError
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.runs.run import STAGES
+from mergekit_lab.schema.check import build, stage_list, with_floats
+from mergekit_lab.schema.run import Main, check, optimizer_factory
+
+GROUPS = [
+    *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
+    *("search", "analysis", "merger", "trainer", "logger", "store"),
+]
+OPTIONS = [(group, f.stem) for group in GROUPS for f in sorted((conf_dir() / group).glob("*.yaml"))]
+EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_every_target_takes_its_keys(group: str, option: str) -> None:
+    named = ["backbone.source=org/name"] if option.startswith("hf_") else []  # there is no default
+    cfg, choices = composed([f"{group}={option}", *named])
+    check(cfg)
+    assert choices[group] == option
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_says_its_question_and_its_command_and_composes(name: str) -> None:
+    """That it runs is shown by the test of its stage, of its kind of models, or of the demo."""
+    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text()[:1200]
+    assert "# Question:" in head
+    assert f"python -m mergekit_lab +experiment={name}" in head.replace(
+        "-m mergekit_lab -m ", "-m mergekit_lab "
+    )
+    composed([f"+experiment={name}"])
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "merger").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_field_of_a_method_stands_in_its_file(file: Path) -> None:
+    node = yaml.safe_load(file.read_text())
+    assert set(node) - {"_target_"} == {field.name for field in fields(get_class(node["_target_"]))}
+
+
+@pytest.mark.parametrize("option", [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))])
+def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
+    make = optimizer_factory(composed([f"optimizer={option}"])[0].optimizer, steps=100)
+    optimizer = make(list(encoder.named_parameters()))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
+
+
+def test_the_command_line_wins_over_an_experiment_in_its_own_groups() -> None:
+    cfg, choices = composed(["+experiment=vit_b32_saft", "optimizer=sam", "training.steps=5"])
+    assert choices["optimizer"] == "sam"
+    assert cfg.training.steps == 5
+    assert composed(["+experiment=vit_b32_saft"])[0].training.steps == 8000
+
+
+def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) -> None:
+    from mergekit_lab.runs.context import Context
+
+    cfg, choices = composed(["+experiment=quickstart", "merger=ties", "merger.preset=mergekit", "store.root=s"])
+    check(cfg)
+    mergers = Context(cfg, tmp_path, choices).mergers
+    assert list(mergers) == ["ties"]
+    assert mergers["ties"].method.preset == "mergekit"
+    assert mergers["ties"].searched
+    cfg, choices = composed(["merger=ties", "merger.coefficient=0.4", "store.root=s"])
+    fixed = Context(cfg, tmp_path, choices).mergers["ties"]
+    assert not fixed.searched
+    assert fixed.method.coefficient == 0.4
+    cfg, choices = composed(["merger=task_arithmetic", "search=none", "store.root=s"])
+    default = Context(cfg, tmp_path, choices).mergers["task_arithmetic"]
+    assert not default.searched
+    assert default.method.coefficient == 0.3
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("+training.warmup=3", r"unknown key 'training.warmup' .*did you mean 'warmup_steps'"),
+        ("+merger.densty=0.5", r"unknown key 'merger.densty' .*did you mean 'density'"),
+        ("+optimizer.base.lrr=1", r"unknown key 'optimizer.base.lrr' .*did you mean 'lr'"),
+        ("+suite.tasks.digits.size=1", r"unknown key 'suite.tasks.digits.size'"),
+        ("+sede=1", r"unknown key 'sede' .*did you mean 'seed'"),
+        ("+trainer.acelerator=cpu", r"unknown key 'trainer.acelerator' .*did you mean 'accelerator'"),
+        ("+trainer.limit_train_batches=3", "unknown key 'trainer.limit_train_batches'"),
+        ("trainer.devices=2", "one process trains an expert: choose trainer=ddp"),
+        ("mergers=ties", "mergers is 'ties'; it must be of type"),
+        ("+suite.tasks.foo=digits", r"suite.tasks is .*; it must be|suite.tasks.foo is 'digits'; it must be"),
+        ("trainer.accelerator=cdua", "trainer.accelerator is 'cdua'; did you mean 'cuda'"),
+        ("store.older_than=nan", "store.older_than is nan; it must be at least 0 days, and finite"),
+        ("store.root=5", "store.root is 5; it must be of type"),
+        ("stages=null", "stages is None; it must be of type"),
+        ("search.coefficients=0.5", "search.coefficients is 0.5; it must be of type"),
+        ("search.coefficients=[inf]", "must be finite"),
+        ("evaluation_batch_size=0", "evaluation_batch_size is 0; it must be at least 1"),
+        ("seed=9223372036854775808", "seed is 9223372036854775808; it must be a whole number of 64 bits"),
+        ("images_limit_gb=-1", "images_limit_gb is -1; it must be at least 0, and finite"),
+        ("images_limit_gb=nan", "images_limit_gb is nan; it must be at least 0, and finite"),
+        ("runs=[]", "runs is an empty list: name the folders"),
+        ("runs=1.5", r"runs is 1.5; it must be of type str"),
+        ("runs={a:1}", r"runs is {'a': 1}; it must be of type str"),
+        ("training.lr=nan", "training.lr is nan; it must be at least 0, and finite"),
+        ("optimizer.base.betas=[0.9,1.5]", "the optimizer cannot be built: Invalid beta"),
+        ("optimizer.base.betas=[]", r"optimizer.base.betas is \[\]; it must be of type tuple"),
+        ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float \| torch.Tensor"),
+        ("optimizer.base.weight_decay=inf", "optimizer.base.weight_decay is inf; it must be finite"),
+        ("optimizer.rho=null", "optimizer.rho is None; it must be of type float"),
+        ("merger.density=[0.1]", r"merger.density is \[0.1\]; it must be of type"),
+        ("backbone=hf_causal", "backbone.source is None; it must be of type str"),
+        ("training.clip_norm=nan", "training.clip_norm is nan; it must be positive and finite"),
+        ("training.steps=many", "training.steps is 'many'; it must be of type int"),
+        ("training.steps=0", "training.steps is 0; it must be at least 1"),
+        ("training.precision=16-mixed", "fp16 gradient scaling"),
+        ("curvature.samples=0", "curvature.samples is 0"),
+        ("+finetuning.parametrization=full", "unknown key 'finetuning.parametrization'"),
+        ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
+        ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
+        ("training.lr=${nowhere}", "does not resolve"),
+        ("objective=normalised", "objective is 'normalised'; did you mean 'normalized'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:
+    cfg, _ = composed(["merger=ties", "optimizer=sam", override])
+    with pytest.raises(InputError, match=match):
+        check(cfg)
+
+
+def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
+    """Else `density=1` and `density=1.0` would be merged, and trained, twice."""
+
+    def settled(one: str) -> dict:
+        given = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
+        given += ["merger.density", "merger.coefficient"]
+        overrides = [f"++{name}={one}" for name in given] + [f"search.coefficients=[{one},2.5]"]
+        kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
+        cfg, _ = composed([*kinds, *overrides])
+        made = with_floats(cfg, Main)
+        assert OmegaConf.is_struct(made) == OmegaConf.is_struct(cfg)
+        assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
+        return plain(made)
+
+    found = settled("1")
+    assert json.dumps(found) == json.dumps(settled("1.0"))
+    assert type(found["training"]["steps"]) is type(found["finetuning"]["rank"]) is int
+    assert found["optimizer"]["base"]["lr"] == found["training"]["lr"] == 1.0
+
+
+def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
+    lines = ["stages=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
+    with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
+        check(composed(lines)[0])
+
+
+def test_runs_that_are_started_in_the_same_second_have_a_folder_each() -> None:
+    first, second = (composed([])[0].run_dir for _ in range(2))
+    assert first != second
+
+
+def test_an_objective_is_refused_where_nothing_is_merged() -> None:
+    with pytest.raises(InputError, match="objective=value is that of merged models: set merger=NAME"):
+        check(composed(["objective=value"])[0])
+
+
+def test_a_methods_own_complaint_comes_through() -> None:
+    cfg, _ = composed(["merger=ties", "merger.density=2"])
+    with pytest.raises(InputError, match=r"density is 2; it must be in \(0, 1\]"):
+        build(cfg.merger)
+
+
+def test_stages_are_listed_in_short_and_long_form() -> None:
+    cfg, _ = composed([])
+    assert stage_list(cfg, STAGES) == [name for name in STAGES if name != "analyze"]
+    assert stage_list(composed(["stage=report"])[0], STAGES) == ["report"]
+    with pytest.raises(InputError, match="no stage 'marge'; did you mean 'merge'"):
+        stage_list(composed(["stage=marge"])[0], STAGES)
+
+
+def test_values_of_a_composed_configuration_are_plain() -> None:
+    assert plain(composed(["+experiment=quickstart"])[0])["seed"] == 0

@@ -1,0 +1,160 @@
+"""Stage curvature: what is computed, for whom, and that it is found again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from composing import TINY, composed
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.reporting import read_records
+from mergekit_lab.runs.run import run
+from mergekit_lab.schema.run import check
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def keys(store: Path, kind: str) -> set[str]:
+    return {p.parent.name for p in (store / kind).glob("*/manifest.json")}
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("regmean")
+    go(folder / "first", folder / "store", "merger=regmean", "joint=false")
+    return folder / "first", folder / "store"
+
+
+def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
+    folder, store = merged
+    records = read_records(folder / "records.jsonl")
+    key = {r.model_key for r in records if r.merger == "regmean"}
+    assert len(key) == 1
+    assert len(keys(store, "grams")) == 2
+    assert not keys(store, "fishers")
+    from mergekit_lab.backbones import OpenClip
+    from mergekit_lab.merging import RegMean, merge_state_dicts
+
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    expert_keys = [r.model_key for r in records if r.kind == "expert"]
+    order = {
+        e: g
+        for g in keys(store, "grams")
+        for e in expert_keys
+        if e in (store / "grams" / g / "manifest.json").read_text()
+    }
+    wanted = merge_state_dicts(
+        base,
+        {e: store / "experts" / e / "model.safetensors" for e in expert_keys},
+        RegMean(ratio=0.9),
+        statistics={"gram": {e: store / "grams" / order[e] / "gram.safetensors" for e in expert_keys}},
+    )
+    stored = open_checkpoint(store / "merged" / key.pop())
+    for name in ("visual.transformer.resblocks.0.attn.in_proj_weight", "visual.proj"):
+        torch.testing.assert_close(stored[name], wanted[name])
+
+
+def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_path, monkeypatch) -> None:
+    _, store = merged
+    before = keys(store, "grams")
+    monkeypatch.setattr("mergekit_lab.runs.curvature.input_grams", None)
+    go(tmp_path / "a", store, "merger=regmean", "stages=[curvature,merge]")
+    go(tmp_path / "b", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.chunk=3")
+    go(tmp_path / "c", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.sampled=true")
+    assert keys(store, "grams") == before
+
+
+def test_fractions_and_samples_name_other_artifacts(merged, tmp_path) -> None:
+    _, store = merged
+    go(tmp_path / "a", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.samples=4")
+    assert len(keys(store, "grams")) == 4
+    go(tmp_path / "b", store, "stage=curvature", "curvature=fisher", "merger=average", "curvature.samples=null",
+       "curvature.fraction=0.1")  # fmt: skip
+    (digits,) = [m for m in (store / "fishers").glob("*/manifest.json") if '"samples": 6' in m.read_text()]
+    fisher = open_checkpoint(digits.parent / "fisher.safetensors")
+    expert = open_checkpoint(next((store / "experts").glob("*/model.safetensors")))
+    assert {n: s.shape for n, s in fisher.specs.items()} == {n: s.shape for n, s in expert.specs.items()}
+
+
+@pytest.mark.parametrize(("kind", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
+def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeypatch, kind, function) -> None:
+    import mergekit_lab.runs.curvature as room
+
+    _, store = merged
+    tried, compute = [], getattr(room, function)
+
+    def crowded(limit: int):
+        def computed(model, batches, **options):
+            def fitting():
+                for batch in batches:
+                    yield batch
+                    if tried[-1] > limit:  # in the middle of the work
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+            batches = list(batches)
+            tried.append(len(batches[0][1]))
+            return compute(model, fitting(), **options)
+
+        return computed
+
+    shared = ["stage=curvature", f"curvature={kind}", "merger=average", "only=[digits]", "curvature.samples=7"]
+    monkeypatch.setattr(room, function, crowded(0))
+    with pytest.raises(InputError, match=rf"the {kind} of one sample of digits does not fit .*device=cpu"):
+        go(tmp_path / "a", store, *shared, "curvature.chunk=4")
+    assert tried == [4, 2, 1]
+    before = keys(store, f"{kind}s")
+    monkeypatch.setattr(room, function, crowded(2))
+    go(tmp_path / "b", store, *shared, "curvature.chunk=4")
+    (made,) = keys(store, f"{kind}s") - before
+    monkeypatch.setattr(room, function, compute)
+    other = tmp_path / "store"
+    shutil.copytree(store / "experts", other / "experts")
+    go(tmp_path / "c", other, *shared, "curvature.chunk=2")
+    file = f"{kind}s/{made}/{kind}.safetensors"
+    assert (store / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with(merged, tmp_path) -> None:
+    _, store = merged
+    before = keys(store, "fishers")
+    go(tmp_path / "a", store, "merger=fisher", "stages=[curvature,merge]", "curvature.estimate=first_moment")
+    (one, other) = keys(store, "fishers") - before
+    fisher = open_checkpoint(store / "fishers" / one / "fisher.safetensors")
+    assert all(bool((fisher[name] >= 0).all()) for name in fisher)
+    assert any(fisher[name].any() for name in fisher)
+    told = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
+    assert told == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
+
+
+def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
+    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.curvature import _batches
+
+    cfg, choices = composed([*TINY, f"store.root={tmp_path}"])
+    context = Context(cfg, tmp_path, choices)
+    few = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 6, 4)])
+    more = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 20, 7)])
+    assert torch.equal(few, more[:6])
+    assert not torch.equal(few, context.tasks["digits"].split("train").images[:6] / 255)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["curvature.kind=grma"], "curvature.kind is 'grma'; did you mean 'gram'"),
+        (["curvature.fraction=0.5"], "set one and leave the other null"),
+        (["curvature.samples=null"], "set one and leave the other null"),
+        (["curvature.samples=null", "curvature.fraction=1.5"], r"fraction is 1.5; it must be in \(0, 1\]"),
+        (["curvature.chunk=0"], "curvature.chunk is 0"),
+        (["curvature.estimate=moment"], "curvature.estimate is 'moment'.*did you mean 'first_moment'"),
+        (["curvature.estimate=first_moment", "curvature.sampled=true"], "needs estimate=per_sample"),
+    ],
+)
+def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        check(composed(overrides)[0])

@@ -1,0 +1,200 @@
+"""Every experiment over language models composes and runs to a report, on tiny models and a dozen rows."""
+
+import json
+from functools import partial
+from string import Formatter
+
+import pytest
+from composing import composed, plain
+from hydra.core.hydra_config import HydraConfig
+from language import save_tiny
+
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
+from mergekit_lab.runs import report
+from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import run
+from mergekit_lab.schema.run import check
+
+LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
+"""How experiments over language models begin."""
+EXPERIMENTS = [
+    f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
+]
+
+SWEEPS = [
+    name for name in EXPERIMENTS if "sweeper:" in (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One store: experiments that have experts in common train them once."""
+    return tmp_path_factory.mktemp("store")
+
+
+def write_rows(folder, node) -> None:
+    """Files as the task's source has them: its templates' columns, answers among its labels or choices."""
+    folder.mkdir(parents=True)
+    columns = {name for t in (node["prompt"], node["answer"]) for _, name, _, _ in Formatter().parse(t) if name}
+    answer = next(name for _, name, _, _ in Formatter().parse(node["answer"]) if name)
+    words = list(node["labels"] or node["choices"] or ("4", "12"))
+    rows = []
+    for i in range(12):
+        value = words[i % len(words)]
+        if ":.1f" in node["answer"]:
+            value = float(value)
+        rows.append({name: f"{name} number {i}" for name in columns} | {answer: value})
+    splits = {part: part for part in ("train", "validation", "test")} | (node["splits"] or {})
+    for name in set(splits.values()):
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+
+
+def small(name, folders, tmp_path, store):
+    cfg, _ = composed([f"+experiment={name}"])
+    check(cfg)
+    overrides = []
+    for task, node in plain(cfg)["suite"]["tasks"].items():
+        if node["_target_"].endswith("TextFile"):
+            write_rows(tmp_path / "data" / task, node)
+            overrides.append(f"suite.tasks.{task}.source={tmp_path}/data/{task}")
+            overrides.append(f"++suite.tasks.{task}.sizes={{validation: 3, test: 4}}")
+        else:
+            overrides += [f"suite.tasks.{task}.{part}_size=4" for part in ("train", "validation", "test")]
+        overrides.append(f"suite.tasks.{task}.max_new_tokens=2")
+    folder = folders["t5" if plain(cfg)["backbone"]["kind"] == "seq2seq" else "llama"]
+    return composed([
+        f"+experiment={name}", *overrides, f"backbone.source={folder}", "backbone.max_length=64",
+        f"store.root={store}", "progress=false", "device=cpu", "trainer.accelerator=cpu",
+        "training.steps=1", "training.warmup_steps=0", "training.batch_size=2", "training.precision=32-true",
+        "training.epochs=null", "training.epochs_of=null", "training.validations=1", "search.coefficients=[]",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
+    real = report._setting
+    as_published = {"training.steps": 8000, "training.batch_size": 8}
+    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
+    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
+    assert any(line.startswith("# Question:") for line in head)
+    assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
+    assert any(line.startswith("# Cost:") for line in head)
+    cfg, choices = small(name, folders, tmp_path, shared)
+    run(cfg, tmp_path / "run", choices, [])
+    records = read_records(tmp_path / "run/records.jsonl")
+    assert {r.task for r in records} == set(cfg.suite.tasks)
+    assert (tmp_path / "run/report.html").is_file()
+    beside = {
+        name: [row for row in read_beside(tmp_path / "run") if name.endswith(row.table)]
+        for name in cfg.published
+    }
+    measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
+    assert measured == {name for name, rows in beside.items() if rows}
+    assert measured or not cfg.published
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
+    """Every option of every swept key, with its budget and its epochs, which runs on tiny models leave out."""
+    composed([f"+experiment={name}"])
+    swept = {key: values.split(",") for key, values in HydraConfig.get().sweeper.params.items()}
+    for place in range(max(map(len, swept.values()))):
+        job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
+        check(composed([f"+experiment={name}", *job])[0])
+
+
+def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
+    """Which has accuracies of 0 and 2 % on a task of two label words: choosing between them cannot."""
+    accuracies = [row.value for row in read_published("saft_glue C6") if row.column == "rte"]
+    assert min(accuracies) < 10
+    cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
+    assert cfg.backbone.answering == "generate"
+    assert "backbone.answering=generate" in conditions("saft_glue C6")[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "tables"),
+    [
+        ([], "1 12 14 20 22 24"),
+        (["optimizer=adamw"], "1 20 22 24"),
+        (["optimizer.loc=-0.1"], "12"),
+        (["optimizer.distribution=gaussian"], "22"),
+        (["optimizer@optimizer.base=sgd"], "18"),
+        (["training.lr=4e-5"], "24"),
+    ],
+)
+def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
+    suite = ["suite=trace2", "suite.name=c_stance+fomc"]
+    cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
+    made = Context(cfg, tmp_path, choices)
+    axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    found = {
+        (row.table, row.setting)
+        for name in cfg.published
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(report._holds, made), made.tasks)
+    }
+    assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
+    assert len([setting for table, setting in found if table == "22"]) <= 1
+
+
+def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
+    """A suite's epochs by task stay where a part of the suite is run."""
+    for name, steps in (("llama31_8b_trace_mergopt", 2), ("llama32_1b_mergopt_table23", 2)):
+        cfg, choices = composed([f"+experiment={name}", f"store.root={tmp_path}"])
+        for task, node in cfg.suite.tasks.items():
+            write_rows(tmp_path / name / task, plain(node))
+            node.source = f"{tmp_path}/{name}/{task}"
+        context = Context(cfg, tmp_path, choices)
+        found = {task: context.settings_of(task).steps for task in context.tasks}
+        assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])
+def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_generation_settings(
+    kind, tmp_path
+) -> None:
+    import torch
+    from language import Colors, tiny_backbone
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+
+    base = save_tiny(tmp_path / "base", kind, torch.bfloat16)
+    backbone = tiny_backbone(base, kind, dtype="bfloat16")
+    for seed, expert in enumerate(("one", "two")):
+        torch.manual_seed(seed + 1)
+        (tmp_path / expert).mkdir()
+        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.model().state_dict().items()}
+        write_tensors(tmp_path / expert / "model.safetensors", moved)
+    cfg, choices = composed(
+        [
+            *("+experiment=merge_checkpoints", f"base={base}", f"experts=[{tmp_path}/one,{tmp_path}/two]"),
+            *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
+        ]
+    )
+    run(cfg, tmp_path / "run", choices, [])
+    states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
+    wanted = backbone.model()
+    start = wanted.state_dict()
+    wanted.load_state_dict(
+        {
+            n: (t.float() + 0.4 * sum(s[n].float() - t.float() for s in states.values())).bfloat16()
+            for n, t in start.items()
+        }
+    )
+    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    loaded = loader.from_pretrained(tmp_path / "out")
+    batch = backbone.objective(Colors()).batch("train", torch.arange(3))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
+    assert loaded.generation_config.temperature == 0.7
+    shown = [{"role": "user", "content": "hello"}]
+    made = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
+    assert made == "<|user|>hello<|end|>"

@@ -1,0 +1,356 @@
+"""The whole path on two tasks, and what a second run finds."""
+
+import errno
+import json
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from composing import TINY, composed
+from omegaconf import OmegaConf
+
+from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.records import Failure
+from mergekit_lab.reporting.run_files import read_run
+from mergekit_lab.runs.run import STAGES, run
+
+MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
+
+
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    run(cfg, folder, choices, list(overrides))
+
+
+def count(store: Path, kind: str) -> int:
+    return len(list((store / kind).glob("*/manifest.json")))
+
+
+TOKENS = {"WANDB_API_KEY": "k0" * 20, "HF_TOKEN": "hf_t0psecret", "HUGGING_FACE_HUB_TOKEN": "hf_0ldsecret"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TOKENS.items():
+            patch.setenv(name, value)
+        go(folder / "first", folder / "store")
+    return folder / "first", folder / "store"
+
+
+def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
+    folder, _ = finished
+    for name in ("summary.md", "records.jsonl", "report.html", "metrics.csv", "leaderboard.csv"):
+        assert (folder / name).stat().st_size > 0
+    assert {f.stem for f in (folder / "figures").glob("*.png")} >= {
+        "mergers",
+        "heatmap",
+        "training",
+        "coefficients",
+    }
+    summary = (folder / "summary.md").read_text()
+    for row in ("zero-shot", "experts", *MERGERS, "+joint"):
+        assert row in summary
+
+
+def test_no_token_of_the_environment_is_in_what_a_run_writes(finished) -> None:
+    written = [file for place in finished for file in place.rglob("*") if file.is_file()]
+    assert {"records.jsonl", "manifest.json", "report.html", "metrics.csv"} <= {file.name for file in written}
+    for token in TOKENS.values():
+        assert [file for file in written if token.encode() in file.read_bytes()] == []
+
+
+def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
+    folder, _ = finished
+    records = read_records(folder / "records.jsonl")
+    cells = {(r.label, r.task) for r in records}
+    assert len(records) == len(cells) == (1 + 1 + len(MERGERS) + 1) * 2
+    for r in records:
+        expert = next(x for x in records if x.kind == "expert" and x.task == r.task)
+        zero_shot = next(x for x in records if x.kind == "zero_shot" and x.task == r.task)
+        assert (r.expert_value, r.zero_shot_value) == (expert.value, zero_shot.value)
+        assert (r.backbone, r.suite, r.optimizer, r.split) == ("glyph_clip", "glyphs4", "adamw", "test")
+        assert (r.coefficient is None) == (r.label in ("zero-shot", "experts", "+joint", "average", "fisher"))
+
+
+def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
+    from mergekit_lab.evaluation import score
+    from mergekit_lab.runs.context import Context
+
+    folder, store = finished
+    cfg, choices = composed([*TINY, f"store.root={store}"])
+    context = Context(cfg, folder, choices)
+    record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "latin")
+    model = open_checkpoint(store / "merged" / record.model_key)
+    context.model.load_state_dict({name: model[name] for name in model})
+    assert score(context.model, context.objective("latin"), "test").value == pytest.approx(record.value)
+
+
+def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
+    first, store = finished
+    monkeypatch.setattr("mergekit_lab.runs.finetune.finetune", None)
+    monkeypatch.setattr("mergekit_lab.runs.merge.merge_state_dicts", None)
+    monkeypatch.setattr("mergekit_lab.runs.evaluate.score", None)
+    go(tmp_path, store)
+    again, before = (read_records(p / "records.jsonl") for p in (tmp_path, first))
+    assert all(r.reused for r in again)
+    assert not any(r.reused for r in before)
+    assert [(r.identity, r.value) for r in again] == [(r.identity, r.value) for r in before]
+
+
+def test_the_coefficient_was_chosen_on_validation_by_normalised_accuracy(finished) -> None:
+    folder, _ = finished
+    searches = json.loads((folder / "searches.json").read_text())
+    assert set(searches) == {"task_arithmetic", "ties", "dare", "tsvm", "epimer"}
+    for label, points in searches.items():
+        assert [p["coefficient"] for p in points] == [0.2, 1.0]
+        chosen = next(p for p in points if p["chosen"])
+        assert chosen["normalized"] == max(p["normalized"] for p in points)
+        records = [r for r in read_records(folder / "records.jsonl") if r.merger == label]
+        assert {r.coefficient for r in records} == {chosen["coefficient"]}
+
+
+def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
+    from mergekit_lab.merging import WeightAverage, merge_state_dicts
+
+    folder, store = finished
+    records = read_records(folder / "records.jsonl")
+    key = next(r.model_key for r in records if r.merger == "average")
+    experts = [store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"]
+    from mergekit_lab.backbones import OpenClip
+
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    wanted = merge_state_dicts(base, experts, WeightAverage())
+    stored = open_checkpoint(store / "merged" / key)
+    assert all(torch.equal(stored[name], value) for name, value in wanted.items())
+
+
+def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:
+    _, store = finished
+    before = count(store, "experts")
+    only = ["stage=finetune", "joint=false"]
+    go(tmp_path, store, *only, "merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7")
+    assert count(store, "experts") == before
+    go(tmp_path, store, *only, "training.lr=1e-4")
+    assert count(store, "experts") == before + 2
+    go(tmp_path, store, *only, "seed=1")
+    assert count(store, "experts") == before + 4
+    go(tmp_path, store, *only, "optimizer=sam")
+    go(tmp_path, store, *only, "optimizer=sam", "optimizer.rho=0.1")
+    assert count(store, "experts") == before + 8
+    go(tmp_path, store, *only, "suite.tasks.digits.seed=5")
+    assert count(store, "experts") == before + 9
+
+
+def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
+    with pytest.raises(
+        InputError, match=r"the expert of digits is not in the store .*run stage=finetune first"
+    ):
+        go(tmp_path / "run", tmp_path / "store", "stage=merge")
+    failure = json.loads((tmp_path / "run/failure.json").read_text())
+    assert "run stage=finetune first" in failure["error"]
+    assert "stage=merge" in failure["overrides"]
+
+
+def test_a_mistake_leaves_an_earlier_run_in_its_folder_as_it_was(finished, tmp_path) -> None:
+    folder, store = finished
+    run_dir = shutil.copytree(folder, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    for wrong in (["+sede=1"], ["training.steps=0"], ["stage=merge", "seed=7"], ["stage=analyze", "seed=7"]):
+        with pytest.raises(InputError):
+            go(run_dir, store, *wrong)
+        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError):  # in a job of a sweep they would pass for its own results
+        go(run_dir, store, "+sede=1", "hydra.job.num=0")
+    assert "sede" in json.loads((run_dir / "failure.json").read_text())["error"]
+
+
+def test_wandb_offline_runs_the_same_path_and_writes_no_token(finished, tmp_path, monkeypatch) -> None:
+    _, store = finished
+    for name, value in TOKENS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    go(tmp_path / "run", store, "logger=wandb")
+    import wandb
+
+    wandb.teardown()
+    assert list((tmp_path / "run").rglob("*.wandb"))
+    written = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not any(token.encode() in content for token in TOKENS.values() for content in written)
+
+
+def test_two_dimensions_of_the_report_are_written_against_each_other(finished, tmp_path) -> None:
+    _, store = finished
+    go(tmp_path, store, "stage=report", "table=merger*task", "metric=value")
+    lines = (tmp_path / "slice.md").read_text().splitlines()
+    assert lines[0] == "| merger × task | digits | latin |"
+    records = read_records(tmp_path / "records.jsonl")
+    ties = next(line for line in lines if line.startswith("| ties |"))
+    for record in records:
+        if record.merger == "ties":
+            assert f"{100 * record.value:.1f}" in ties
+    go(tmp_path / "job", store, "stage=report", "table=optimizer*task@merger:slerp")  # another job's
+    assert (tmp_path / "job/records.jsonl").is_file()
+    assert not (tmp_path / "job/slice.md").exists()
+    for wrong, match in (
+        ("table=mergers*task", "no dimension.*'merger'"),
+        ("table=optimizer*task", "make merger one of the two, or fix one"),
+        ("metric=values", "metric is 'values'.*'value'"),
+    ):
+        with pytest.raises(InputError, match=match):
+            go(tmp_path / "wrong", tmp_path / "none", wrong)
+    assert not (tmp_path / "none").exists()  # before any work
+
+
+def test_a_number_is_the_name_of_a_run_s_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("0").mkdir()
+    Path("0/failure.json").write_text(json.dumps({"error": "lost"}))
+    for runs in ("0", "[0]"):
+        with pytest.raises(InputError, match=rf"no run of runs={re.escape(runs)} has a result"):
+            go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={runs}")
+
+
+@pytest.mark.parametrize("device", ["null", "1.5", "[nan]", "{a:1}", "[]", "true"])
+def test_what_is_no_device_is_refused_by_name(tmp_path, device: str) -> None:
+    with pytest.raises(InputError, match=r"device is "):
+        go(tmp_path / "run", tmp_path / "store", f"device={device}")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path, caplog) -> None:
+    for job in ("0", "1"):
+        (tmp_path / "sweep" / job).mkdir(parents=True)
+        (tmp_path / "sweep" / job / "failure.json").write_text(json.dumps({"error": f"lost {job}"}))
+    with pytest.raises(InputError, match=r"no run of runs=.*sweep has a result; .*summary\.md"):
+        go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep")
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition("sweep/")[2] for line in told] == ["0: lost 0", "1: lost 1"]
+    assert "lost 1" in (tmp_path / "out" / "report.html").read_text()
+    with pytest.raises(InputError, match="has a result"):
+        go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep/0")
+    assert "<h1>Comparison of 1 run</h1>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, tmp_path, monkeypatch) -> None:
+    _, store = finished
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mergekit_lab.runs.report.write_report", full)
+    with pytest.raises(InputError, match=r"no room for more in the run's folder .*set run_dir=PATH"):
+        go(tmp_path, store, "stage=report")
+
+
+@contextmanager
+def no_file_over(size: int) -> Iterator[None]:
+    """As on a disk that fills up: writing beyond so many bytes fails."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
+    from hydra_plugins.mergekit_lab.run_folder import RunFolder
+
+    config = OmegaConf.create({"hydra": {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}})
+    begin = RunFolder()
+    with no_file_over(1 << 16):
+        for told_of in (begin.on_run_start, begin.on_multirun_start):
+            with pytest.raises(SystemExit, match=r"run of what this run leaves cannot be written .*run_dir="):
+                told_of(config)
+    begin.on_run_start(config)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("experts", ["stage=finetune", "joint=false", "only=[digits]"]),
+        ("merged", ["stage=merge", "merger=average"]),
+    ],
+)
+def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
+    finished, tmp_path, kind: str, asked: list[str]
+) -> None:
+    _, whole = finished
+    store = tmp_path / "store"
+    if kind == "merged":
+        shutil.copytree(whole / "experts", store / "experts")
+    with no_file_over(1 << 16), pytest.raises(InputError, match=r"no room for more in the store .*prune"):
+        go(tmp_path / "run", store, *asked)
+    assert count(store, kind) == 0
+    assert list((store / "locks").iterdir()) == []
+    go(tmp_path / "run", store, *asked)
+    (made,) = (store / kind).glob("*/model.safetensors")
+    assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
+
+
+def test_a_stored_head_with_a_flipped_bit_is_refused_by_name(finished, tmp_path) -> None:
+    _, store = finished
+    shutil.copytree(store, tmp_path / "store")
+    head = next((tmp_path / "store/heads").glob("*/head.safetensors"))
+    head.write_bytes(head.read_bytes()[:-1] + b"\x7f")
+    shutil.rmtree(tmp_path / "store/evaluations")
+    with pytest.raises(InputError, match=rf"stored heads {head.parent.name} is damaged"):
+        go(tmp_path / "run", tmp_path / "store", "stage=evaluate", "merger=average")
+
+
+def test_a_run_that_is_killed_does_not_pass_for_the_earlier_one_of_its_folder(
+    finished, tmp_path, monkeypatch
+) -> None:
+    folder, store = finished
+    shutil.copytree(folder, tmp_path / "again")
+
+    def kill(context: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(STAGES, "report", kill)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "again", store, "stage=report", "seed=7")
+    left = read_run(tmp_path / "again")
+    assert isinstance(left, Failure)
+    assert left.overrides == ("stage=report", "seed=7")
+    assert "it has not ended" in left.error
+    go(tmp_path / "again", store, "stage=report")
+    assert not isinstance(read_run(tmp_path / "again"), Failure)
+
+
+def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp_path) -> None:
+    folder, _ = finished
+    sweep = tmp_path / "sweep"
+    for job in ("0", "10", "2"):
+        shutil.copytree(folder, sweep / job)
+    (sweep / "2/records.jsonl").unlink()
+    (sweep / "2/failure.json").write_text(json.dumps({"overrides": ["seed=2"], "error": "lost"}))
+    (sweep / "3/.hydra").mkdir(parents=True)
+    out = tmp_path / "out"
+    shared = ["stage=report", f"runs=[{folder},{sweep}]", "table=merger*task"]
+    go(out, tmp_path / "none", *shared)
+    assert len(read_records(out / "records.jsonl")) == len(read_records(folder / "records.jsonl"))
+    assert "lost" in (out / "summary.md").read_text()
+    assert "did not reach its report" in (out / "summary.md").read_text()
+    assert "Configuration of " in (out / "report.html").read_text()
+    assert (out / "slice.tex").is_file()
+    assert not (tmp_path / "none").exists()
+    for wrong, match in (
+        ([f"runs={tmp_path}/nowhere", "stage=report"], "no such folder"),
+        ([f"runs={tmp_path}", "stage=report"], "holds no run"),
+        ([f"runs={folder}"], "stage=report"),
+    ):
+        with pytest.raises(InputError, match=match):
+            go(tmp_path / "x", tmp_path / "none", *wrong)

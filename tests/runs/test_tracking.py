@@ -1,0 +1,62 @@
+"""What a run tells its tracker: a run for every kind of work, and what was made of what."""
+
+from pathlib import Path
+
+import pytest
+from composing import TINY, composed
+from runs.recording import Recorder
+
+from mergekit_lab.runs.run import run
+
+
+def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
+    Recorder.told = []
+    given = [
+        *TINY,
+        f"store.root={store}",
+        "joint=false",
+        "logger._target_=stages.recording.Recorder",
+        *overrides,
+    ]
+    cfg, choices = composed(given)
+    run(cfg, folder, choices, given)
+    return Recorder.told
+
+
+@pytest.fixture(scope="module")
+def tracked(session_store, tmp_path_factory) -> list[tuple[str, dict]]:
+    return told(tmp_path_factory.mktemp("tracked") / "first", session_store, "merger=fisher")
+
+
+def starts(events) -> list[dict]:
+    return [event for name, event in events if name == "start"]
+
+
+def test_every_kind_of_work_is_a_run_in_the_group_of_the_experiment(tracked) -> None:
+    assert [s["job_type"] for s in starts(tracked)] == ["finetune", "curvature", "merge", "evaluate"]
+    assert {s["group"] for s in starts(tracked)} == {"quickstart"}
+    assert [name for name, _ in tracked if name != "product"] == ["start", "finish"] * 4
+    assert starts(tracked)[0]["config"]["choices"]["merger"] == "fisher"
+
+
+def test_lineage_goes_from_experts_by_fishers_and_the_merged_model_to_evaluations(tracked) -> None:
+    inputs = {event["name"]: event["inputs"] for name, event in tracked if name == "product"}
+    kinds = {event["name"]: event["kind"] for name, event in tracked if name == "product"}
+
+    def of(kind: str) -> list[str]:
+        return [name for name in inputs if kinds[name] == kind]
+
+    assert len(of("experts")) == len(of("fishers")) == 2
+    assert all(inputs[expert] == () for expert in of("experts"))
+    assert sorted(i for fisher in of("fishers") for i in inputs[fisher]) == sorted(of("experts"))
+    (merged,) = of("merged")
+    assert set(inputs[merged]) == {*of("experts"), *of("fishers")}
+    assert [inputs[e] for e in of("evaluations")].count((merged,)) == 2
+
+
+def test_a_run_that_goes_on_elsewhere_has_the_same_identity(tracked, session_store, tmp_path) -> None:
+    again = told(tmp_path / "b", session_store, "merger=fisher", "stages=[evaluate,report]", "progress=false")
+    assert [s["identity"] for s in starts(again)] == [starts(tracked)[3]["identity"]]
+    other = told(tmp_path / "c", session_store, "merger=fisher", "stage=evaluate", "evaluation_batch_size=7")
+    assert starts(other)[0]["identity"] == starts(tracked)[3]["identity"]
+    assert len({s["identity"] for s in starts(tracked)}) == 4
