@@ -25,12 +25,12 @@ class UserError(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
     gc.disable()  # imports leave 180,000 objects that stay: looking for garbage among them takes a tenth longer
-    from mergekit_lab.runs.run import run
+    from mergekit_lab.runs.entry import execute
 
     gc.enable()
     settings = HydraConfig.get()
     try:
-        return run(
+        return execute(
             cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
         )
     except InputError as error:

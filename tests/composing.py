@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 
 TINY = [
     "+experiment=quickstart",
@@ -47,7 +47,7 @@ def composed(overrides: list[str]):
 def merge_command(tmp_path: Path, *arguments: str) -> None:
     """`python -m mergekit_lab +experiment=merge_checkpoints …`."""
     cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
-    run(cfg, tmp_path / "run", choices, list(arguments))
+    execute(cfg, tmp_path / "run", choices, list(arguments))
 
 
 def plain(cfg):

@@ -26,7 +26,9 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.context import Context, load_state
+from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
 COEFFICIENTS = (0.4, 0.6, 0.8, 1.0)
@@ -37,20 +39,21 @@ def spearman(x: list[float], y: list[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def context(store: str) -> Context:
+def context(store: str) -> Run:
     overrides = ["+experiment=quickstart", "suite=glyphs8", "curvature=fisher", f"store.root={store}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return Context(compose("main", overrides), Path("."), {})
+        return Run(compose("main", overrides), Path("."), {})
 
 
-def value(run: Context, state: dict[str, Tensor], task: str, part: Part) -> float:
+def value(run: Run, state: dict[str, Tensor], task: str, part: Part) -> float:
     run.model.load_state_dict(state)
     return score(run.model, run.objective(task), part).value
 
 
-def measured(run: Context) -> Interference:
-    experts = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
-    fishers = {t: open_checkpoint(run.side("fisher", t).file("fisher.safetensors"), t) for t in run.tasks}
+def measured(run: Run) -> Interference:
+    experts = {task: run.need(expert_node(run, task)).file("model.safetensors") for task in run.tasks}
+    sides = {t: run.need(side_node(run, "fisher", t)).file("fisher.safetensors") for t in run.tasks}
+    fishers = {task: open_checkpoint(file, task) for task, file in sides.items()}
     found = Interference(tuple(experts), has_fishers=True)
     for layer, traces in measured_layers(
         open_inputs(run.base_state, experts, TaskArithmetic()), fishers=fishers
@@ -59,9 +62,9 @@ def measured(run: Context) -> Interference:
     return found
 
 
-def costs(run: Context) -> dict[tuple[str, str], tuple[float, float]]:
+def costs(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
     """Cost and coefficient of every pair."""
-    base, states = run.base_state, {task: load_state(run.expert(task)) for task in run.tasks}
+    base, states = run.base_state, {task: load_state(run.need(expert_node(run, task))) for task in run.tasks}
     own = {(t, p): value(run, states[t], t, p) for t in states for p in ("validation", "test")}
     found = {}
     for pair in combinations(states, 2):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergekit_lab.reporting.records import Record
-    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.run import Run
 
 TUNED = ("task_arithmetic", "ties", "dare", "tsvm", "epimer")
 FIXED = 0.4
@@ -100,9 +100,9 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from omegaconf import open_dict
 
     from mergekit_lab.paths import conf_dir
-    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.entry import execute
     from mergekit_lab.runs.report import collect
-    from mergekit_lab.runs.run import run
+    from mergekit_lab.runs.run import Run
 
     lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
@@ -112,35 +112,38 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     choices = dict(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]
-    run(cfg, folder, choices, lines)
-    context = Context(cfg, folder, choices)
+    execute(cfg, folder, choices, lines)
+    context = Run(cfg, folder, choices)
     return context, collect(context)
 
 
-def summary(context: "Context", records: "Sequence[Record]") -> dict:
+def summary(context: "Run", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
-    from mergekit_lab.runs.context import load_state
-    from mergekit_lab.runs.merge import chosen_coefficient, search
+    from mergekit_lab.runs.finetune import expert_node, fit_node, task_settings
+    from mergekit_lab.runs.run import load_state
+    from mergekit_lab.runs.search import chosen_coefficient, search_node
 
     by_label: dict[str, dict[str, float]] = {}
     for r in records:
         by_label.setdefault(r.label, {})[r.task] = r.value
     coefficients = {label: chosen_coefficient(context, m) for label, m in context.mergers.items()}
     curves = {
-        label: [(p["coefficient"], p["normalized"]) for p in search(context, m).info["curve"]]
+        label: [
+            (p["coefficient"], p["normalized"]) for p in context.need(search_node(context, label)).info["curve"]
+        ]
         for label, m in context.mergers.items()
         if m.searched
     }
     vectors = []
     for task in context.tasks:
-        state = load_state(context.expert(task))
+        state = load_state(context.need(expert_node(context, task)))
         delta = [(state[n] - t).flatten() for n, t in context.base_state.items() if t.is_floating_point()]
         vectors.append(torch.cat(delta))
     fit = None
     if context.plain["optimizer"].get("scale") == "fit":
-        fit = context.store.find("fits", context.fit_content()).info["scale"]
+        fit = context.need(fit_node(context)).info["scale"]
     return {
         "accuracy": by_label,
         "coefficient": coefficients,
@@ -148,8 +151,10 @@ def summary(context: "Context", records: "Sequence[Record]") -> dict:
         "norm": sum(float(v.norm()) for v in vectors) / len(vectors),
         "mean_abs": sum(float(v.abs().mean()) for v in vectors) / len(vectors),
         "fitted_b": fit,
-        "expert_seconds": [context.expert(task).info["wall_seconds"] for task in context.tasks],
-        "steps": context.settings_of(next(iter(context.tasks))).steps,
+        "expert_seconds": [
+            context.need(expert_node(context, task)).info["wall_seconds"] for task in context.tasks
+        ],
+        "steps": task_settings(context, next(iter(context.tasks))).steps,
     }
 
 

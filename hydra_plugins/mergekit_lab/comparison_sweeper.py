@@ -67,7 +67,7 @@ class ComparisonSweeper(BasicSweeper):
         self._refuse_missing(arguments)
         if "suite" in self.config and self.config.dry_run:
             return self._print_plan(arguments)
-        given_up = self._place_for_failures()
+        given_up = self._folder_for_failures()
         try:
             return self._launch_all(arguments)
         finally:
@@ -79,14 +79,14 @@ class ComparisonSweeper(BasicSweeper):
             finally:
                 self._tell_launcher("close")
 
-    def _place_for_failures(self) -> Path:
+    def _folder_for_failures(self) -> Path:
         """Where this sweep notes what it does not try again; every job has it in its environment."""
-        from mergekit_lab.runs.given_up import PLACE, new_place
+        from mergekit_lab.runs.given_up import VARIABLE, name_folder
 
-        self._given_up = new_place(Path(self.config.hydra.sweep.dir))
+        self._given_up = name_folder(Path(self.config.hydra.sweep.dir))
         quoted = str(self._given_up).replace("\\", r"\\").replace("'", r"\'")
         with open_dict(self.config):
-            self.config.hydra.overrides.hydra.append(f"+hydra.job.env_set.{PLACE}='{quoted}'")
+            self.config.hydra.overrides.hydra.append(f"+hydra.job.env_set.{VARIABLE}='{quoted}'")
         return self._given_up
 
     def _tell_launcher(self, what: str) -> None:
@@ -113,7 +113,7 @@ class ComparisonSweeper(BasicSweeper):
         if not any(map(_needs_others, configs)):
             return
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.run import refuse_missing
+        from mergekit_lab.runs.entry import refuse_missing
 
         try:
             refuse_missing(*configs)
@@ -128,7 +128,7 @@ class ComparisonSweeper(BasicSweeper):
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Jobs that `_contexts` has composed are known to be legal: a fifth of a second each."""
+        """Jobs that `_runs` has composed are known to be legal: a fifth of a second each."""
         super().validate_batch_is_legal([job for job in batch if tuple(job) not in self._composed])
 
     def _parsed(self, arguments: Sequence[str]) -> list[Override]:
@@ -138,11 +138,11 @@ class ComparisonSweeper(BasicSweeper):
     def _jobs(self, arguments: Sequence[str]) -> list[list[str]]:
         return [job for batch in self.split_arguments(self._parsed(arguments), None) for job in batch]
 
-    def _contexts(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
-        """The runs' contexts by job; a job that its own check will refuse has none."""
+    def _runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
+        """The runs by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.context import Context
-        from mergekit_lab.runs.run import refuse_missing
+        from mergekit_lab.runs.entry import refuse_missing
+        from mergekit_lab.runs.run import Run
         from mergekit_lab.schema.run import check, with_chosen_merger
 
         shared: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class ComparisonSweeper(BasicSweeper):
                 refuse_missing(config)
                 check(config)
                 config = with_chosen_merger(config, said)
-                found[number] = Context(config, Path(), choices, shared)
+                found[number] = Run(config, Path(), choices, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")
         return found
@@ -165,9 +165,9 @@ class ComparisonSweeper(BasicSweeper):
     def _print_plan(self, arguments: list[str]) -> None:
         from mergekit_lab.runs.plan import Plan
 
-        contexts = self._contexts(self._jobs(arguments))
-        if contexts:
-            print(Plan.of(list(contexts.values())).text())
+        runs = self._runs(self._jobs(arguments))
+        if runs:
+            print(Plan.of(list(runs.values())).text())
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
@@ -182,9 +182,9 @@ class ComparisonSweeper(BasicSweeper):
             or "finetune" not in self._stages()
         ):
             return
-        contexts = self._contexts(jobs)
-        numbers = list(contexts)
-        works = shared_training(list(contexts.values()))
+        runs = self._runs(jobs)
+        numbers = list(runs)
+        works = shared_training(list(runs.values()))
         if not works or len(jobs) < 2:
             return
         log.info(f"{len(works)} trainings first, for {len(jobs)} jobs")
@@ -204,9 +204,9 @@ class ComparisonSweeper(BasicSweeper):
             log.exception("not all trainings have returned")
         for place, work in enumerate(works):
             job = f"{SHARED}/{place}"
-            for kind, key in unmade(contexts[numbers[work.job]], work):
-                told = f"{kind} {key} could not be made in {job}, once for all jobs of this sweep that need it"
-                give_up(f"{kind}-{key}", f"{told}: {self._reason(job)}", self._given_up)
+            for node in unmade(runs[numbers[work.job]], work):
+                message = f"{node.label} ({node.kind} {node.key}) could not be made in {job}, once for all jobs"
+                give_up(node.name, f"{message} of this sweep that need it: {self._reason(job)}", self._given_up)
 
     def _reason(self, job: str) -> str:
         file = Path(self.config.hydra.sweep.dir, job, "failure.json")
@@ -230,7 +230,7 @@ class ComparisonSweeper(BasicSweeper):
         that of a file server differs from this machine's.
         """
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.report import report_sweep
+        from mergekit_lab.runs.compare import report_sweep
 
         try:
             out, now = Path(self.config.hydra.sweep.dir), self._begun()

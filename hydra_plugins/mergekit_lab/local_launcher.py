@@ -24,7 +24,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 log = logging.getLogger(__name__)
-_MODULES = ("mergekit_lab.runs.finetune", "mergekit_lab.runs.report")
+_MODULES = ("mergekit_lab.runs.graph", "mergekit_lab.runs.report")
 """What workers would spend seconds on importing, each."""
 
 

@@ -1,4 +1,7 @@
-"""Stage analyze: an analysis of the run's experts, its numbers into the store, its figure beside the report."""
+"""Stage analyze: an analysis of the run's experts, its numbers into the store, its figure beside the report.
+
+Artifacts declared here: `analyses`.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,56 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.figures import analysis_figure
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 
 DATA = "data.json"
 
 
-def stage_analyze(run: Context) -> None:
+@declare
+def analysis_node(run: Run) -> Node:
+    """The numbers of the analysis that the configuration names."""
+    built = build_analysis(run)
+    return Node(
+        "analyses", f"the analysis {_name(run, built)}", "analyze", None,
+        decide=lambda: built.content(run),
+        make=lambda workspace: _compute(run, built, workspace),
+    )  # fmt: skip
+
+
+def build_analysis(run: Run) -> Analysis:
+    """The analysis of the configuration."""
+    built = build(run.cfg.analysis)
+    if not isinstance(built, Analysis):
+        raise InputError(f"analysis is a {type(built).__name__}, not an analysis")
+    return built
+
+
+def _name(run: Run, built: Analysis) -> str:
+    return run.choices.get("analysis") or type(built).__name__
+
+
+def _compute(run: Run, built: Analysis, workspace: Workspace) -> Mapping[str, Any]:
+    data = built.compute(run, workspace.resume)
+    (workspace.out / DATA).write_text(json.dumps(without_nan(data), allow_nan=False) + "\n")
+    return {}
+
+
+def stage_analyze(run: Run) -> None:
     """Run the analysis of the configuration, or find its numbers, and draw them."""
-    analysis = build(run.cfg.analysis)
-    if not isinstance(analysis, Analysis):
-        raise InputError(f"analysis is a {type(analysis).__name__}, not an analysis")
-    name = run.choices.get("analysis") or type(analysis).__name__
-
-    def make(place: Workplace) -> Mapping[str, Any]:
-        data = analysis.compute(run, place.resume)
-        (place.out / DATA).write_text(json.dumps(without_nan(data), allow_nan=False) + "\n")
-        return {}
-
-    found = run.obtain("analyses", analysis.content(run), make)
-    text = found.file(DATA).read_text()
+    built = build_analysis(run)
+    name = _name(run, built)
+    artifact = run.obtain(analysis_node(run))
+    text = artifact.file(DATA).read_text()
     folder = run.folder / "analysis"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
-    drawing = analysis.draw(with_nan(json.loads(text)))
+    drawing = built.draw(with_nan(json.loads(text)))
     paths = analysis_figure(drawing.title, drawing.panels, folder / name, **drawing.options)
     run.tracker.log_figure(name, paths[0])
-    how = "found in the store" if found.reused else f"{found.info['wall_seconds']:.1f} s"
+    how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
     log.info("%s: %s, %s", name, how, paths[0])

@@ -1,4 +1,7 @@
-"""Stage curvature: the Fishers and Grams that are asked for, one an expert, into the store."""
+"""Stage curvature: Fishers and Grams of experts.
+
+Artifacts declared here: `fishers`, `grams`.
+"""
 
 from __future__ import annotations
 
@@ -15,57 +18,83 @@ from mergekit_lab.backbones.objective import moved
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.errors import InputError
-from mergekit_lab.runs.context import Context, load_state
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import Curvature
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 
 
-def stage_curvature(run: Context) -> None:
+@declare
+def side_node(run: Run, kind: str, task: str) -> Node:
+    """An expert's Fisher ("fisher") or Grams ("gram"), in the file `<kind>.safetensors`."""
+    source = expert_node(run, task)
+    return Node(
+        f"{kind}s", f"the {kind} of {task}", "curvature", task,
+        decide=lambda: {
+            "expert": source.key, "curvature": _curvature_content(run, kind), "seed": run.seed
+        },
+        make=lambda workspace: _make_side(run, kind, task, workspace),
+        needs=(source,),
+    )  # fmt: skip
+
+
+def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
+    read = ("samples", "fraction", "sampled") if kind == "fisher" else ("samples", "fraction")
+    settings = run.plain["curvature"]
+    content = {name: settings[name] for name in read if settings[name] is not None}
+    if kind == "fisher" and settings["estimate"] != "per_sample":
+        content |= {"estimate": settings["estimate"], "batch_size": run.training.batch_size}
+    if kind == "gram":
+        content["rows"] = "unpadded"
+    return content
+
+
+def side_kinds(run: Run) -> list[str]:
+    """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
+    kinds = [kind for merger in run.mergers.values() for kind in merger.method.side_inputs]
+    return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
+
+
+def curvature_nodes(run: Run) -> Iterator[Node]:
+    """All that the stage makes, in order."""
+    for kind in side_kinds(run):
+        yield from (side_node(run, kind, task) for task in run.tasks)
+
+
+def stage_curvature(run: Run) -> None:
     """Make what side inputs the run's mergers read, of every expert."""
-    kinds = run.side_kinds
-    if not kinds:
+    nodes = list(curvature_nodes(run))
+    if not nodes:
         log.info("curvature: no merger of this run needs any")
-    missing = [task for task in run.tasks if run.mine(task) and not all(
-        run.store.find(f"{kind}s", run.side_content(kind, task)) for kind in kinds)]  # fmt: skip
-    run.spread(stage_curvature, missing)
-    for kind in kinds:
-        for task in filter(run.mine, run.tasks):
-            artifact = obtain_side(run, kind, task)
+    run.spread(stage_curvature, nodes)
+    for node in nodes:
+        if run.is_mine(node.unit):
+            artifact = run.obtain(node)
             how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
-            log.info("%s of %s: %s", kind, task, how)
+            log.info("%s: %s", node.label.removeprefix("the "), how)
 
 
-def obtain_side(run: Context, kind: str, task: str) -> Artifact:
-    """An expert's Fisher or Grams, computed if they are not in the store."""
-    return run.obtain(f"{kind}s", run.side_content(kind, task), _maker(run, kind, task))
+def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
+    settings = Curvature(**run.plain["curvature"])
+    run.model.load_state_dict(load_state(run.need(expert_node(run, task))))
+    whole = run.objective(task).scored(run.model)
+    inside = find_prefix(whole, run.model)
+    count = settings.count(run.tasks[task].count("train"))
+    values = {
+        name.removeprefix(inside): value
+        for name, value in _compute(run, kind, task, whole, count, settings).items()
+    }
+    trace = sum(float((v if kind == "fisher" else v.diagonal()).sum()) for v in values.values())
+    tensors = _of_all_tensors(run, values) if kind == "fisher" else values
+    write_tensors(workspace.out / f"{kind}.safetensors", tensors)
+    return {"samples": count, "trace": trace}
 
 
-def _maker(run: Context, kind: str, task: str) -> Any:
-    def make(place: Workplace) -> Mapping[str, Any]:
-        settings = Curvature(**run.plain["curvature"])
-        objective = run.objective(task)
-        run.model.load_state_dict(load_state(run.expert(task)))
-        whole = objective.scored(run.model)
-        inside = prefix(whole, run.model)
-        count = settings.count(run.tasks[task].count("train"))
-        found = _computed(run, kind, task, whole, count, settings)
-        if kind == "fisher":
-            tensors = _of_all_tensors(run, {n.removeprefix(inside): v for n, v in found.items()})
-            trace = sum(float(value.sum()) for value in found.values())
-        else:
-            tensors = {name.removeprefix(inside): value for name, value in found.items()}
-            trace = sum(float(value.trace()) for value in found.values())
-        write_tensors(place.out / f"{kind}.safetensors", tensors)
-        return {"samples": count, "trace": trace}
-
-    return make
-
-
-def _computed(
-    run: Context, kind: str, task: str, whole: nn.Module, count: int, settings: Curvature
+def _compute(
+    run: Run, kind: str, task: str, whole: nn.Module, count: int, settings: Curvature
 ) -> dict[str, Tensor]:
     """A Fisher or Grams of the first `count` samples; where memory is too small, anew with smaller chunks.
 
@@ -97,13 +126,13 @@ def _computed(
         torch.cuda.empty_cache()
 
 
-def prefix(whole: nn.Module, model: nn.Module) -> str:
+def find_prefix(whole: nn.Module, model: nn.Module) -> str:
     """What stands before the names of `model`'s parameters in `whole`, which holds it."""
     name = next(name for name, module in whole.named_modules() if module is model)
     return f"{name}." if name else ""
 
 
-def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
+def _batches(run: Run, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
     """The first `count` training samples of the run's shuffle, on its device.
 
     For Grams, in which every row of a batch counts, texts come one by one: then none is padded.
@@ -117,7 +146,7 @@ def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Itera
         yield moved(objective.batch("train", part), run.device)
 
 
-def _of_all_tensors(run: Context, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
     named = {names[p]: fisher[own] for own, p in run.model.named_parameters() if own in fisher}

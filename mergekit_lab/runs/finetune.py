@@ -1,240 +1,259 @@
-"""Stage finetune: one expert a task, and the joint model, into the store."""
+"""Stage finetune: experts and the joint model, trained or brought in.
+
+Artifacts declared here: `experts` (of tasks; also the pilots that offsets are fitted to), `fits`, `joint`.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
+from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.reporting import Tracker
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.published_experts import import_expert
-from mergekit_lab.schema.run import optimizer_factory, wants_fit
+from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.published_experts import expert_source, import_expert, imported_content
+from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.train import Training
+from mergekit_lab.schema.run import evaluations_a_step, wants_fit
 from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import PARTS, HubImages
-from mergekit_lab.training import Settings, TrainingCost, finetune
-from mergekit_lab.workers import import_ahead, together
+from mergekit_lab.training import Settings
+from mergekit_lab.training.clock import machine
 
 log = logging.getLogger(__name__)
-logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
-CURVE = "curve.json"
+_OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
+"""Options of optimizers with which the number of processes decides what is computed."""
 
 
-def stage_finetune(run: Context) -> None:
+@declare
+def expert_node(run: Run, task: str) -> Node:
+    """The expert of a task: trained, or brought in where the run names `experts`."""
+    label = f"the expert of {task}"
+    if run.plain["experts"]:
+        source = expert_source(run.plain["experts"], run.backbone, run.tasks[task])
+        return Node(
+            "experts", label, "finetune", task,
+            decide=lambda: imported_content(source, run.base_content, task)
+            | {"finetuning": run.plain["finetuning"]} | _task_content(run, task),
+            make=lambda workspace: import_expert(source, run.base_state, task, workspace.out),
+        )  # fmt: skip
+    settings, optimizer = task_settings(run, task), task_optimizer(run, task)
+    number = list(run.tasks).index(task) + 1
+    return Node(
+        "experts", label, "finetune", task,
+        decide=lambda: _training_content(
+            run, settings, run.plain["optimizer_of"].get(task) or _optimizer_content(run)
+        ) | _task_content(run, task),
+        make=lambda workspace: Training(
+            run, f"expert {number}/{len(run.tasks)} {task}", [task], optimizer, settings, _fitted(run)
+        ).make(workspace),
+        needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
+    )  # fmt: skip
+
+
+@declare
+def pilot_node(run: Run, task: str) -> Node:
+    """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
+    settings, optimizer = task_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
+    number = list(run.tasks).index(task) + 1
+    return Node(
+        "experts", f"the pilot of {task}", "finetune", task,
+        decide=lambda: _training_content(run, settings, run.plain["optimizer"]["base"])
+        | _task_content(run, task),
+        make=lambda workspace: Training(
+            run, f"pilot {number}/{len(run.tasks)} {task}", [task], optimizer, settings
+        ).make(workspace),
+    )  # fmt: skip
+
+
+@declare
+def fit_node(run: Run) -> Node:
+    """The distribution of the pilots' task vectors, which offsets are drawn from."""
+    pilots = tuple(pilot_node(run, task) for task in run.tasks)
+    return Node(
+        "fits", "the fit of the offsets", "finetune", None,
+        decide=lambda: {
+            "distribution": run.plain["optimizer"]["distribution"],
+            "pilots": _optimizer_content(run)["pilots"],
+        },
+        make=lambda workspace: _make_fit(run, pilots),
+        needs=pilots,
+    )  # fmt: skip
+
+
+@declare
+def joint_node(run: Run) -> Node:
+    """One model of all tasks, with the budget of all experts together."""
+    settings = joint_settings(run)
+    title = f"joint model of {len(run.tasks)} tasks"
+    tasks = list(run.tasks)
+    return Node(
+        "joint", "the joint model", "finetune", "+joint",
+        decide=lambda: _training_content(run, settings, _optimizer_content(run))
+        | {"tasks": tasks, "data": run.data_content(tasks)} | _learning_content(run, tasks),
+        make=lambda workspace: Training(
+            run, title, tasks, run.cfg.optimizer, settings, _fitted(run)
+        ).make(workspace),
+        needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
+    )  # fmt: skip
+
+
+def finetune_nodes(run: Run) -> Iterator[Node]:
+    """All that the stage makes, in order."""
+    if wants_fit(run.cfg.optimizer) and not run.cfg.experts:
+        yield from (pilot_node(run, task) for task in run.tasks)
+        yield fit_node(run)
+    yield from (expert_node(run, task) for task in run.tasks)
+    if run.cfg.joint:
+        yield joint_node(run)
+
+
+def task_optimizer(run: Run, task: str) -> DictConfig:
+    """The configuration of the optimizer that trains a task's expert."""
+    return run.cfg.optimizer_of.get(task, run.cfg.optimizer)
+
+
+def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> Settings:
+    """A task's planned settings, with its optimizer or another."""
+    settings = run.training
+    if settings.epochs is not None or settings.epochs_of:
+        settings = settings.for_task(task, run.tasks[task].count("train"))
+    return settings.planned(evaluations_a_step(optimizer or task_optimizer(run, task)))
+
+
+def joint_settings(run: Run) -> Settings:
+    """The budget of all experts together."""
+    return Settings.together([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
+
+
+def _training_content(run: Run, settings: Settings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    content = {
+        "backbone": run.base_content,
+        "finetuning": run.plain["finetuning"],
+        "optimizer": optimizer,
+        "training": settings.content(),
+        "seed": run.seed,
+    }
+    if run.processes > 1 and any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()):
+        content["processes"] = run.processes
+    if settings.seconds is not None:
+        content["machine"] = machine(run.plain["trainer"]["accelerator"])
+    return content
+
+
+def _optimizer_content(run: Run) -> dict[str, Any]:
+    """The optimizer's configuration, with what its offsets are fitted to, if they are."""
+    optimizer: dict[str, Any] = run.plain["optimizer"]
+    if not wants_fit(run.cfg.optimizer):
+        return optimizer
+    return optimizer | {"pilots": {task: pilot_node(run, task).key for task in run.tasks}}
+
+
+def _task_content(run: Run, task: str) -> dict[str, Any]:
+    return {"task": task, "data": run.tasks[task].fingerprint()} | _learning_content(run, [task])
+
+
+def _learning_content(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
+    """How the backbone learns these tasks, where there is more than one way.
+
+    Scoring is part of it only where validation chooses the weights that are kept.
+    """
+    content: dict[str, Any] = {}
+    for task in tasks:
+        how = run.backbone.learning(run.tasks[task])
+        if run.training.keep == "best":
+            how = how | run.scoring_content(task)
+        if how:
+            content[task] = how
+    return {"learning": content} if content else {}
+
+
+def stage_finetune(run: Run) -> None:
     """Train, import or find every expert of the run, and the joint model if it is asked for."""
+    if run.cfg.experts:
+        _import_experts(run)
+        return
     if run.training.seconds is not None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
-    if run.cfg.experts:
-        _import(run)
-        return
-    _decode(run)
-    fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
-    if run.place.strategy == "auto":
-        run.spread(stage_finetune, _missing(run))
-    for number, task in enumerate(run.tasks, start=1):
-        if run.mine(task):
-            train = Training(run, run.optimizer_of(task), run.settings_of(task), fit)
-            train.expert(f"expert {number}/{len(run.tasks)} {task}", run.expert_content(task), task)
-    if run.cfg.joint and run.mine("+joint"):
-        title = f"joint model of {len(run.tasks)} tasks"
-        joint = Training(run, run.cfg.optimizer, run.joint_settings, fit)
-        _say(title, run.obtain("joint", run.joint_content(), joint.maker(title, list(run.tasks))))
+    experts = [expert_node(run, task) for task in run.tasks]
+    nodes = [*experts, *([joint_node(run)] if run.cfg.joint else [])]
+    _decode(run, nodes)
+    if wants_fit(run.cfg.optimizer):
+        _log_fit(run.obtain(fit_node(run)).info)
+    if run.trainer.strategy == "auto":
+        run.spread(stage_finetune, sorted(nodes, key=lambda node: node.kind != "joint"))
+    for node in nodes:
+        if run.is_mine(node.unit):
+            _log_training(node, run.obtain(node))
 
 
-def _decode(run: Context) -> None:
+def _decode(run: Run, nodes: Sequence[Node]) -> None:
     """Have the images of what is to be trained decoded first, those of the test part too.
 
     One that cannot be is told of before hours went into training; without it an expert has another key.
     """
-    wanted = _missing(run)
+    missing = {node.unit for node in nodes if run.is_mine(node.unit) and not run.find(node)}
     for name, task in run.tasks.items():
-        if isinstance(task, HubImages) and (name in wanted or "+joint" in wanted):
+        if isinstance(task, HubImages) and missing & {name, "+joint"}:
             for part in PARTS:
                 task.split(part)
 
 
-def _missing(run: Context) -> list[str]:
-    """What this process would train, the joint model first, for it takes as long as all experts."""
-    joint = run.cfg.joint and run.mine("+joint") and not run.store.find("joint", run.joint_content())
-    mine = [task for task in run.tasks if run.mine(task)]
-    return ["+joint"] * joint + [t for t in mine if not run.store.find("experts", run.expert_content(t))]
-
-
-def _import(run: Context) -> None:
+def _import_experts(run: Run) -> None:
     """Bring experts that others fine-tuned into the store."""
     if run.cfg.joint:
         raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
-    for task in filter(run.mine, run.tasks):
-        source = run.expert_source(task)
-        assert source is not None
-        made = run.obtain(
-            "experts",
-            run.expert_content(task),
-            lambda place, source=source, task=task: import_expert(source, run.base_state, task, place.out),
-        )
-        log.info("expert %s: %s", task, "found in the store" if made.reused else f"from {source}")
+    for task in filter(run.is_mine, run.tasks):
+        artifact = run.obtain(expert_node(run, task))
+        source = "found in the store" if artifact.reused else f"from {artifact.info['source']}"
+        log.info("expert %s: %s", task, source)
 
 
-@dataclass(frozen=True)
-class Training:
-    """How models of a run are trained.
-
-    Attributes:
-        optimizer: its configuration.
-        settings: planned.
-        fit: `loc` and `scale` of offsets that are fitted, else None.
-    """
-
-    run: Context
-    optimizer: DictConfig
-    settings: Settings
-    fit: Mapping[str, float] | None = None
-
-    def expert(self, title: str, content: Mapping[str, Any], task: str) -> Artifact:
-        artifact = self.run.obtain("experts", content, self.maker(title, [task]))
-        _say(title, artifact)
-        return artifact
-
-    def maker(self, title: str, tasks: list[str]) -> Callable[[Workplace], Mapping[str, Any]]:
-        def make(place: Workplace) -> Mapping[str, Any]:
-            budget = self.settings
-            told = f"{budget.steps} steps" if budget.seconds is None else f"{budget.seconds:g} seconds"
-            if self.run.place.strategy == "auto":
-                log.info("%s: training %s", title, told)
-                return self.train(tasks, place)
-            devices = (self.run.devices * self.run.processes)[: self.run.processes]
-            log.info("%s: training %s in %d processes (%s)", title, told, len(devices), self.run.place.strategy)
-            optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
-            shared = (self.run.plain, str(self.run.folder), dict(self.run.choices))
-            own = (optimizer, self.settings, None if self.fit is None else dict(self.fit), tasks, place)
-            import_ahead([__name__])
-            return together(_train_a_rank, (shared, own), devices)
-
-        return make
-
-    def train(self, tasks: list[str], place: Workplace) -> Mapping[str, Any]:
-        """Train on these tasks; where processes train together, every one calls this, and the first writes.
-
-        Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
-        checkpoint: the gradient is still that of the whole batch.
-
-        Raises:
-            InputError: one sample at a time is too much.
-        """
-        settings = self.settings
-        while True:
-            try:
-                return self._train(tasks, place, settings)
-            except torch.OutOfMemoryError as error:
-                smaller = settings.smaller_micro_batches()
-                if smaller is None or self.run.place.strategy != "auto":
-                    raise InputError(
-                        f"training on {', '.join(tasks)} does not fit the device's memory with "
-                        f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
-                        "lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed"
-                    ) from None
-                log.warning(
-                    "out of memory with %d micro-batches a step: trying %d (training.accumulate=%d says so "
-                    "from the start)", settings.accumulate, smaller.accumulate, smaller.accumulate,
-                )  # fmt: skip
-                settings = smaller
-            torch.cuda.empty_cache()
-
-    def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
-        run = self.run
-        prefix = tasks[0] if len(tasks) == 1 else "joint"
-        pretrained = run.backbone.model()
-        dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
-        model = run.parametrization.trainable(pretrained, run.seed)
-        cost = TrainingCost()
-        done = finetune(
-            model,
-            {task: run.objective(task) for task in tasks},
-            optimizer_factory(self.optimizer, settings.steps, self.fit),
-            settings,
-            seed=run.seed,
-            resume=place.resume,
-            callbacks=[cost],
-            trainer=self._trainer() | {"enable_progress_bar": run.cfg.progress},
-            on_metrics=lambda metrics, step: run.tracker.log(
-                {f"{prefix}/{name}": value for name, value in metrics.items()}, step
-            ),
-        )
-        if done is None:
-            return {}
-        model = run.parametrization.trainable(run.backbone.model(), run.seed)
-        model.load_state_dict(done.state)
-        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.folded(model).items()}
-        write_tensors(place.out / "model.safetensors", state)
-        (place.out / CURVE).write_text(json.dumps(done.curve))
-        told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
-        return told | cost.measured
-
-    def _trainer(self) -> dict[str, Any]:
-        """Lightning's arguments; a process that trains alone does so on the run's device."""
-        place = self.run.place
-        devices: int | list[int] = self.run.processes
-        if place.strategy == "auto":
-            on_card = place.accelerator != "cpu" and self.run.device.type == "cuda"
-            devices = [self.run.device.index] if on_card else 1
-        return asdict(place) | {"devices": devices}
+def _log_training(node: Node, artifact: Artifact) -> None:
+    how = "found in the store" if artifact.reused else f"trained in {artifact.info['wall_seconds']:.0f} s"
+    log.info(
+        "%s: %s, validation %.1f %%", node.label.removeprefix("the "), how, 100 * artifact.info["val_accuracy"]
+    )
 
 
-def _train_a_rank(shared: tuple[Any, ...], own: tuple[Any, ...]) -> Mapping[str, Any]:
-    """One of the processes that train together: the objects of the run built anew, and no lock."""
-    (plain, folder, choices), (optimizer, settings, fit, tasks, place) = shared, own
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    run = Context(OmegaConf.create(plain), Path(folder), choices)
-    run.tracker = Tracker()
-    return Training(run, OmegaConf.create(optimizer), settings, fit).train(tasks, place)
-
-
-def train_pilots(run: Context) -> None:
+def train_pilots(run: Run) -> None:
     """The experts of the base optimizer alone, which offsets are fitted to."""
-    for number, task in enumerate(run.tasks, start=1):
-        if run.mine(task):
-            train = Training(run, run.cfg.optimizer.base, run.pilot_settings(task))
-            train.expert(f"pilot {number}/{len(run.tasks)} {task}", run.pilot_content(task), task)
+    for task in filter(run.is_mine, run.tasks):
+        node = pilot_node(run, task)
+        _log_training(node, run.obtain(node))
 
 
-def _fit(run: Context) -> Mapping[str, float]:
-    """The distribution of the task vectors of the base optimizer's experts, which are trained if need be."""
+def _fitted(run: Run) -> Mapping[str, float] | None:
+    return run.need(fit_node(run)).info if wants_fit(run.cfg.optimizer) else None
 
-    def make(place: Workplace) -> Mapping[str, Any]:
-        missing = [t for t in run.tasks if not run.store.find("experts", run.pilot_content(t))]
-        with run.working_on(list(run.tasks)):
-            run.spread(train_pilots, missing)
-            train_pilots(run)
-        vectors = []
-        for task in run.tasks:
-            pilot = run.made_earlier("experts", run.pilot_content(task), f"the pilot of {task}", "finetune")
-            vectors.append(_TaskVector(open_checkpoint(pilot.file("model.safetensors"), task), run.base_state))
-        moved = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
-        for vector in vectors:
-            vector.names = moved
-        return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
 
-    found = run.obtain("fits", run.fit_content(), make).info
+def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
+    """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
+    with run.working_on(list(run.tasks)):
+        run.spread(train_pilots, pilots)
+        train_pilots(run)
+    files = [(node.unit or "", run.need(node).file(MODEL)) for node in pilots]
+    vectors = [_TaskVector(open_checkpoint(file, task), run.base_state) for task, file in files]
+    changed = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
+    for vector in vectors:
+        vector.names = changed
+    return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
+
+
+def _log_fit(info: Mapping[str, Any]) -> None:
     log.info(
         "offsets: %s, loc %.2e, scale %.2e, Kolmogorov-Smirnov distance %.3f, mean log-likelihood %.3f",
-        *(found[name] for name in ("distribution", "loc", "scale", "ks_distance", "mean_log_likelihood")),
+        *(info[name] for name in ("distribution", "loc", "scale", "ks_distance", "mean_log_likelihood")),
     )
-    return found
 
 
 class _TaskVector(Mapping[str, Tensor]):
@@ -253,8 +272,3 @@ class _TaskVector(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-def _say(title: str, artifact: Artifact) -> None:
-    how = "found in the store" if artifact.reused else f"trained in {artifact.info['wall_seconds']:.0f} s"
-    log.info("%s: %s, validation %.1f %%", title, how, 100 * artifact.info["val_accuracy"])

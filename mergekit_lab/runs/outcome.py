@@ -6,13 +6,14 @@ import logging
 from statistics import fmean
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.evaluate import Subject, evaluate, subjects
+from mergekit_lab.runs.merge import merged_model
+from mergekit_lab.runs.models import Model, evaluation_node, expert_model
+from mergekit_lab.runs.run import Run
 
 log = logging.getLogger(__name__)
 
 
-def outcome(run: Context) -> float:
+def measure_outcome(run: Run) -> float:
     """How good the run's best merged model is on validation, as the run's `objective` says.
 
     Like every choice, that between runs is not made on test parts.
@@ -24,21 +25,20 @@ def outcome(run: Context) -> float:
         InputError: a model is not made, or an expert that is to be divided by has the value 0.
     """
 
-    def value(subject: Subject, task: str) -> float:
-        return float(evaluate(run, subject, task, "validation").info["value"])
+    def value(model: Model, task: str) -> float:
+        return float(run.obtain(evaluation_node(run, model, task, "validation")).info["value"])
 
     whole = dict.fromkeys(run.tasks, 1.0)
     if run.cfg.objective == "normalized":
-        whole = {task: value(Subject.expert(run, task), task) for task in run.tasks}
+        whole = {task: value(expert_model(run, task), task) for task in run.tasks}
         if 0 in whole.values():
             raise InputError(
                 "objective=normalized divides by the experts' values, and one is 0: set it to value"
             )
-    found = {
-        subject.merger.label: fmean(value(subject, task) / whole[task] for task in run.tasks)
-        for subject in subjects(run)
-        if subject.merger
+    means = {
+        label: fmean(value(merged_model(run, label), task) / whole[task] for task in run.tasks)
+        for label in run.mergers
     }
-    best = max(found, key=lambda label: found[label])
-    log.info("objective: %.4f (%s on validation, by %s)", found[best], run.cfg.objective, best)
-    return found[best]
+    best = max(means, key=lambda label: means[label])
+    log.info("objective: %.4f (%s on validation, by %s)", means[best], run.cfg.objective, best)
+    return means[best]

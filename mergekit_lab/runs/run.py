@@ -1,251 +1,324 @@
-"""One run: check the configuration, then its stages in order."""
+"""A run: the objects that its configuration names, its artifacts, and the processes that make them."""
 
 from __future__ import annotations
 
-import json
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
-from mergekit_lab.errors import InputError
-from mergekit_lab.schema.check import check_against, stage_list
-from mergekit_lab.store import content_key
-from mergekit_lab.store.store import says_full
-
-if TYPE_CHECKING:
-    from mergekit_lab.runs.context import Context
+from mergekit_lab.backbones import Backbone, Objective, Parametrization
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.merging import resolve_device
+from mergekit_lab.merging.devices import device_names
+from mergekit_lab.paths import default_store
+from mergekit_lab.reporting import Product, Timing, Tracker
+from mergekit_lab.runs.checks import check_shares, check_task_names
+from mergekit_lab.runs.given_up import give_up, read_reason
+from mergekit_lab.runs.keeper import StoreKeeper
+from mergekit_lab.runs.mergers import build_mergers
+from mergekit_lab.runs.nodes import Node
+from mergekit_lab.schema.check import build, with_floats
+from mergekit_lab.schema.run import Main, Place, Search
+from mergekit_lab.store import Artifact, Store
+from mergekit_lab.tasks import Task
+from mergekit_lab.training import Settings
+from mergekit_lab.workers import Pool, import_ahead
 
 log = logging.getLogger(__name__)
-_ALONE = ("merge_checkpoints", "expand", "diagnose", "store")
-_ON_DATA = ("fetch", "check_data")
-_JOBS = {"report": "evaluate"}
-"""The kind of work that a stage is, where it has not a kind of its own."""
-_RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
-"""What runs leave in their folders for others to read."""
-_CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
-_DECIDES_NOTHING = {
-    "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "stages", "runs",
-    "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb", "evaluation_batch_size",
-}  # fmt: skip
-"""What a run may change when it goes on where it was cut."""
+
+MODEL = "model.safetensors"
+"""The weights in an artifact that is a model."""
+_ONCE_A_SWEEP = ("finetune", "curvature")
+"""Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
 
-def _stage(name: str) -> Callable[[Context], None]:
-    """A stage that is imported when it runs: not every run needs Lightning."""
-
-    def stage(context: Context) -> None:
-        getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(context)
-
-    return stage
-
-
-STAGES: dict[str, Callable[[Context], None]] = {
-    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
-}
-
-
-def run(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
-    """Run the stages that the configuration names.
+class Run:
+    """One configuration, worked through.
 
     Args:
-        cfg: the composed configuration.
-        folder: where the report goes.
-        choices: the option taken of each group.
-        overrides: as on the command line; kept beside the error if the run fails.
-
-    Returns:
-        What the configuration asks for as `objective`; None where it asks for nothing, or plans.
-
-    Raises:
-        InputError: a user's mistake; `failure.json` in the run's folder says so too, unless results of an
-            earlier run lie there, which a mistake leaves as they are. The file is there as long as
-            the run works, so that one that is killed does not pass for the earlier one of its folder.
+        cfg: the composed, checked configuration.
+        folder: where its report goes.
+        choices: which option of each group was taken; names in records.
+        shared: objects by their configuration, which runs that are given the same mapping share: reading a
+            task's data for its fingerprint takes seconds.
     """
-    finished = _holds_results(folder) and not _in_sweep()
-    (folder / "failure.json").unlink(missing_ok=True)
-    try:
-        asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
-        alone = next((name for name in _ALONE if name in asked), None)
-        if alone:
-            _run_alone(alone, cfg, folder, choices)
-            return None
-        wanted = stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA])
-        if set(wanted) & set(_ON_DATA):
-            _run_on_data(wanted, cfg, folder)
-            return None
-        if cfg.runs is not None:
-            _compare(wanted, cfg, folder)
-            return None
-        refuse_missing(cfg)
-        from mergekit_lab.runs.context import Context
-        from mergekit_lab.runs.outcome import outcome
-        from mergekit_lab.schema.run import check, with_chosen_merger
 
-        check(cfg)
-        cfg = with_chosen_merger(cfg, overrides)
-        context = Context(cfg, folder, choices)
-        if cfg.dry_run:
-            from mergekit_lab.runs.plan import Plan
+    def __init__(
+        self,
+        cfg: DictConfig,
+        folder: Path,
+        choices: Mapping[str, str],
+        shared: dict[str, Any] | None = None,
+    ) -> None:
+        cfg = with_floats(cfg, Main)
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        self.cfg = cfg
+        self.plain: dict[str, Any] = plain
+        self.folder = folder
+        self.choices = choices
+        self.seed: int = cfg.seed
+        self.training = Settings(**plain["training"])
+        self.search = Search(**plain["search"])
+        self.trainer = Place(**plain["trainer"])
+        self.devices = resolve_devices(plain["device"])
+        self.device = resolve_device(self.devices[0])
+        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
+        self._shared: dict[str, Any] = {} if shared is None else shared
+        self.backbone: Backbone = self._build(cfg.backbone)
+        self.parametrization: Parametrization = build(cfg.finetuning)
+        self.tasks: dict[str, Task] = {name: self._build(node) for name, node in cfg.suite.tasks.items()}
+        self._check()
+        mergers = dict(cfg.mergers)
+        if cfg.merger is not None:
+            mergers = {choices.get("merger") or "merger": cfg.merger}
+        self.mergers = build_mergers(mergers, self.search, list(self.tasks))
+        self.only: list[str] | None = plain["only"]
+        units = [*self.tasks, *self.mergers, "+joint"]
+        for name in self.only or ():
+            if name not in units:
+                raise InputError(f"only names {name!r}{suggestion(name, units)}")
+        self.tracker: Tracker = build(cfg.logger)
+        self.timings: dict[str, Timing] = {}
+        self.made: set[str] = set()
+        self.nodes: dict[Any, Node] = {}
+        self._counts = {"computed": 0, "reused": 0}
+        self._logged: set[str] = set()
+        self._objectives: dict[str, Objective] = {}
+        self._pool: Pool | None = None
 
-            log.info("%s", Plan.of([context]).text())
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        _leave_word(folder, overrides, "it has not ended: it is under way, or was killed")
-        begun = time.monotonic()
+    def _build(self, node: DictConfig) -> Any:
+        """What a node makes, shared, with the store to keep things in if it wants one."""
+        name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
+        if name not in self._shared:
+            self._shared[name] = build(node)
+        built = self._shared[name]
+        if hasattr(built, "kept_by"):
+            return built.kept_by(StoreKeeper(self.store, self.cfg.images_limit_gb))
+        return built
+
+    def _check(self) -> None:
+        if not self.tasks:
+            raise InputError("the suite has no tasks")
+        for task in self.tasks.values():
+            self.backbone.check(task)
+        check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})
+        check_shares(
+            self.training,
+            self.trainer.strategy,
+            self.processes,
+            len(self.tasks) if self.cfg.joint else 1,
+            bool(self.plain["backbone"].get("packing")),
+        )
+
+    def variant(self, changes: Mapping[str, Any]) -> Run:
+        """The same run with other values in its configuration; trackers do not hear of it.
+
+        Close it after use.
+        """
+        cfg: Any = OmegaConf.merge(self.cfg, changes)
+        run = Run(cfg, self.folder, self.choices, self._shared)
+        run.tracker, run.made, run._counts, run.only = Tracker(), self.made, self._counts, self.only
+        if not changes.keys() & {"backbone", "finetuning", "device"}:
+            built = {name: value for name, value in vars(self).items() if name in ("model", "base_state")}
+            vars(run).update(built)
+        return run
+
+    @property
+    def processes(self) -> int:
+        """How many processes train one expert together."""
+        return self.trainer.devices or len(self.devices)
+
+    @cached_property
+    def base_content(self) -> dict[str, str]:
+        """What decides the base, as it enters contents."""
+        return dict(self.backbone.identity())
+
+    @cached_property
+    def base_state(self) -> dict[str, Tensor]:
+        """`θ0`, on the CPU."""
+        return {n: t.detach().cpu().clone() for n, t in self.backbone.model().state_dict().items()}
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """One model for all evaluations; its weights are whatever was loaded last.
+
+        It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
+        """
+        return self.parametrization.computing(self.backbone.model()).to(self.device)
+
+    def objective(self, task: str) -> Objective:
+        """How the backbone learns a task and is scored on it; on the run's device."""
+        if task not in self._objectives:
+            self._objectives[task] = self.backbone.objective(self.tasks[task])
+        return self._objectives[task].to(self.device)
+
+    def data_content(self, tasks: Sequence[str]) -> dict[str, str]:
+        """The fingerprints of these tasks' data."""
+        return {task: self.tasks[task].fingerprint() for task in tasks}
+
+    def scoring_content(self, task: str) -> dict[str, Any]:
+        """What decides a score beside model and data, where there is more than one way."""
+        how = self.backbone.scoring(self.tasks[task])
+        return {"scoring": how} if how else {}
+
+    def find(self, node: Node) -> Artifact | None:
+        """The artifact, if it is in the store."""
+        return self.store.find(node.kind, node.content)
+
+    def need(self, node: Node) -> Artifact:
+        """The artifact, which an earlier stage made.
+
+        Raises:
+            InputError: it is not in the store.
+        """
+        artifact = self.find(node)
+        if artifact is None:
+            raise InputError(
+                f"{node.label} is not in the store {self.store.root}: run stage={node.stage} first"
+            )
+        self._log_product(node, artifact)
+        return artifact
+
+    def obtain(self, node: Node) -> Artifact:
+        """The artifact, made if it is not in the store; counted for the stage in progress.
+
+        Raises:
+            InputError: what names it is not made, or the sweep that this run is a job of tried to make it for
+                all of its jobs, and failed.
+        """
+        for earlier in node.awaits:
+            self.need(earlier)
+        reason = read_reason(node.name)
+        if reason and not self.find(node):
+            raise InputError(reason)
         try:
-            for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
-                with _tracked(context, job):
-                    for name in names:
-                        with context.timed(name), _enough_memory(name):
-                            STAGES[name](context)
-            found = outcome(context) if cfg.objective else None
+            artifact = self.store.obtain(node.kind, node.content, node.make)
+        except Exception as error:
+            if node.stage in _ONCE_A_SWEEP:
+                give_up(node.name, f"{node.label} ({node.kind} {node.key}) could not be made in {self.folder}, "
+                        f"once for all jobs of this sweep that need it: {error}")  # fmt: skip
+            raise
+        made = not artifact.reused or artifact.key in self.made
+        self._counts["computed" if made else "reused"] += 1
+        if not artifact.reused:
+            self.made.add(artifact.key)
+        self._log_product(node, artifact)
+        return artifact
+
+    def _log_product(self, node: Node, artifact: Artifact) -> None:
+        """Tell the tracker of an artifact, and of those it was made of that it knows."""
+        inputs = tuple(name for name in (each.name for each in node.needs) if name in self._logged)
+        self._logged.add(node.name)
+        self.tracker.log_product(Product(node.name, artifact.kind, artifact.folder, inputs))
+
+    def is_mine(self, unit: str | None) -> bool:
+        """Whether this process works on a task, a merger or the joint model ("+joint")."""
+        return self.only is None or unit is None or unit in self.only
+
+    @contextmanager
+    def working_on(self, units: list[str]) -> Iterator[None]:
+        """Work on these units meanwhile."""
+        before, self.only = self.only, units
+        try:
+            yield
         finally:
-            context.close()
-        (folder / "failure.json").unlink(missing_ok=True)
-        log.info("done in %.0f s", time.monotonic() - begun)
-        return found
-    except Exception as error:
-        if finished and isinstance(error, InputError):
-            (folder / "failure.json").unlink(missing_ok=True)
-            log.warning("%s keeps the results of an earlier run", folder)
-            raise
-        with suppress(OSError):  # the disk may be what failed
-            folder.mkdir(parents=True, exist_ok=True)
-            _leave_word(folder, overrides, f"{type(error).__name__}: {error}")
-            (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-        if isinstance(error, InputError) or not says_full(error):
-            raise
-        raise InputError(
-            f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
-            "was finished is in the store, and the same command finds it there"
-        ) from error
+            self.only = before
 
+    def spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
+        """Have what is missing of these nodes made on all devices of the run, a process each.
 
-def _leave_word(folder: Path, overrides: list[str], error: str) -> None:
-    """What a comparison says of this run while it has no result."""
-    told = json.dumps({"overrides": overrides, "error": error}, indent=1)
-    (folder / "failure.json").write_text(told + "\n")
+        With one device or one unit nothing happens: the stage's own loop does the work.
 
+        Args:
+            stage: makes what `is_mine`; importable by its name.
+            nodes: the longest work first.
 
-def refuse_missing(*configs: DictConfig) -> None:
-    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
-    from mergekit_lab.runs import preflight
+        Raises:
+            InputError: a user's mistake in one of them, after the others are done.
+            RuntimeError: another failure.
+        """
+        if len(self.devices) < 2:
+            return
+        missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
+        units = list(dict.fromkeys(missing))
+        if len(units) < 2:
+            return
+        if self._pool is None:
+            import_ahead([stage.__module__])
+            self._pool = Pool(self.devices)
+        log.info("%s on %d devices, a process each", ", ".join(units), len(self.devices))
+        device = "cuda:0" if self.device.type == "cuda" else "cpu"
+        plain = self.plain | {"device": device, "progress": False}
+        jobs = [(stage, plain, str(self.folder), dict(self.choices), unit) for unit in units]
+        outcomes = self._pool.map(_work, jobs)
+        for outcome in outcomes:
+            self.made |= outcome.value or set()
+        failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
+        if failed:
+            message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed.items())
+            raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(message)
 
-    preflight.refuse_missing(*(cfg for cfg in configs if _works_on_tasks(cfg)))
+    def close(self) -> None:
+        """End the processes on other devices."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
-
-def _works_on_tasks(cfg: DictConfig) -> bool:
-    """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
-    asked = {cfg.get("stage"), *(cfg.get("stages") or ())}
-    return not asked & {*_ALONE, *_ON_DATA} and cfg.get("runs") is None
-
-
-def _holds_results(folder: Path) -> bool:
-    """Whether an earlier run came to its end here."""
-    made = any((folder / name).exists() for name in _RESULTS)
-    return made and not (folder / "failure.json").exists()
-
-
-def _in_sweep() -> bool:
-    """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
-    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
-
-
-@contextmanager
-def _enough_memory(stage: str) -> Iterator[None]:
-    """Say what to set where a device's memory was too small for what does not shrink by itself."""
-    import torch
-
-    try:
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Record a stage's seconds, and how many of its artifacts were made."""
+        begun = time.monotonic()
+        self._counts = {"computed": 0, "reused": 0}
         yield
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"the stage {stage} does not fit the device's memory ({str(error).splitlines()[0]}): lower "
-            "evaluation_batch_size or curvature.chunk, or set device=cpu"
-        ) from error
+        self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
+        log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
+                 self._counts["computed"], self._counts["reused"])  # fmt: skip
 
 
-@contextmanager
-def _tracked(context: Context, job: str) -> Iterator[None]:
-    """Trackers see a run of their own for every kind of work, in one group an experiment."""
-    deciding = {name: value for name, value in context.plain.items() if name not in _DECIDES_NOTHING}
-    context.tracker.start(
-        context.plain | {"choices": {group: context.choices.get(group) for group in _CHOICES}},
-        run_dir=context.folder,
-        name=f"{context.folder.name} {job}",
-        group=context.choices.get("experiment") or context.plain["suite"]["name"],
-        job_type=job,
-        identity=content_key({"job": job, "configuration": deciding}),
-    )
-    try:
-        yield
-    finally:
-        context.tracker.finish()
+def resolve_devices(device: object) -> list[str]:
+    """The devices that a configuration names, `auto` resolved."""
+    if device != []:
+        device = device_names(device)
+    if isinstance(device, list):
+        if not device:
+            raise InputError("device is an empty list")
+        return [str(resolve_device(one)) for one in device]
+    if device == "auto":
+        return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+    return [str(device)]
 
 
-def _compare(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
-    """Runs that are there, from their folders alone."""
-    from mergekit_lab.runs.report import report_runs
-    from mergekit_lab.schema.run import check
-
-    check(cfg)
-    if wanted != ["report"]:
-        raise InputError("runs= compares runs that are there: say stage=report with it")
-    report_runs(cfg, folder)
+_latest: list[Any] = []
+"""In a worker: the configuration of its latest job, and the run with its objects."""
 
 
-def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
-    """The stages on data sets and weights alone: nothing is trained, and no store is needed."""
-    from mergekit_lab.schema.run import check
-
-    check(cfg)
-    for name in wanted:
-        if name not in _ON_DATA:
-            raise InputError(f"the stage {name} does not run together with {' or '.join(_ON_DATA)}")
-        if name == "fetch":
-            from mergekit_lab.runs.fetch import run_fetch
-
-            run_fetch(cfg)
-        else:
-            if cfg.dry_run:
-                log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
-                continue
-            from mergekit_lab.runs.check_data import run_check_data
-
-            run_check_data(cfg, folder)
+def _work(
+    stage: Callable[[Run], None], plain: dict[str, Any], folder: str, choices: dict[str, str], unit: str
+) -> set[str]:
+    """In a worker: a stage for one unit, with the objects that an earlier job of the run left."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("mergekit_lab").setLevel(logging.INFO)
+    if not _latest or _latest[0] != plain:
+        _latest[:] = plain, Run(OmegaConf.create(plain), Path(folder), choices)
+        _latest[1].tracker = Tracker()
+    run: Run = _latest[1]
+    run.made.clear()
+    with run.working_on([unit]):
+        stage(run)
+    return set(run.made)
 
 
-def _run_alone(name: str, cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
-    """The stages that run without the others: on checkpoints, configured by themselves, or on the store."""
-    if stage_list(cfg, [*STAGES, *_ALONE, *_ON_DATA]) != [name]:
-        raise InputError(f"the stage {name} runs alone")
-    if name == "store":
-        from mergekit_lab.runs.store import run_store
-
-        run_store(cfg, folder, choices)
-        return
-    if "base" not in cfg:
-        raise InputError(f"the stage {name} has a configuration of its own: run +experiment={name}")
-    if name == "diagnose":
-        from mergekit_lab.commands.diagnose import Diagnose, run_diagnose
-
-        check_against(cfg, Diagnose)
-        run_diagnose(cfg, folder)
-    elif name == "expand":
-        from mergekit_lab.commands.expand import Expand, run_expand
-
-        check_against(cfg, Expand)
-        run_expand(cfg)
-    else:
-        from mergekit_lab.commands.merge_checkpoints import MergeCheckpoints, run_merge_checkpoints
-
-        check_against(cfg, MergeCheckpoints)
-        run_merge_checkpoints(cfg)
+def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:
+    """All tensors of an artifact's file."""
+    checkpoint = open_checkpoint(artifact.file(name), f"{artifact.kind} {artifact.key}")
+    return {tensor: checkpoint[tensor] for tensor in checkpoint}

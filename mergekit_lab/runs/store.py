@@ -16,7 +16,8 @@ from mergekit_lab.checkpoints import new_folder, size_text
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.graph import wanted
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import StorePlace, build, check
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
@@ -48,7 +49,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         made = adopt(store, _path(place))
         log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
     else:
-        run = Context(cfg, folder, choices)
+        run = Run(cfg, folder, choices)
         {"explain": _explain, "prune": _prune}[place.action](run, place)
 
 
@@ -108,19 +109,17 @@ def _verify(store: Store, place: StorePlace, removes: bool) -> None:
         log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
 
 
-def _explain(run: Context, place: StorePlace) -> None:
+def _explain(run: Run, place: StorePlace) -> None:
     """Why what this run wants was not found: what is nearest, and where it parts from it."""
-    from mergekit_lab.runs.plan import pieces
-
-    missing = [p for p in pieces(run) if not p.made and place.kind in (None, p.kind)]
+    missing = [node for node in wanted(run) if place.kind in (None, node.kind) and not run.find(node)]
     if not missing:
         log.info("all that this run wants is in the store %s", run.store.root)
     first = missing[0].kind  # the rest follows from it
-    for piece in [p for p in missing if p.kind == first]:
-        found = nearest(run.store, piece.kind, piece.content)
-        what = f"{piece.kind} {piece.key[:_SHORT]} ({piece.content.get('task', 'all tasks')})"
+    for node in [node for node in missing if node.kind == first]:
+        found = nearest(run.store, node.kind, node.content)
+        what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"
         if found is None:
-            log.info("%s: the store has no %s", what, piece.kind)
+            log.info("%s: the store has no %s", what, node.kind)
             continue
         artifact, parts = found
         if not parts:
@@ -133,14 +132,12 @@ def _explain(run: Context, place: StorePlace) -> None:
                  part.wanted, part.stored, more)  # fmt: skip
 
 
-def _prune(run: Context, place: StorePlace) -> None:
-    from mergekit_lab.runs.plan import pieces
-
-    wanted = {(piece.kind, piece.key) for piece in pieces(run)}
+def _prune(run: Run, place: StorePlace) -> None:
+    names = {(node.kind, node.key) for node in wanted(run)}
     chosen = [
         artifact
         for artifact in _chosen(run.store, place, list(half_made(run.store)))
-        if place.which == "all" or ((artifact.kind, artifact.key) in wanted) == (place.which == "run")
+        if place.which == "all" or ((artifact.kind, artifact.key) in names) == (place.which == "run")
     ]
     if place.which == "others" and place.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]

@@ -123,7 +123,7 @@ _sound: set[Path] = set()
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Workspace:
     """Where an artifact is made.
 
     Attributes:
@@ -176,7 +176,7 @@ class Store:
         yield from (artifact for _, artifact in sorted(found, key=lambda pair: (pair[1].kind, pair[0])))
 
     def obtain(
-        self, kind: str, content: Mapping[str, Any], make: Callable[[Workplace], Mapping[str, Any]]
+        self, kind: str, content: Mapping[str, Any], make: Callable[[Workspace], Mapping[str, Any]]
     ) -> Artifact:
         """Find the artifact, or make and publish it; of several processes that ask, one makes it.
 
@@ -212,10 +212,10 @@ class Store:
         kind: str,
         key: str,
         content: Mapping[str, Any],
-        make: Callable[[Workplace], Mapping[str, Any]],
+        make: Callable[[Workspace], Mapping[str, Any]],
     ) -> None:
         work = self.root / "work" / kind / key
-        place = Workplace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
+        place = Workspace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
         with self._writing(place):
             discard(self.root / kind / key)  # without a manifest it is no artifact
             for left in work.glob("out-*"):
@@ -246,7 +246,7 @@ class Store:
             lock.__exit__(None, None, None)
 
     @contextmanager
-    def _writing(self, place: Workplace) -> Iterator[None]:
+    def _writing(self, place: Workspace) -> Iterator[None]:
         """A full disk is told as such, wherever in the making it was met, and so is a folder that was deleted
         meanwhile; what can be resumed stays."""
         try:

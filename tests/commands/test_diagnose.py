@@ -10,12 +10,12 @@ from composing import composed
 
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 
 
 def go(folder, *overrides: str) -> dict:
     cfg, choices = composed(["+experiment=diagnose", "progress=false", "device=cpu", *overrides])
-    run(cfg, folder, choices, list(overrides))
+    execute(cfg, folder, choices, list(overrides))
     return json.loads((folder / "diagnosis.json").read_text())
 
 
@@ -127,4 +127,4 @@ def test_mistakes_are_named(overrides: list[str], match: str, tmp_path) -> None:
 def test_without_its_experiment_the_stage_says_how(tmp_path) -> None:
     cfg, choices = composed(["stage=diagnose"])
     with pytest.raises(InputError, match=r"run \+experiment=diagnose"):
-        run(cfg, tmp_path, choices, [])
+        execute(cfg, tmp_path, choices, [])

@@ -17,7 +17,7 @@ import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import DARE, TIES, TaskArithmetic, merge_state_dicts
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
@@ -210,7 +210,7 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, mo
 def test_without_its_experiment_the_stage_says_what_to_run(tmp_path) -> None:
     cfg, choices = composed(["stage=merge_checkpoints"])
     with pytest.raises(InputError, match=r"run \+experiment=merge_checkpoints"):
-        run(cfg, tmp_path, choices, [])
+        execute(cfg, tmp_path, choices, [])
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:

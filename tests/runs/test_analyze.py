@@ -18,8 +18,8 @@ from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.analyses import contract, distribution, sweeps, vectors
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 
 OTHER = (
@@ -57,7 +57,7 @@ FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    run(cfg, folder, choices, list(overrides))
+    execute(cfg, folder, choices, list(overrides))
 
 
 def analyze(folder: Path, store: Path, name: str, *overrides: str) -> dict:
@@ -171,7 +171,7 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
     )
     if name == "curvature_gain":  # which takes Fishers from the store
         go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stages=[curvature]")
-    context, analysis = Context(cfg, tmp_path, choices), build(cfg.analysis)
+    context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis)
     real, calls = getattr(where, what), []
 
     def cut(*args, **named):

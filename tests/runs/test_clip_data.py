@@ -20,11 +20,12 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.preflight import list_missing, refuse_missing
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
-from mergekit_lab.store import content_key
 from mergekit_lab.tasks import decoding
 
 ONE_TASK = [
@@ -45,9 +46,9 @@ def overrides(data: Path, store: Path, *more: str) -> list[str]:
     return [*ONE_TASK, f"data_root={data}", f"store.root={store}", *("progress=false", "device=cpu"), *more]
 
 
-def context(data: Path, store: Path, *more: str) -> Context:
+def context(data: Path, store: Path, *more: str) -> Run:
     cfg, choices = composed(overrides(data, store, *more))
-    return Context(cfg, store, choices)
+    return Run(cfg, store, choices)
 
 
 def test_images_are_decoded_once_and_mapped_from_the_store_afterwards(data, tmp_path, monkeypatch) -> None:
@@ -127,13 +128,13 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
             for part, size in (("train", 200), ("validation", 50), ("test", 60))
         ]
     )
-    objective = Context(cfg, tmp_path, choices).objective("digits")
+    objective = Run(cfg, tmp_path, choices).objective("digits")
     model = OpenClip("glyph-clip", "asset:glyph_clip").model()
     with torch.no_grad():
         found = objective.predict(model, "test", torch.arange(60))
     labels = objective.task.split("test").labels
     assert (found == labels).float().mean() > 0.5
-    assert Context(cfg, tmp_path, choices).scoring("digits") == {"scoring": {"head": head}}
+    assert Run(cfg, tmp_path, choices).scoring_content("digits") == {"scoring": {"head": head}}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -143,16 +144,16 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "eurosat.pt")
     more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stages=[finetune,evaluate]"]
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     made = next((tmp_path / "store").glob("experts/*/model.safetensors"))
     found = load_file(made)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     torch.save(torch.nn.Linear(2, 2), tmp_path / "eurosat.pt")
     with pytest.raises(InputError, match=r"the expert of eurosat: .* holds more than plain tensors"):
-        run(cfg, tmp_path / "run", choices, [])
+        execute(cfg, tmp_path / "run", choices, [])
     cfg.joint = True
     with pytest.raises(InputError, match="set joint=false"):
-        run(cfg, tmp_path / "run", choices, [])
+        execute(cfg, tmp_path / "run", choices, [])
 
 
 @pytest.mark.parametrize("place", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
@@ -171,7 +172,7 @@ def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(
     given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
 
     def fisher(*more: str) -> str:
-        return content_key(context(data, tmp_path / "store", *given, *more).side_content("fisher", "eurosat"))
+        return side_node(context(data, tmp_path / "store", *given, *more), "fisher", "eurosat").key
 
     found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearized")]
     write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
@@ -209,7 +210,7 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     vision = {n: t for n, t in to_transformers(state).items() if n.startswith("vision_model.")}
     save_file(vision, expert / "model.safetensors")
     assert list_missing(cfg) == ([], [])
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     found = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
     assert torch.equal(found["visual.conv1.weight"], state["visual.conv1.weight"])
     assert not torch.equal(found["visual.proj"], state["visual.proj"])  # the backbone's
@@ -235,7 +236,7 @@ def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:
     with pytest.raises(
         InputError, match=r"holds no expert of 'eurosat': expected .*eurosat, a folder or a file"
     ):
-        one.expert_content("eurosat")
+        expert_node(one, "eurosat")
     hub = context(
         data, tmp_path / "store", "experts=hub:tanganke", "backbone=clip_vit_l14", "backbone.weights=null"
     )
@@ -258,7 +259,7 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
                 "training.warmup_steps=1", "training.batch_size=4", "training.validations=2",
             )
         )  # fmt: skip
-        run(cfg, store / "run", choices, [])
+        execute(cfg, store / "run", choices, [])
         return next(store.glob("experts/*/model.safetensors")).read_bytes()
 
     whole = experts(tmp_path / "whole")
@@ -284,13 +285,13 @@ def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tm
     given = overrides(data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2")
     cfg, choices = composed([*given, "training.warmup_steps=0", "training.batch_size=4"])
     with pytest.raises(InputError, match=r"test-00000-of-00002.parquet, row 2 cannot be decoded"):
-        run(cfg, tmp_path / "run", choices, [])
+        execute(cfg, tmp_path / "run", choices, [])
     assert not (tmp_path / "store" / "experts").exists()
 
 
 def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, tmp_path, capsys) -> None:
     cfg, choices = composed(overrides(data, tmp_path / "store", "stage=check_data"))
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     printed = capsys.readouterr().out
     assert "test       6 images (published: 2700) DIFFERS, 6 classes of 1 to 1" in printed
     found = json.loads((tmp_path / "run" / "data_check.json").read_text())
@@ -299,12 +300,12 @@ def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, 
     rows[1] = (b"no image", 1)
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
     with pytest.raises(InputError, match=r"eurosat: 1 images of test cannot be decoded: .*data_check.json"):
-        run(cfg, tmp_path / "run", choices, [])
+        execute(cfg, tmp_path / "run", choices, [])
 
 
 def test_a_data_root_that_is_no_folder_is_refused_before_anything_is_downloaded(tmp_path) -> None:
     with pytest.raises(InputError, match=r"data_root is '.*/nope', which is no folder"):
-        run(composed(overrides(tmp_path / "nope", tmp_path / "store"))[0], tmp_path / "run", {}, [])
+        execute(composed(overrides(tmp_path / "nope", tmp_path / "store"))[0], tmp_path / "run", {}, [])
 
 
 def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkeypatch) -> None:
@@ -322,7 +323,7 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     cfg, choices = composed([*ONE_TASK, "stage=fetch", f"fetch_to={tmp_path}/carried"])
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     assert "data_root=FOLDER/data" in (tmp_path / "carried" / "USE.txt").read_text()
     assert context(tmp_path / "carried" / "data", tmp_path / "store").tasks["eurosat"].count("train") == 18
 

@@ -15,9 +15,9 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting.published import read_beside, read_published
-from mergekit_lab.runs import report
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs import published
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import check, with_chosen_merger
 from mergekit_lab.tasks import HubImages
@@ -128,23 +128,23 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
     }
     for axis, options in cells.items():
         assert all((conf_dir() / axis / f"{option}.yaml").is_file() for option in options)
-    for published in cfg.published:
-        rows = read_published(published)
+    for table in cfg.published:
+        rows = read_published(table)
         assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
     cfg.stages = [stage for stage in cfg.stages if stage != "report"]
-    run(cfg, tmp_path, choices, [])
+    execute(cfg, tmp_path, choices, [])
 
 
 @pytest.mark.parametrize(("name", "job"), FULLY.items())
 def test_clip_experiments_run_from_repositories_as_on_the_hub(
     name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = report._setting
+    real = published.read_setting
     as_published = {"backbone.weights": "openai", "training.steps": 8000 if name.startswith("saft") else 2000}
-    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
+    monkeypatch.setattr(published, "read_setting", lambda run, key: as_published.get(key) or real(run, key))
     cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
     shrink(cfg, hub)
-    run(cfg, tmp_path, choices, [])
+    execute(cfg, tmp_path, choices, [])
     beside = read_beside(tmp_path)
     assert any(row.ours is not None for row in beside)
     assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()
@@ -161,8 +161,8 @@ def test_a_tables_sweep_reaches_all_its_rows() -> None:
 def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tmp_path: Path) -> None:
     cfg, choices = composed([f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null"])
     rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
-    setup = Context(cfg, tmp_path, choices)
-    assert all(report._holds(setup, row.when) for row in rows)
+    setup = Run(cfg, tmp_path, choices)
+    assert all(published.settings_hold(setup, row.when) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tm
 def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
     given = ["+experiment=vit_b32_public_experts", "backbone.weights=null", "merger=ties", *more]
     cfg, choices = composed(given)
-    setup = Context(with_chosen_merger(cfg, given), tmp_path, choices)
+    setup = Run(with_chosen_merger(cfg, given), tmp_path, choices)
     assert list(setup.mergers) == ["ties"]
     (row,) = (
         r
         for r in read_published("fusion_bench 8 tasks")
         if (r.backbone, r.row, r.column) == ("clip_vit_b32", "ties", "average")
     )
-    assert report._holds(setup, row.when) is holds
+    assert published.settings_hold(setup, row.when) is holds
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> 
 
 
 def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
-    def made(given: str) -> Context:
+    def made(given: str) -> Run:
         more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
-        return Context(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
+        return Run(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
 
     assert made("{density: [0.3, 0.2]}").search.variants({"density": 0.1}) == [
         {"density": 0.3},

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.run import STAGES
+from mergekit_lab.runs.entry import STAGES
 from mergekit_lab.schema.check import build, stage_list, with_floats
 from mergekit_lab.schema.run import Main, check, optimizer_factory
 
@@ -64,20 +64,20 @@ def test_the_command_line_wins_over_an_experiment_in_its_own_groups() -> None:
 
 
 def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) -> None:
-    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.run import Run
 
     cfg, choices = composed(["+experiment=quickstart", "merger=ties", "merger.preset=mergekit", "store.root=s"])
     check(cfg)
-    mergers = Context(cfg, tmp_path, choices).mergers
+    mergers = Run(cfg, tmp_path, choices).mergers
     assert list(mergers) == ["ties"]
     assert mergers["ties"].method.preset == "mergekit"
     assert mergers["ties"].searched
     cfg, choices = composed(["merger=ties", "merger.coefficient=0.4", "store.root=s"])
-    fixed = Context(cfg, tmp_path, choices).mergers["ties"]
+    fixed = Run(cfg, tmp_path, choices).mergers["ties"]
     assert not fixed.searched
     assert fixed.method.coefficient == 0.4
     cfg, choices = composed(["merger=task_arithmetic", "search=none", "store.root=s"])
-    default = Context(cfg, tmp_path, choices).mergers["task_arithmetic"]
+    default = Run(cfg, tmp_path, choices).mergers["task_arithmetic"]
     assert not default.searched
     assert default.method.coefficient == 0.3
 

@@ -10,13 +10,13 @@ from composing import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 from mergekit_lab.schema.run import check
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    run(cfg, folder, choices, list(overrides))
+    execute(cfg, folder, choices, list(overrides))
 
 
 def keys(store: Path, kind: str) -> set[str]:
@@ -132,11 +132,11 @@ def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with
 
 
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
-    from mergekit_lab.runs.context import Context
     from mergekit_lab.runs.curvature import _batches
+    from mergekit_lab.runs.run import Run
 
     cfg, choices = composed([*TINY, f"store.root={tmp_path}"])
-    context = Context(cfg, tmp_path, choices)
+    context = Run(cfg, tmp_path, choices)
     few = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 6, 4)])
     more = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 20, 7)])
     assert torch.equal(few, more[:6])

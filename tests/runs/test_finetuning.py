@@ -13,10 +13,12 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.context import Context, load_state
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.finetune import expert_node, fit_node, joint_settings
+from mergekit_lab.runs.report import optimizer_name
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check, evaluations_a_step
-from mergekit_lab.store import content_key
 from mergekit_lab.training import Settings
 
 BASE = OpenClip("glyph-clip", "asset:glyph_clip")
@@ -25,16 +27,16 @@ FINETUNINGS = [f.stem for f in sorted((conf_dir() / "finetuning").glob("*.yaml")
 OPTIMIZERS = [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))]
 
 
-def context(folder: Path, store: Path, *overrides: str) -> Context:
+def context(folder: Path, store: Path, *overrides: str) -> Run:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
     check(cfg)
-    return Context(cfg, folder, choices)
+    return Run(cfg, folder, choices)
 
 
-def go(folder: Path, store: Path, *overrides: str) -> Context:
+def go(folder: Path, store: Path, *overrides: str) -> Run:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    run(cfg, folder, choices, list(overrides))
-    return Context(cfg, folder, choices)
+    execute(cfg, folder, choices, list(overrides))
+    return Run(cfg, folder, choices)
 
 
 def manifests(store: Path, kind: str) -> list[dict]:
@@ -45,7 +47,7 @@ def manifests(store: Path, kind: str) -> list[dict]:
 def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
-    base, expert = BASE.model().state_dict(), load_state(made.expert("digits"))
+    base, expert = BASE.model().state_dict(), load_state(made.need(expert_node(made, "digits")))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
     projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
@@ -75,21 +77,21 @@ def test_fishers_of_linearised_experts_have_the_bases_names(tmp_path) -> None:
     made = go(
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
-    fisher = load_state(made.side("fisher", "digits"), "fisher.safetensors")
+    fisher = load_state(made.need(side_node(made, "fisher", "digits")), "fisher.safetensors")
     assert fisher.keys() == {n for n, t in BASE.model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
 
 def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> None:
     cases = [[f"finetuning={f}"] for f in FINETUNINGS] + [["finetuning=lora", "finetuning.rank=4"]]
-    keys = {content_key(context(tmp_path, tmp_path, *case).expert_content("digits")) for case in cases}
+    keys = {expert_node(context(tmp_path, tmp_path, *case), "digits").key for case in cases}
     assert len(keys) == len(cases)
 
 
 def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> None:
-    assert context(tmp_path, tmp_path, "optimizer=sam").optimizer_name == "sam"
+    assert optimizer_name(context(tmp_path, tmp_path, "optimizer=sam")) == "sam"
     more = ["optimizer=sam", "optimizer@optimizer.base=sgd", "+optimizer@optimizer_of.digits=mergopt"]
-    assert context(tmp_path, tmp_path, *more).optimizer_name == "sam over sgd, mergopt digits"
+    assert optimizer_name(context(tmp_path, tmp_path, *more)) == "sam over sgd, mergopt digits"
 
 
 def planned(*overrides: str) -> Settings:
@@ -117,7 +119,7 @@ def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pay
 def test_an_equal_number_of_steps_is_the_same_expert_whatever_the_budget_was(tmp_path) -> None:
     def key(*overrides: str) -> str:
         made = context(tmp_path, tmp_path, "training.steps=40", "training.warmup_steps=4", *overrides)
-        return content_key(made.expert_content("digits"))
+        return expert_node(made, "digits").key
 
     assert key() == key("training.budget=gradient_evaluations")
     assert key("optimizer=sam") != key("optimizer=sam", "training.budget=gradient_evaluations")
@@ -125,7 +127,7 @@ def test_an_equal_number_of_steps_is_the_same_expert_whatever_the_budget_was(tmp
     assert key(*halved) == key("optimizer=sam", "training.budget=gradient_evaluations")
     seconds = ["training.budget=seconds", "training.seconds=1"]
     assert len({key(), key(*seconds), key(*seconds[:1], "training.seconds=2")}) == 3
-    assert context(tmp_path, tmp_path, *seconds).expert_content("digits")["machine"].startswith("cpu")
+    assert expert_node(context(tmp_path, tmp_path, *seconds), "digits").content["machine"].startswith("cpu")
 
 
 def test_optimizers_that_average_plan_over_the_steps_of_their_budget(tmp_path) -> None:
@@ -140,7 +142,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
     with caplog.at_level("INFO"):
         made = go(tmp_path / "run", tmp_path / "store", *overrides)
     assert "not reproducible bit for bit" in caplog.text
-    assert made.joint_settings.seconds == pytest.approx(0.6)
+    assert joint_settings(made).seconds == pytest.approx(0.6)
     assert all(m["info"]["step"] >= 1 for m in manifests(tmp_path / "store", "experts"))
 
 
@@ -184,17 +186,21 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     store, only = tmp_path / "store", ["stage=finetune", *ONLY_DIGITS]
     fitted = [*only, "optimizer=mergopt", "optimizer.scale=fit"]
     made = go(tmp_path / "run", store, *fitted)
-    pilot = load_state(context(tmp_path, store, *only).expert("digits"))
+    plain = context(tmp_path, store, *only)
+    pilot = load_state(plain.need(expert_node(plain, "digits")))
     base = BASE.model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
-    found = made.store.find("fits", made.fit_content()).info
+    found = made.need(fit_node(made)).info
     assert (found["loc"], found["scale"]) == (wanted.loc, wanted.scale)
     given = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
     by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *given)
-    expert, same = load_state(made.expert("digits")), load_state(by_hand.expert("digits"))
+    expert, same = (
+        load_state(made.need(expert_node(made, "digits"))),
+        load_state(by_hand.need(expert_node(by_hand, "digits"))),
+    )
     assert all(torch.equal(expert[n], t) for n, t in same.items())
     assert len(manifests(store, "experts")) == 3
-    monkeypatch.setattr("mergekit_lab.runs.finetune.finetune", None)
+    monkeypatch.setattr("mergekit_lab.runs.train.finetune", None)
     go(tmp_path / "run", store, *fitted)
     changed = context(tmp_path, store, *fitted, "optimizer.base.eps=1e-7")
-    assert content_key(changed.expert_content("digits")) != content_key(made.expert_content("digits"))
+    assert expert_node(changed, "digits").key != expert_node(made, "digits").key

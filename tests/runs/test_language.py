@@ -11,8 +11,9 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.context import Context, load_state
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.finetune import expert_node, joint_settings, task_settings
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check
 
 SMALL = [
@@ -51,7 +52,7 @@ def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folder
     mergers += [f"+merger@mergers.{name}={name}" for name in ("task_arithmetic", "epimer", "regmean")]
     mergers += [f"mergers.{name}.coefficient=0.5" for name in ("task_arithmetic", "epimer")]
     cfg, choices = configured(folders[kind], kind, tmp_path / "store", "training.lr=1e-2", *mergers)
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.metric for r in records} == {"accuracy"}
     assert {r.label for r in records} == {"zero-shot", "experts", "task_arithmetic", "epimer", "regmean"}
@@ -62,15 +63,15 @@ def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folder
     assert "(random weights)" in (tmp_path / "run/report.html").read_text()
     merged = next(r for r in records if r.merger == "task_arithmetic")
     names = set(open_checkpoint(tmp_path / "store/merged" / merged.model_key))
-    assert names == set(Context(cfg, tmp_path, choices).base_state)
+    assert names == set(Run(cfg, tmp_path, choices).base_state)
 
 
 def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_scores(
     folders, tmp_path
 ) -> None:
     def keys(*more):
-        context = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
-        return context.expert_content("stories"), context.scoring("stories")
+        context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+        return expert_node(context, "stories").content, context.scoring_content("stories")
 
     expert, scoring = keys()
     assert keys("backbone.prompt=plain")[0] != expert
@@ -88,26 +89,26 @@ def _args(made, folder):
 
 def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     more = ["training.epochs=2", "training.epochs_of={quantities: 0.5}", "training.warmup_steps=1"]
-    context = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
-    assert (context.settings_of("stories").steps, context.settings_of("stories").warmup_steps) == (12, 6)
-    assert context.settings_of("quantities").steps == 3
-    assert context.joint_settings.steps == 15
-    other = Context(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
+    context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+    assert (task_settings(context, "stories").steps, task_settings(context, "stories").warmup_steps) == (12, 6)
+    assert task_settings(context, "quantities").steps == 3
+    assert joint_settings(context).steps == 15
+    other = Run(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
-    assert other.expert_content("stories") == context.expert_content("stories")
-    equal = Context(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
+    assert expert_node(other, "stories").content == expert_node(context, "stories").content
+    equal = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
                                       "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
-    found = equal.settings_of("stories")
-    assert (found.steps, found.warmup_steps, equal.settings_of("quantities").steps) == (6, 3, 1)
+    found = task_settings(equal, "stories")
+    assert (found.steps, found.warmup_steps, task_settings(equal, "quantities").steps) == (6, 3, 1)
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
     def made(epochs):
-        return Context(
+        return Run(
             *_args(configured(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path)
         )
 
-    assert made("{stories: 2, quantities_old: 3, quantities: 1}").settings_of("stories").steps == 12
+    assert task_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
         with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
             made(epochs)
@@ -135,7 +136,7 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
     made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.devices=2",
                       "trainer.accelerator=cpu", *settings)  # fmt: skip
     with pytest.raises(InputError, match=match):
-        Context(*_args(made, tmp_path))
+        Run(*_args(made, tmp_path))
 
 
 def test_a_linearised_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
@@ -146,23 +147,23 @@ def test_a_linearised_model_that_would_compute_activations_again_is_refused(fold
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     more = ["+optimizer@optimizer_of.quantities=mergopt", "merger=average"]
     cfg, choices = configured(folders["llama"], "llama", tmp_path / "store", *more)
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     assert {r.optimizer for r in read_records(tmp_path / "run/records.jsonl")} == {"adamw, mergopt quantities"}
     plain, _ = configured(folders["llama"], "llama", tmp_path / "store")
-    mixed, alone = Context(cfg, tmp_path, choices), Context(plain, tmp_path, choices)
-    assert mixed.expert_content("stories") == alone.expert_content("stories")
-    assert mixed.expert_content("quantities") != alone.expert_content("quantities")
+    mixed, alone = Run(cfg, tmp_path, choices), Run(plain, tmp_path, choices)
+    assert expert_node(mixed, "stories").content == expert_node(alone, "stories").content
+    assert expert_node(mixed, "quantities").content != expert_node(alone, "quantities").content
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     asked = ["stages=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
     cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
-    run(cfg, tmp_path / "run", choices, [])
-    context = Context(cfg, tmp_path, choices)
+    execute(cfg, tmp_path / "run", choices, [])
+    context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
     found, objective = open_checkpoint(file), context.objective("stories")
-    context.model.load_state_dict(load_state(context.expert("stories")))
+    context.model.load_state_dict(load_state(context.need(expert_node(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
     alone = [objective.batch("train", place[None]) for place in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
@@ -208,7 +209,7 @@ def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
     ):
         small = [f"analysis={name}", "analysis.samples=2", "training.lr=1e-2", *more]
         cfg, choices = configured(folders["llama"], "llama", store, *small)
-        run(cfg, tmp_path / name, choices, [])
+        execute(cfg, tmp_path / name, choices, [])
         assert (tmp_path / f"{name}/analysis/{name}.png").is_file()
 
     def numbers(name):
@@ -242,11 +243,11 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     cfg, choices = configured(
         folders["llama"], "llama", tmp_path / "store", *more, "training.precision=bf16-mixed"
     )
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     assert seen
     assert all(dtype == torch.float32 and share > 0.99 for dtype, share in seen)
-    context = Context(cfg, tmp_path, choices)
-    expert = open_checkpoint(context.expert("stories").file("model.safetensors"), "expert")
+    context = Run(cfg, tmp_path, choices)
+    expert = open_checkpoint(context.need(expert_node(context, "stories")).file("model.safetensors"), "expert")
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
     with pytest.raises(InputError, match="MergOPT's offsets would vanish in the rounding of bfloat16 weights"):
@@ -258,7 +259,7 @@ def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folde
         ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
     )
     with pytest.raises(InputError, match="a language model reads text, and task 'digits' is a Digits"):
-        Context(cfg, tmp_path, choices)
+        Run(cfg, tmp_path, choices)
     cfg, choices = composed(["suite=word_problems", f"store.root={tmp_path}"])
     with pytest.raises(InputError, match="glyph-clip reads images, and task 'stories' is a WordProblems"):
-        Context(cfg, tmp_path, choices)
+        Run(cfg, tmp_path, choices)

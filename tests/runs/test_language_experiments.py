@@ -12,9 +12,10 @@ from language import save_tiny
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
-from mergekit_lab.runs import report
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs import published
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.finetune import task_settings
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import check
 
 LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
@@ -79,15 +80,15 @@ def small(name, folders, tmp_path, store):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
-    real = report._setting
+    real = published.read_setting
     as_published = {"training.steps": 8000, "training.batch_size": 8}
-    monkeypatch.setattr(report, "_setting", lambda run, key: as_published.get(key) or real(run, key))
+    monkeypatch.setattr(published, "read_setting", lambda run, key: as_published.get(key) or real(run, key))
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
     cfg, choices = small(name, folders, tmp_path, shared)
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.task for r in records} == set(cfg.suite.tasks)
     assert (tmp_path / "run/report.html").is_file()
@@ -133,12 +134,12 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
 def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
     suite = ["suite=trace2", "suite.name=c_stance+fomc"]
     cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
-    made = Context(cfg, tmp_path, choices)
+    made = Run(cfg, tmp_path, choices)
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     found = {
         (row.table, row.setting)
         for name in cfg.published
-        for row in set_beside(name, lambda *_: 1.0, axes, partial(report._holds, made), made.tasks)
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.settings_hold, made), made.tasks)
     }
     assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
     assert len([setting for table, setting in found if table == "22"]) <= 1
@@ -151,8 +152,8 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
         for task, node in cfg.suite.tasks.items():
             write_rows(tmp_path / name / task, plain(node))
             node.source = f"{tmp_path}/{name}/{task}"
-        context = Context(cfg, tmp_path, choices)
-        found = {task: context.settings_of(task).steps for task in context.tasks}
+        context = Run(cfg, tmp_path, choices)
+        found = {task: task_settings(context, task).steps for task in context.tasks}
         assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 
@@ -179,7 +180,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
             *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
         ]
     )
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
     wanted = backbone.model()
     start = wanted.state_dict()

@@ -19,14 +19,14 @@ from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.runs.run import STAGES, run
+from mergekit_lab.runs.entry import STAGES, execute
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    run(cfg, folder, choices, list(overrides))
+    execute(cfg, folder, choices, list(overrides))
 
 
 def count(store: Path, kind: str) -> int:
@@ -83,11 +83,11 @@ def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
 
 def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
     from mergekit_lab.evaluation import score
-    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.run import Run
 
     folder, store = finished
     cfg, choices = composed([*TINY, f"store.root={store}"])
-    context = Context(cfg, folder, choices)
+    context = Run(cfg, folder, choices)
     record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "latin")
     model = open_checkpoint(store / "merged" / record.model_key)
     context.model.load_state_dict({name: model[name] for name in model})
@@ -96,9 +96,9 @@ def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
 
 def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
     first, store = finished
-    monkeypatch.setattr("mergekit_lab.runs.finetune.finetune", None)
-    monkeypatch.setattr("mergekit_lab.runs.merge.merge_state_dicts", None)
-    monkeypatch.setattr("mergekit_lab.runs.evaluate.score", None)
+    monkeypatch.setattr("mergekit_lab.runs.train.finetune", None)
+    monkeypatch.setattr("mergekit_lab.runs.combine.merge_state_dicts", None)
+    monkeypatch.setattr("mergekit_lab.runs.models.score", None)
     go(tmp_path, store)
     again, before = (read_records(p / "records.jsonl") for p in (tmp_path, first))
     assert all(r.reused for r in again)

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.__main__ import main
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 
 ONE_TASK = [*TINY, "~suite.tasks.latin", "joint=false"]
 BAD = "1e30"
@@ -60,18 +60,18 @@ def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     sweeper, fixed = sweeper_of(tmp_path)
     jobs = sweeper._jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
-    assert list(sweeper._contexts(jobs)) == [1]
+    assert list(sweeper._runs(jobs)) == [1]
     assert "#0 will be refused: 1 things this run needs are not here" in caplog.text
 
 
 @pytest.fixture
 def tried(monkeypatch) -> list[int]:
     """One entry a training that was begun."""
-    import mergekit_lab.runs.finetune as room
+    import mergekit_lab.runs.train as room
 
     begun, finetune = [], room.finetune
     monkeypatch.setattr(room, "finetune", lambda *a, **k: begun.append(1) or finetune(*a, **k))
-    monkeypatch.setattr("mergekit_lab.runs.report.report_sweep", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda *_: None)
     return begun
 
 
@@ -122,7 +122,7 @@ def test_what_a_sweep_failed_at_others_that_share_its_folder_try_for_themselves(
     def launch(jobs, initial_job_idx: int):
         if not jobs[0][-1].startswith("hydra.sweep.subdir=training/"):
             cfg, choices = composed([*ONE_TASK, f"store.root={tmp_path}/other", "stage=finetune"])
-            beside.append(run(cfg, tmp_path / "run/2", choices, []))
+            beside.append(execute(cfg, tmp_path / "run/2", choices, []))
         return launchers[0](jobs, initial_job_idx)
 
     sweeper, fixed = sweeper_of(tmp_path, launch=launch)
@@ -153,7 +153,7 @@ DAY_AGO = time.time_ns() - DAY
 def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp_path, monkeypatch) -> None:
     """Those too that could not begin, and none of an earlier sweep in the same folder."""
     compared = []
-    monkeypatch.setattr("mergekit_lab.runs.report.report_sweep", lambda jobs, *_: compared.append(jobs))
+    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda jobs, *_: compared.append(jobs))
     begins([[f"run_dir={tmp_path}/run"]], 4)
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:
@@ -167,7 +167,7 @@ def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp
 
 def test_a_trial_whose_process_dies_costs_a_search_no_other(tmp_path, monkeypatch) -> None:
     pytest.importorskip("optuna")
-    monkeypatch.setattr("mergekit_lab.runs.report.report_sweep", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda *_: None)
     values = {"average": 0.25, "ties": 0.75}
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:

@@ -14,20 +14,21 @@ from language import save_tiny
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.run import Run
 from mergekit_lab.store import Store, content_key
 
 
 def command(folder: Path, *overrides: str, run_of=TINY) -> None:
     cfg, choices = composed([*run_of, f"store.root={folder}/store", "stage=store", *overrides])
-    run(cfg, folder / "run", choices, [])
+    execute(cfg, folder / "run", choices, [])
 
 
 def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=None) -> dict:
     """An expert of this configuration; its content."""
     cfg, choices = composed([*run_of, f"store.root={folder}/store", *overrides])
-    content = Context(cfg, folder, choices).expert_content(task)
+    content = expert_node(Run(cfg, folder, choices), task).content
 
     def make(place):
         write_tensors(place.out / "model.safetensors", state or {"w": torch.zeros(2)})
@@ -206,7 +207,7 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     language = ["suite=word_problems", "backbone=hf_causal", f"backbone.source={base}", "training=language"]
     language += [f"suite.tasks.{t}.{p}_size=8" for t in ("stories", "quantities") for p in ("train", "test")]
     cfg, _ = composed(language)
-    backbone = Context(cfg, tmp_path, {"merger": None}).backbone
+    backbone = Run(cfg, tmp_path, {"merger": None}).backbone
     state = {name: tensor + 1 for name, tensor in backbone.model().state_dict().items()}
     content = put(tmp_path, run_of=language, task="stories", state=state)
     asked = ["store.action=export", f"store.key={content_key(content)}"]

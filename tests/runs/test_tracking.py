@@ -6,7 +6,7 @@ import pytest
 from composing import TINY, composed
 from runs.recording import Recorder
 
-from mergekit_lab.runs.run import run
+from mergekit_lab.runs.entry import execute
 
 
 def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
@@ -19,7 +19,7 @@ def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
         *overrides,
     ]
     cfg, choices = composed(given)
-    run(cfg, folder, choices, given)
+    execute(cfg, folder, choices, given)
     return Recorder.told
 
 

@@ -14,6 +14,7 @@ from composing import TINY, composed
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.training import Settings, finetune
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
@@ -143,12 +144,12 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
 
 
 def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
-    from mergekit_lab.runs.run import run
+    from mergekit_lab.runs.entry import execute
 
     cfg, choices = composed(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
     )
-    run(cfg, tmp_path / "run", choices, [])
+    execute(cfg, tmp_path / "run", choices, [])
     return sorted((tmp_path / "store/experts").glob("*/manifest.json"))
 
 
@@ -166,11 +167,11 @@ def test_one_sample_that_does_not_fit_says_what_to_set(tmp_path, monkeypatch) ->
 
 
 def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_path) -> None:
-    from mergekit_lab.runs.context import Context
+    from mergekit_lab.runs.run import Run
 
     def key(*overrides: str) -> dict:
         cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
-        return Context(cfg, tmp_path, choices).expert_content("digits")
+        return expert_node(Run(cfg, tmp_path, choices), "digits").content
 
     two = ["trainer=ddp", "trainer.devices=2"]
     assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.devices=2")

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import require
-from mergekit_lab.runs.analyses.contract import Data, Drawing, keep, resumed, without
-from mergekit_lab.runs.analyses.sweeps import Sweep, best_drawing
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.curvature import obtain_side, stage_curvature
-from mergekit_lab.store import content_key
+from mergekit_lab.runs.analyses.contract import Data, Drawing, compute_each, without
+from mergekit_lab.runs.analyses.sweeps import Sweep, best_drawing, merge_keys
+from mergekit_lab.runs.curvature import side_node, stage_curvature
+from mergekit_lab.runs.finetune import expert_node, stage_finetune
+from mergekit_lab.runs.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,40 +34,37 @@ class FisherFraction(Sweep):
         fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
         require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")
 
-    def _labels(self, run: Context) -> list[str]:
-        found = [label for label, m in run.mergers.items() if "fisher" in m.method.side_inputs]
-        if not found:
+    def _labels(self, run: Run) -> list[str]:
+        labels = [label for label, m in run.mergers.items() if "fisher" in m.method.side_inputs]
+        if not labels:
             raise InputError("no merger of this run reads Fishers: set merger=epimer or merger=fisher")
-        return found
+        return labels
 
-    def _variant(self, run: Context, fraction: float) -> Context:
+    def _variant(self, run: Run, fraction: float) -> Run:
         return run.variant({"curvature": {"samples": None, "fraction": fraction}})
 
-    def _merges(self, run: Context, fraction: float) -> dict[str, str]:
-        variant = self._variant(run, fraction)
-        named = {label: variant.mergers[label] for label in self._labels(run)}
-        return {label: content_key(variant.merge_content(m, m.content)) for label, m in named.items()}
-
-    def content(self, run: Context) -> dict[str, Any]:
-        return self.shared_content(run, "fisher_fraction") | {
-            "merges": [[fraction, self._merges(run, fraction)] for fraction in self.fractions]
-        }
-
-    def compute(self, run: Context, resume: Path) -> Data:
-        own, kept = self.own(run), resume / "fractions.jsonl"
-        done = {(entry["merger"], entry["fraction"]): entry for entry in resumed(kept)}
+    def content(self, run: Run) -> dict[str, Any]:
         labels = self._labels(run)
-        for fraction in track(self.fractions, "Fishers", disable=not run.cfg.progress, transient=True):
-            left = [label for label in labels if (label, fraction) not in done]
-            if not left:
-                continue
+        merges = [[f, merge_keys(self._variant(run, f), labels)] for f in self.fractions]
+        return self.shared_content(run, "fisher_fraction") | {"merges": merges}
+
+    def compute(self, run: Run, resume: Path) -> Data:
+        own = self.own(run)
+
+        def compute(cell: tuple[str, float]) -> Data:
+            label, fraction = cell
             with closing(self._variant(run, fraction)) as variant:
-                used = [obtain_side(variant, "fisher", task).info["samples"] for task in run.tasks]
-                for label in left:
-                    best = self.best(variant, variant.mergers[label].method, own)
-                    done[label, fraction] = {"merger": label, "fraction": fraction, "samples": used, **best}
-                    keep(kept, done[label, fraction])
-        return {"points": [done[label, fraction] for label in labels for fraction in self.fractions]}
+                fishers = [variant.obtain(side_node(variant, "fisher", task)) for task in run.tasks]
+                best = self.best(variant, variant.mergers[label].method, own)
+            return {
+                "merger": label,
+                "fraction": fraction,
+                "samples": [each.info["samples"] for each in fishers],
+                **best,
+            }
+
+        cells = [(label, fraction) for label in self._labels(run) for fraction in self.fractions]
+        return {"points": list(compute_each(run, cells, compute, resume / "cells.jsonl", "Fishers").values())}
 
     def draw(self, data: Data) -> Drawing:
         points = [point | {"percent": 100 * point["fraction"]} for point in data["points"]]
@@ -95,7 +90,7 @@ class FinetuningSteps(Sweep):
         fit = len(self.shares) > 0 and all(share > 0 for share in self.shares)
         require(fit, "analysis.shares", self.shares, "positive shares of training.steps")
 
-    def _variant(self, run: Context, share: float) -> Context:
+    def _variant(self, run: Run, share: float) -> Run:
         training = run.training
         if run.cfg.experts or training.epochs is not None or training.epochs_of or training.budget != "steps":
             raise InputError(
@@ -106,31 +101,22 @@ class FinetuningSteps(Sweep):
         warmup = training.warmup_steps * steps // training.steps
         return run.variant({"training": {"steps": steps, "warmup_steps": warmup}, "joint": False})
 
-    def content(self, run: Context) -> dict[str, Any]:
-        found = []
-        for share in self.shares:
-            variant = self._variant(run, share)
-            experts = {task: content_key(variant.expert_content(task)) for task in run.tasks}
-            merges = {
-                label: content_key(variant.merge_content(m, m.content)) for label, m in variant.mergers.items()
-            }
-            found.append([experts, merges])
-        return self.shared_content(run, "steps") | {"trainings": found}
+    def content(self, run: Run) -> dict[str, Any]:
+        variants = [self._variant(run, share) for share in self.shares]
+        trainings = [[{t: expert_node(v, t).key for t in v.tasks}, merge_keys(v, v.mergers)] for v in variants]
+        return self.shared_content(run, "steps") | {"trainings": trainings}
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        from mergekit_lab.runs.finetune import stage_finetune
-
-        kept = resume / "shares.jsonl"
-        points: list[Data] = resumed(kept)
-        for share in self.shares[len(points) :]:
+    def compute(self, run: Run, resume: Path) -> Data:
+        def compute(share: float) -> Data:
             with closing(self._variant(run, share)) as variant:
                 stage_finetune(variant)
                 stage_curvature(variant)
                 own = self.own(variant)
                 merged = {label: self.best(variant, m.method, own) for label, m in variant.mergers.items()}
-                points.append({"steps": variant.training.steps, "experts": own, "mergers": merged})
-            keep(kept, points[-1])
-        return {"points": points}
+                return {"steps": variant.training.steps, "experts": own, "mergers": merged}
+
+        points = compute_each(run, self.shares, compute, resume / "cells.jsonl", "fine-tuning")
+        return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
@@ -148,8 +134,8 @@ class FinetuningSteps(Sweep):
             Lines("experts by task", "steps", "value (%)", single),
         ]
         if points[0]["mergers"]:
-            best = [found for point in points for found in point["mergers"].values()]
-            left_out = without(task for found in best for task in found.get("left_out", ()))
+            best = [each for point in points for each in point["mergers"].values()]
+            left_out = without(task for each in best for task in each.get("left_out", ()))
             panels.append(
                 Lines(f"merged{left_out}", "steps", "value (% of the experts')", curves("normalized"))
             )

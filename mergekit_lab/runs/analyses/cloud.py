@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Weights
@@ -17,16 +16,15 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
-    data_content,
+    compute_each,
     experts_content,
     grid,
-    keep,
+    part_content,
     plane_panel,
-    resumed,
-    sample,
+    samples_of,
     states,
 )
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
 
 
@@ -49,7 +47,7 @@ class ExpertCloud(Analysis):
     part: Part = "validation"
     samples: int | None = 1000
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
             raise InputError("a plane through the cloud of experts needs three of them")
         if self.points < 2 or self.margin < 0:
@@ -58,45 +56,42 @@ class ExpertCloud(Analysis):
             "analysis": "cloud",
             "points": self.points,
             "margin": self.margin,
-            **data_content(run, run.tasks),
-            "part": self.part,
-            "samples": self.samples,
-            "seed": run.seed,
+            **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         ends = states(run, run.tasks)
-        shares, places, explained = principal_plane(ends, run.base_state)
-        low, high = _frame(places, self.margin)
+        shares, coordinates, explained = principal_plane(ends, run.base_state)
+        low, high = _frame(coordinates, self.margin)
         xs, ys = (grid(a, b, self.points) for a, b in zip(low, high, strict=True))
         weights = Weights(run.model, run.base_state, ends)
-        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
-        kept = resume / "rows.jsonl"
-        rows: list[dict[str, list[float]]] = resumed(kept)
-        todo = range(len(rows), self.points)
-        for i in track(todo, "plane of the cloud", disable=not run.cfg.progress, transient=True):
+        chosen = samples_of(run, self.part, self.samples)
+
+        def compute(i: int) -> dict[str, list[float]]:
             row: dict[str, list[float]] = {task: [] for task in chosen}
             for y in ys:
                 mixed = 1 / len(ends) + xs[i] * shares[0] + y * shares[1]
                 weights.move(dict(zip(ends, mixed.tolist(), strict=True)))
                 for task, part in chosen.items():
                     row[task].append(part.score(run.model, run.cfg.evaluation_batch_size).loss)
-            rows.append(row)
-            keep(kept, row)
+            return row
+
+        file = resume / "cells.jsonl"
+        rows = compute_each(run, range(self.points), compute, file, "plane of the cloud").values()
         return {
             "axes": [xs, ys],
             "loss": {task: [row[task] for row in rows] for task in chosen},
-            "experts": dict(zip(ends, places.tolist(), strict=True)),
+            "experts": dict(zip(ends, coordinates.tolist(), strict=True)),
             "explained": explained,
         }
 
     def draw(self, data: Data) -> Drawing:
-        (xs, ys), places = data["axes"], data["experts"]
-        scaled = {task: tuple(place) for task, place in places.items()}
+        (xs, ys), experts = data["axes"], data["experts"]
+        points = {task: tuple(point) for task, point in experts.items()}
         total = [[sum(v) for v in zip(*rows, strict=True)] for rows in zip(*data["loss"].values(), strict=True)]
-        panels: list[Any] = [plane_panel("all tasks", total, scaled)]
-        panels += [plane_panel(task, values, {task: scaled[task]}) for task, values in data["loss"].items()]
+        panels: list[Any] = [plane_panel("all tasks", total, points)]
+        panels += [plane_panel(task, values, {task: points[task]}) for task, values in data["loss"].items()]
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
         options = {"alphas": xs, "others": ys, "axes_names": names}
@@ -131,7 +126,7 @@ def principal_plane(
     return shares.T, vectors[:, :2] * lengths, (values[:2] / values.sum()).tolist()
 
 
-def _frame(places: Tensor, margin: float) -> tuple[list[float], list[float]]:
-    low, high = places.amin(dim=0), places.amax(dim=0)
+def _frame(coordinates: Tensor, margin: float) -> tuple[list[float], list[float]]:
+    low, high = coordinates.amin(dim=0), coordinates.amax(dim=0)
     room = margin * (high - low).clamp(min=1e-12)
     return (low - room).tolist(), (high + room).tolist()

@@ -12,22 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging.contract import require
-from mergekit_lab.runs.context import Context, load_state
-from mergekit_lab.store import content_key
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
 if TYPE_CHECKING:
     from mergekit_lab.reporting.figures import Panel, Plane
 
 Data = dict[str, Any]
+Cell = TypeVar("Cell")
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Analysis:
         if samples is not None:
             require_whole("analysis.samples", samples, 1)
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
         raise NotImplementedError
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         """The numbers, as JSON has them; NaN and infinities become null where they are stored.
 
         Args:
@@ -65,39 +67,53 @@ class Analysis:
         raise NotImplementedError
 
 
-def experts_content(run: Context, tasks: Iterable[str]) -> dict[str, Any]:
+def experts_content(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     """What names these experts and their base."""
-    keys = {task: content_key(run.expert_content(task)) for task in tasks}
-    return {"base": run.backbone_content, "experts": keys}
+    return {"base": run.base_content, "experts": {task: expert_node(run, task).key for task in tasks}}
 
 
-def states(run: Context, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+def states(run: Run, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """The experts' weights, on the CPU."""
-    return {task: load_state(run.expert(task)) for task in tasks}
+    return {task: load_state(run.need(expert_node(run, task))) for task in tasks}
 
 
-def sample(run: Context, task: str, part: Part, samples: int | None) -> Sample:
+def sample(run: Run, task: str, part: Part, samples: int | None) -> Sample:
     """The first `samples` samples of a part of a task, of the run's shuffle."""
     objective = run.objective(task)
     order = torch.randperm(objective.task.count(part), generator=torch.Generator().manual_seed(run.seed))
     return Sample(objective, part, order[:samples])
 
 
-def data_content(run: Context, tasks: Iterable[str]) -> dict[str, Any]:
+def scores_content(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     """What names the data of these tasks, and how they are scored."""
     names = list(tasks)
-    how = {task: {"metric": run.tasks[task].metric, **run.scoring(task)} for task in names}
-    return {"data": {task: run.fingerprint(task) for task in names}, "scores": how}
+    how = {task: {"metric": run.tasks[task].metric, **run.scoring_content(task)} for task in names}
+    return {"data": run.data_content(names), "scores": how}
 
 
-def check_tasks(run: Context, names: Iterable[str], what: str) -> None:
+def part_content(
+    run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """What names the samples that `sample` gives of these tasks, by default of all."""
+    content = scores_content(run, run.tasks if tasks is None else tasks)
+    return content | {"part": part, "samples": samples, "seed": run.seed}
+
+
+def samples_of(
+    run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
+) -> dict[str, Sample]:
+    """`sample` of each of these tasks, by default of all."""
+    return {task: sample(run, task, part, samples) for task in (run.tasks if tasks is None else tasks)}
+
+
+def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
     """Refuse a name that is no task of the run."""
     for name in names:
         if name not in run.tasks:
             raise InputError(f"{what} names {name!r}, which is no task{suggestion(name, run.tasks)}")
 
 
-def chosen_pairs(run: Context, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
+def chosen_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
     """The pairs that were asked for, by default the first two tasks.
 
     Raises:
@@ -182,42 +198,62 @@ def plane_panel(
 
 def without_nan(data: Any) -> Any:
     """As JSON can hold it: None in place of every NaN and infinity."""
-    return _replaced(
+    return _replace(
         data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
     )
 
 
 def with_nan(data: Any) -> Any:
     """As it is computed with and drawn: NaN in place of every None."""
-    return _replaced(data, lambda value: math.nan if value is None else value)
+    return _replace(data, lambda value: math.nan if value is None else value)
 
 
-def _replaced(data: Any, change: Callable[[Any], Any]) -> Any:
+def _replace(data: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(data, Mapping):
-        return {name: _replaced(value, change) for name, value in data.items()}
+        return {name: _replace(value, change) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_replaced(value, change) for value in data]
+        return [_replace(value, change) for value in data]
     return change(data)
 
 
-def resumed(file: Path) -> list[Any]:
-    """What an earlier try left in `file`, one JSON value a line; a line that was cut is left out."""
+def compute_each(
+    run: Run, cells: Iterable[Cell], compute: Callable[[Cell], Any], file: Path, title: str
+) -> dict[Cell, Any]:
+    """What `compute` gives for each of these cells; those of an earlier try are read from `file`.
+
+    Args:
+        cells: strings, numbers, or tuples of them.
+        compute: gives what JSON can hold, but for NaN and infinities.
+        file: one that stays when the process is cut.
+        title: of the progress bar.
+    """
+    done = {_as_cell(cell): value for cell, value in _read_lines(file)}
+    results = {}
+    for cell in track(list(cells), title, disable=not run.cfg.progress, transient=True):
+        if cell not in done:
+            done[cell] = compute(cell)
+            with file.open("a") as stream:
+                stream.write(_line([cell, done[cell]]))
+        results[cell] = done[cell]
+    return results
+
+
+def _as_cell(value: Any) -> Any:
+    return tuple(map(_as_cell, value)) if isinstance(value, list) else value
+
+
+def _read_lines(file: Path) -> list[Any]:
+    """The lines of an earlier try; one that was cut is left out, here and in the file."""
     if not file.exists():
         return []
-    found = []
+    lines = []
     for line in file.read_text().splitlines():
         try:
-            found.append(with_nan(json.loads(line)))
+            lines.append(with_nan(json.loads(line)))
         except ValueError:
             break
-    file.write_text("".join(_line(item) for item in found))
-    return found
-
-
-def keep(file: Path, item: Any) -> None:
-    """Append a JSON value to what a next try finds."""
-    with file.open("a") as stream:
-        stream.write(_line(item))
+    file.write_text("".join(map(_line, lines)))
+    return lines
 
 
 def _line(item: Any) -> str:

@@ -17,13 +17,12 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
+    compute_each,
     experts_content,
-    keep,
     require_whole,
-    resumed,
     states,
 )
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import Run
 
 SUM = "+sum"
 _KINDS = ("laplace", "gaussian")
@@ -48,7 +47,7 @@ class EntryDistribution(Analysis):
         require_whole("analysis.bins", self.bins, 2)
         require(0 < self.share <= 1, "analysis.share", self.share, "in (0, 1]")
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "distribution",
             "bins": self.bins,
@@ -56,28 +55,25 @@ class EntryDistribution(Analysis):
             **experts_content(run, run.tasks),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         ends = states(run, run.tasks)
         base = {name: tensor for name, tensor in run.base_state.items() if tensor.is_floating_point()}
-        moved = [n for n, t in base.items() if any(not torch.equal(end[n], t) for end in ends.values())]
-        kept = resume / "vectors.jsonl"
-        found: Data = dict(resumed(kept))
-        for name in [*ends, SUM]:
-            if name in found:
-                continue
-            added = list(ends.values()) if name == SUM else [ends[name]]
-            deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in moved]
-            found[name] = self._fitted(torch.cat([delta.flatten().float() for delta in deltas]))
-            keep(kept, [name, found[name]])
-        return found
+        changed = [n for n, t in base.items() if any(not torch.equal(end[n], t) for end in ends.values())]
 
-    def _fitted(self, entries: Tensor) -> Data:
+        def compute(name: str) -> Data:
+            added = list(ends.values()) if name == SUM else [ends[name]]
+            deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in changed]
+            return self._fit(torch.cat([delta.flatten().float() for delta in deltas]))
+
+        return compute_each(run, [*ends, SUM], compute, resume / "cells.jsonl", "task vectors")
+
+    def _fit(self, entries: Tensor) -> Data:
         reach = float(entries.abs().kthvalue(max(1, int(self.share * len(entries)))).values)
         reach = reach or float(entries.abs().max()) or 1.0
         width = 2 * reach / self.bins
         counts = torch.histc(entries, self.bins, -reach, reach)
         return {
-            "places": [-reach + (i + 0.5) * width for i in range(self.bins)],
+            "bins": [-reach + (i + 0.5) * width for i in range(self.bins)],
             "density": (counts.double() / (len(entries) * width)).tolist(),
             "fits": {kind: asdict(fit_offset([entries], kind)) for kind in _KINDS},
         }
@@ -86,13 +82,13 @@ class EntryDistribution(Analysis):
         from mergekit_lab.reporting.figures import Lines
 
         panels: list[Any] = []
-        for name, entry in sorted(data.items(), key=lambda item: item[0] != SUM):
-            x, fits = entry["places"], entry["fits"]
+        for label, entry in sorted(data.items(), key=lambda item: item[0] != SUM):
+            x, fits = entry["bins"], entry["fits"]
             curves = {"entries": (x, entry["density"])}
             for kind in _KINDS:
-                told = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
-                curves[told] = (x, [_density(place, kind, fits[kind]) for place in x])
-            title = "sum of all" if name == SUM else name
+                name = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
+                curves[name] = (x, [_density(value, kind, fits[kind]) for value in x])
+            title = "sum of all" if label == SUM else label
             panels.append(Lines(title, "change of a weight", "density", curves))
         return Drawing("Entries of task vectors", panels, {})
 

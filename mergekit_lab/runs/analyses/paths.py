@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
 from mergekit_lab.analysis.plane import Weights, barrier, line
 from mergekit_lab.backbones.objective import moved
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
@@ -19,25 +17,23 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     check_tasks,
     chosen_pairs,
-    data_content,
+    compute_each,
     every_pair,
     experts_content,
     grid,
-    keep,
     normalized,
-    resumed,
+    part_content,
     sample,
+    samples_of,
+    scores_content,
     states,
     without,
 )
-from mergekit_lab.runs.context import Context, load_state
-from mergekit_lab.runs.merge import merge_experts, merged_content
-from mergekit_lab.store import content_key
+from mergekit_lab.runs.analyses.sweeps import merge_keys, scaled_mergers
+from mergekit_lab.runs.combine import merge_experts
+from mergekit_lab.runs.merge import merged_node
+from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
-
-
-def _data(run: Context, part: Part, samples: int | None) -> dict[str, Any]:
-    return {**data_content(run, run.tasks), "part": part, "samples": samples, "seed": run.seed}
 
 
 @dataclass(frozen=True)
@@ -56,38 +52,34 @@ class AlphaSweep(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def content(self, run: Context) -> dict[str, Any]:
-        swept = {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
+    def content(self, run: Run) -> dict[str, Any]:
+        swept = scaled_mergers(run)
         if not swept:
             raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
         return {
             "analysis": "alpha_sweep",
             "alphas": grid(self.low, self.high, self.points),
-            "mergers": {label: content_key(run.merge_content(m, m.content)) for label, m in swept.items()},
-            **_data(run, self.part, self.samples),
+            "mergers": merge_keys(run, swept),
+            **part_content(run, self.part, self.samples),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        content = self.content(run)
-        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+    def compute(self, run: Run, resume: Path) -> Data:
+        alphas = grid(self.low, self.high, self.points)
+        chosen = samples_of(run, self.part, self.samples)
         size = run.cfg.evaluation_batch_size
-        own = {}
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
-        for task in run.tasks:
-            own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
-        alphas, kept = content["alphas"], resume / "mergers.jsonl"
-        swept: dict[str, Any] = dict(resumed(kept))
-        for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
-            if label not in swept:
-                unit = merge_experts(run, run.mergers[label].method.at(1.0))
-                weights = Weights(run.model, run.base_state, {label: unit})
-                swept[label] = line(run.model, weights, label, alphas, chosen, size)
-                keep(kept, [label, swept[label]])
-        return {
-            "alphas": alphas,
-            "experts": own,
-            "mergers": {label: swept[label] for label in content["mergers"]},
+        own = {
+            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            for task in run.tasks
         }
+
+        def compute(label: str) -> Any:
+            unit = merge_experts(run, run.mergers[label].method.at(1.0))
+            weights = Weights(run.model, run.base_state, {label: unit})
+            return line(run.model, weights, label, alphas, chosen, size)
+
+        swept = compute_each(run, scaled_mergers(run), compute, resume / "cells.jsonl", "sweeping α")
+        return {"alphas": alphas, "experts": own, "mergers": swept}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
@@ -122,7 +114,7 @@ class LossBarrier(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _label(self, run: Context) -> str:
+    def _label(self, run: Run) -> str:
         if not run.mergers:
             raise InputError("a loss barrier starts at a merged model: set merger=NAME")
         label = self.merger or next(iter(run.mergers))
@@ -130,36 +122,33 @@ class LossBarrier(Analysis):
             raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
         return label
 
-    def content(self, run: Context) -> dict[str, Any]:
-        merger = run.mergers[self._label(run)]
+    def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "barrier",
-            "places": grid(0.0, 1.0, self.points),
-            "merged": content_key(merged_content(run, merger)),
-            **_data(run, self.part, self.samples),
+            "shares": grid(0.0, 1.0, self.points),
+            "merged": merged_node(run, self._label(run)).key,
+            **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        label = self._label(run)
-        content = merged_content(run, run.mergers[label])
-        merged = load_state(run.made_earlier("merged", content, f"the model of {label}", "merge"))
-        places = grid(0.0, 1.0, self.points)
-        kept = resume / "tasks.jsonl"
-        found: dict[str, Any] = dict(resumed(kept))
-        for task, state in states(run, [task for task in run.tasks if task not in found]).items():
-            weights = Weights(run.model, merged, {task: state})
-            chosen = {task: sample(run, task, self.part, self.samples)}
-            curve = line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
-            found[task] = {**curve, "barrier": barrier(curve["loss"], places)}
-            keep(kept, [task, found[task]])
-        return {"merger": label, "places": places, "tasks": found}
+    def compute(self, run: Run, resume: Path) -> Data:
+        label, shares = self._label(run), grid(0.0, 1.0, self.points)
+        start = load_state(run.need(merged_node(run, label)))
+
+        def compute(task: str) -> Any:
+            weights = Weights(run.model, start, states(run, [task]))
+            chosen = samples_of(run, self.part, self.samples, [task])
+            curve = line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
+            return {**curve, "barrier": barrier(curve["loss"], shares)}
+
+        tasks = compute_each(run, run.tasks, compute, resume / "cells.jsonl", "between models")
+        return {"merger": label, "shares": shares, "tasks": tasks}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
 
         curves = {
-            f"{task}, barrier {entry['barrier']:.3f}": (data["places"], entry["loss"])
+            f"{task}, barrier {entry['barrier']:.3f}": (data["shares"], entry["loss"])
             for task, entry in data["tasks"].items()
         }
         panel = Lines(f"{data['merger']} (0) to the expert (1)", "share of the way", "loss", curves)
@@ -191,38 +180,38 @@ class HessianPath(Analysis):
         chosen = self.tasks is None or (isinstance(self.tasks, list | tuple) and len(self.tasks) > 0)
         require(chosen, "analysis.tasks", self.tasks, "a list of at least one task, or null")
 
-    def _tasks(self, run: Context) -> list[str]:
+    def _tasks(self, run: Run) -> list[str]:
         names = list(run.tasks) if self.tasks is None else self.tasks
         check_tasks(run, names, "analysis.tasks")
         return names
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         names = self._tasks(run)
         return {
             "analysis": "hessian",
-            "places": grid(0.0, 1.0, self.points),
+            "shares": grid(0.0, 1.0, self.points),
             "samples": self.samples,
             "lanczos": [self.iterations, self.tolerance],
             "products": self.products,
-            **data_content(run, names),
+            **scores_content(run, names),
             "seed": run.seed,
             **experts_content(run, names),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        names, places = self._tasks(run), grid(0.0, 1.0, self.points)
-        file = resume / "points.jsonl"
-        points: list[Data] = resumed(file)
+    def compute(self, run: Run, resume: Path) -> Data:
+        names, shares = self._tasks(run), grid(0.0, 1.0, self.points)
         weights = Weights(run.model, run.base_state, states(run, names))
-        left = [(task, at) for task in names for at in places][len(points) :]
-        for task, at in track(left, "Hessian", disable=not run.cfg.progress, transient=True):
-            weights.move({task: at})
-            point = {"task": task, "at": at, **self._point(run, task)}
-            points.append(point)
-            keep(file, point)
-        return {"places": places, "points": points}
 
-    def _point(self, run: Context, task: str) -> Data:
+        def compute(cell: tuple[str, float]) -> Data:
+            task, at = cell
+            weights.move({task: at})
+            return {"task": task, "at": at, **self._point(run, task)}
+
+        cells = [(task, at) for task in names for at in shares]
+        points = compute_each(run, cells, compute, resume / "cells.jsonl", "Hessian")
+        return {"shares": shares, "points": list(points.values())}
+
+    def _point(self, run: Run, task: str) -> Data:
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
         batches = [moved(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
@@ -230,7 +219,7 @@ class HessianPath(Analysis):
         top = top_eigenvalues(
             hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )
-        found: Data = {
+        point: Data = {
             "eigenvalue": top.values[0],
             "residual": top.residuals[0],
             "converged": top.converged,
@@ -238,8 +227,8 @@ class HessianPath(Analysis):
         }
         if self.products:
             estimate = trace(hessian, hessian.vector(), products=self.products, seed=run.seed)
-            found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
-        return found
+            point |= {"trace": estimate.value, "trace_error": estimate.standard_error}
+        return point
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
@@ -275,39 +264,37 @@ class JointTaskLinearity(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _pairs(self, run: Context) -> list[tuple[str, str]]:
-        found = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
-        if not found:
+    def _pairs(self, run: Run) -> list[tuple[str, str]]:
+        pairs = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+        if not pairs:
             raise InputError("joint-task linearity needs two tasks")
-        return found
+        return pairs
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "jtl",
             "pairs": self._pairs(run),
             "alphas": grid(0.0, 1.0, self.points),
-            **_data(run, self.part, self.samples),
+            **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        alphas, kept = grid(0.0, 1.0, self.points), resume / "pairs.jsonl"
-        done = {tuple(entry["pair"]): entry for entry in resumed(kept)}
+    def compute(self, run: Run, resume: Path) -> Data:
+        alphas, size = grid(0.0, 1.0, self.points), run.cfg.evaluation_batch_size
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
-        size = run.cfg.evaluation_batch_size
-        for pair in track(self._pairs(run), "between experts", disable=not run.cfg.progress, transient=True):
-            if pair in done:
-                continue
-            chosen = [sample(run, task, self.part, self.samples) for task in pair]
+
+        def compute(pair: tuple[str, str]) -> Data:
+            chosen = samples_of(run, self.part, self.samples, pair).values()
             losses = []
             for alpha in alphas:
                 weights.move({pair[0]: alpha, pair[1]: 1 - alpha})
                 losses.append(sum(task.score(run.model, size).loss for task in chosen))
             straight = [a * losses[-1] + (1 - a) * losses[0] for a in alphas]
             above = [loss - flat for loss, flat in zip(losses, straight, strict=True)]
-            done[pair] = {"pair": list(pair), "loss": losses, "delta": above}
-            keep(kept, done[pair])
-        return {"alphas": alphas, "pairs": [done[pair] for pair in self._pairs(run)]}
+            return {"pair": list(pair), "loss": losses, "delta": above}
+
+        pairs = compute_each(run, self._pairs(run), compute, resume / "cells.jsonl", "between experts")
+        return {"alphas": alphas, "pairs": list(pairs.values())}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines

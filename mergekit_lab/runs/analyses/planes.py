@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.progress import track
 
 from mergekit_lab.analysis.plane import Row, Weights, plane
 from mergekit_lab.merging.contract import require, require_choice
@@ -16,16 +16,15 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     chosen_pairs,
-    data_content,
+    compute_each,
     experts_content,
     grid,
-    keep,
+    part_content,
     plane_panel,
-    resumed,
-    sample,
+    samples_of,
     states,
 )
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
 
 
@@ -62,7 +61,7 @@ class _OnPlane(Analysis):
             fit = fit and self.box[0] < self.box[1] and all(map(math.isfinite, self.box))
             require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         pairs = chosen_pairs(run, self.pairs)
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
@@ -73,36 +72,39 @@ class _OnPlane(Analysis):
             "alphas": grid(self.low, self.high, self.points),
             "others": self.others,
             "tasks": self.tasks,
-            **data_content(run, names),
-            "part": self.part,
-            "samples": self.samples,
-            "seed": run.seed,
+            **part_content(run, self.part, self.samples, names),
             **experts_content(run, names),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         content = self.content(run)
         ends = states(run, content["experts"])
         weights = Weights(run.model, run.base_state, ends)
-        chosen = {task: sample(run, task, self.part, self.samples) for task in content["data"]}
-        found: Data = {"alphas": content["alphas"], "pairs": []}
+        chosen = samples_of(run, self.part, self.samples, content["data"])
+        pairs = []
         for pair in content["pairs"]:
-            file = resume / f"{pair[0]}+{pair[1]}.jsonl"
-            rows: list[Row] = resumed(file)
             others = {task: self.others for task in ends if task not in pair and self.others}
             on = {t: chosen[t] for t in (chosen if self.tasks == "all" else pair)}
-            left = plane(
-                run.model, weights, on, pair, found["alphas"],
-                others=others, start=len(rows), batch_size=run.cfg.evaluation_batch_size,
+            compute = partial(
+                plane, run.model, weights, on, pair, content["alphas"],
+                others=others, batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip
-            for row in track(
-                left, " + ".join(pair), self.points - len(rows), disable=not run.cfg.progress, transient=True
-            ):
-                rows.append(row)
-                keep(file, row)
+            file = resume / f"{pair[0]}+{pair[1]}.jsonl"
+            rows = self._rows(run, compute, file, " + ".join(pair))
             measures = {name: [row[name] for row in rows] for name in rows[0]}
-            found["pairs"].append({"pair": list(pair), "measures": measures})
-        return found
+            pairs.append({"pair": list(pair), "measures": measures})
+        return {"alphas": content["alphas"], "pairs": pairs}
+
+    def _rows(self, run: Run, compute: Callable[..., Iterator[Row]], file: Path, title: str) -> list[Row]:
+        """All rows of a plane; those that an earlier try left are not computed again."""
+        rows: Iterator[Row] | None = None
+
+        def next_row(i: int) -> Row:
+            nonlocal rows
+            rows = rows or compute(start=i)
+            return next(rows)
+
+        return list(compute_each(run, range(self.points), next_row, file, title).values())
 
     def _drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
         names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]

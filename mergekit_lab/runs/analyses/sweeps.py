@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
-from mergekit_lab.analysis.plane import Sample, Weights, line
+from mergekit_lab.analysis.plane import Weights, line
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.merging.contract import require
@@ -19,19 +18,18 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
-    data_content,
+    compute_each,
     experts_content,
-    keep,
     normalized,
+    part_content,
     require_whole,
-    resumed,
-    sample,
+    samples_of,
     states,
     without,
 )
-from mergekit_lab.runs.context import Context
-from mergekit_lab.runs.merge import merge_experts
-from mergekit_lab.runs.setup import Merger
+from mergekit_lab.runs.combine import merge_content, merge_experts
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.run import Run
 from mergekit_lab.store import content_key
 from mergekit_lab.tasks import Part
 
@@ -58,28 +56,24 @@ class Sweep(Analysis):
         fit = len(self.coefficients) > 0 and all(map(math.isfinite, self.coefficients))
         require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
 
-    def shared_content(self, run: Context, name: str) -> dict[str, Any]:
+    def shared_content(self, run: Run, name: str) -> dict[str, Any]:
         """What decides numbers besides what is merged."""
         return {
             "analysis": name,
             "coefficients": list(self.coefficients),
-            **data_content(run, run.tasks),
-            "part": self.part,
-            "samples": self.samples,
-            "seed": run.seed,
+            **part_content(run, self.part, self.samples),
         }
 
-    def _content(self, run: Context, mergers: dict[str, Merger]) -> dict[str, Any]:
+    def _content(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
         if not mergers:
             raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
-        merges = {label: content_key(run.merge_content(m, m.content)) for label, m in mergers.items()}
-        return self.shared_content(run, type(self).__name__) | {"mergers": merges}
+        return self.shared_content(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
 
-    def own(self, run: Context) -> dict[str, float]:
+    def own(self, run: Run) -> dict[str, float]:
         """Every expert's value on its own task."""
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
         size = run.cfg.evaluation_batch_size
-        chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
+        chosen = samples_of(run, self.part, self.samples)
         return {
             task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
@@ -87,7 +81,7 @@ class Sweep(Analysis):
 
     def best(
         self,
-        run: Context,
+        run: Run,
         method: Method,
         own: dict[str, float],
         tasks: Sequence[str] | None = None,
@@ -105,7 +99,7 @@ class Sweep(Analysis):
         has_one = type(method).at is not Method.at
         grid = self.coefficients if has_one else (1.0,)
         unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
-        chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
+        chosen = samples_of(run, self.part, self.samples, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
         scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         values = {t: scores[t]["value"] for t in tasks}
@@ -121,7 +115,12 @@ class Sweep(Analysis):
         }
 
 
-def scaled(run: Context) -> dict[str, Merger]:
+def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
+    """What names the merges of the run's experts by these mergers, whatever their coefficients."""
+    return {label: content_key(merge_content(run, run.mergers[label])) for label in labels}
+
+
+def scaled_mergers(run: Run) -> dict[str, Merger]:
     """The run's mergers that have a coefficient to vary, by label."""
     return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
 
@@ -142,24 +141,23 @@ class RankSweep(Sweep):
         for rank in self.ranks:
             require_whole("analysis.ranks", rank, 1)
 
-    def _mergers(self, run: Context) -> dict[str, Merger]:
+    def _mergers(self, run: Run) -> dict[str, Merger]:
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         return self._content(run, self._mergers(run)) | {"ranks": list(self.ranks)}
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        own, kept = self.own(run), resume / "ranks.jsonl"
-        done = {(entry["merger"], entry["rank"]): entry for entry in resumed(kept)}
-        cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
-        for label, rank in track(cells, "sweeping ranks", disable=not run.cfg.progress, transient=True):
-            if (label, rank) in done:
-                continue
+    def compute(self, run: Run, resume: Path) -> Data:
+        own = self.own(run)
+
+        def compute(cell: tuple[str, int]) -> Data:
+            label, rank = cell
             method: Any = run.mergers[label].method
-            entry = {"merger": label, "rank": rank, **self.best(run, replace(method, rank=rank), own)}
-            done[label, rank] = entry
-            keep(kept, entry)
-        return {"points": [done[cell] for cell in cells]}
+            return {"merger": label, "rank": rank, **self.best(run, replace(method, rank=rank), own)}
+
+        cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
+        points = compute_each(run, cells, compute, resume / "cells.jsonl", "sweeping ranks")
+        return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
         return best_drawing("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
@@ -182,38 +180,37 @@ class ExpertCount(Sweep):
         super().__post_init__()
         require_whole("analysis.groups", self.groups, 0)
 
-    def content(self, run: Context) -> dict[str, Any]:
-        content = self._content(run, scaled(run))
+    def content(self, run: Run) -> dict[str, Any]:
+        content = self._content(run, scaled_mergers(run))
         return content | {"groups": self.groups, **experts_content(run, run.tasks)}
 
-    def _chosen(self, run: Context) -> list[list[str]]:
+    def _groups(self, run: Run) -> list[list[str]]:
         names = list(run.tasks)
         generator = torch.Generator().manual_seed(run.seed)
-        found = []
+        groups = []
         for count in range(2, len(names) + 1):
             if count == len(names) or self.groups == 0:
-                found.append(names[:count])
+                groups.append(names[:count])
                 continue
             seen: set[tuple[int, ...]] = set()
             for _ in range(20 * self.groups):
                 seen.add(tuple(sorted(torch.randperm(len(names), generator=generator)[:count].tolist())))
                 if len(seen) == self.groups:
                     break
-            found += [[names[i] for i in group] for group in sorted(seen)]
-        return found
+            groups += [[names[i] for i in group] for group in sorted(seen)]
+        return groups
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        own, kept = self.own(run), resume / "groups.jsonl"
-        done = {(entry["merger"], tuple(entry["tasks"])): entry for entry in resumed(kept)}
-        cells = [(label, tuple(group)) for label in scaled(run) for group in self._chosen(run)]
-        for label, group in track(cells, "merging groups", disable=not run.cfg.progress, transient=True):
-            if (label, group) in done:
-                continue
+    def compute(self, run: Run, resume: Path) -> Data:
+        own = self.own(run)
+
+        def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
+            label, group = cell
             best = self.best(run, run.mergers[label].method, own, group)
-            entry = {"merger": label, "tasks": list(group), "experts": len(group), **best}
-            done[label, group] = entry
-            keep(kept, entry)
-        return {"points": [done[cell] for cell in cells]}
+            return {"merger": label, "tasks": list(group), "experts": len(group), **best}
+
+        cells = [(label, tuple(group)) for label in scaled_mergers(run) for group in self._groups(run)]
+        points = compute_each(run, cells, compute, resume / "cells.jsonl", "merging groups")
+        return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
         return best_drawing("Experts merged", "experts", "experts", data["points"], self.part)
@@ -231,8 +228,8 @@ def best_drawing(
 
     def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
         return {
-            label: (list(places), [factor * _mean([p[of] for p in at]) for at in places.values()])
-            for label, places in values.items()
+            label: (list(points_at), [factor * _mean([p[of] for p in at]) for at in points_at.values()])
+            for label, points_at in values.items()
         }
 
     left_out = without(task for point in points for task in point.get("left_out", ()))
@@ -250,8 +247,8 @@ def best_drawing(
 
 
 def _mean(values: Sequence[float]) -> float:
-    found = [value for value in values if math.isfinite(value)]
-    return sum(found) / len(found) if found else math.nan
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class CurvatureGain(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _merger(self, run: Context) -> Merger:
+    def _merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
         if not known:
             raise InputError("no merger of this run is an EpiMer: set merger=epimer")
@@ -283,37 +280,33 @@ class CurvatureGain(Analysis):
             raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
         return known[label]
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         merger = self._merger(run)
         return {
             "analysis": "curvature_gain",
-            "merge": content_key(run.merge_content(merger, merger.content)),
+            "merge": content_key(merge_content(run, merger)),
             "coefficient": self.coefficient,
-            **data_content(run, run.tasks),
-            "part": self.part,
-            "samples": self.samples,
-            "seed": run.seed,
+            **part_content(run, self.part, self.samples),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
-        merger = self._merger(run)
-        assert isinstance(merger.method, EpiMer)
-        chosen: dict[str, Sample] = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
-        kept = resume / "merges.jsonl"
-        done: dict[str, Any] = dict(resumed(kept))
-        for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
-            if name in done:
-                continue
+    def compute(self, run: Run, resume: Path) -> Data:
+        method = self._merger(run).method
+        assert isinstance(method, EpiMer)
+        methods = {"curved": method, "flat": replace(method, eps=_FLAT)}
+        chosen = samples_of(run, self.part, self.samples)
+
+        def compute(name: str) -> Data:
             notes: dict[str, dict[str, Any]] = {}
-            unit = merge_experts(run, method.at(1.0), notes=notes)
+            unit = merge_experts(run, methods[name].at(1.0), notes=notes)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
             scores = line(run.model, weights, name, [self.coefficient], chosen, size)
             gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
-            done[name] = {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
-            keep(kept, [name, done[name]])
-        gains = done["curved"]["eta"]
-        losses = {name: done[name]["losses"] for name in ("curved", "flat")}
+            return {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
+
+        merges = compute_each(run, methods, compute, resume / "cells.jsonl", "merging")
+        gains = merges["curved"]["eta"]
+        losses = {name: merge["losses"] for name, merge in merges.items()}
         return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
 
     def draw(self, data: Data) -> Drawing:
@@ -321,9 +314,9 @@ class CurvatureGain(Analysis):
 
         depth = list(range(1, len(data["eta"]) + 1))
         tasks = list(data["losses"]["flat"])
-        places = list(range(len(tasks)))
+        positions = list(range(len(tasks)))
         promised = {"η": (depth, data["eta"])}
-        curves = {name: (places, [of[t] for t in tasks]) for name, of in data["losses"].items()}
+        curves = {name: (positions, [of[t] for t in tasks]) for name, of in data["losses"].items()}
         panels: list[Any] = [
             Lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
             Lines(f"loss at α = {self.coefficient:g}, {self.part}", "", "loss (nats)", curves, labels=tasks),

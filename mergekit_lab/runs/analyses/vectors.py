@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,19 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     chosen_pairs,
-    data_content,
+    compute_each,
     every_pair,
     experts_content,
-    keep,
+    part_content,
     require_whole,
-    resumed,
-    sample,
+    samples_of,
     states,
 )
-from mergekit_lab.runs.context import Context
+from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
+
+ALL = "+all"
+"""The cell of all task vectors together."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class TaskVectors(Analysis):
         require_whole("analysis.rank", self.rank, 1)
         require_whole("analysis.values", self.values, 1)
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "task_vectors",
             "rank": self.rank,
@@ -61,38 +62,32 @@ class TaskVectors(Analysis):
             **experts_content(run, run.tasks),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         ends = states(run, run.tasks)
         inputs = open_inputs(run.base_state, ends, TaskArithmetic())
-        kept = resume / "parts.jsonl"
-        done: dict[str, Any] = dict(resumed(kept))
 
-        def part(name: str, make: Callable[[], Any]) -> Any:
-            if name not in done:
-                done[name] = make()
-                keep(kept, [name, done[name]])
-            return done[name]
-
-        def measured() -> Data:
-            found = Interference(tuple(ends), has_fishers=False)
+        def measure_all() -> Data:
+            interference = Interference(tuple(ends), has_fishers=False)
             for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
-                found.add(layer, traces)
-            layers = [layer.plain() for layer in found.layers]
-            return {"overall": plain_sums(found.total), "base_norm": found.base_norm, "layers": layers}
+                interference.add(layer, traces)
+            layers = [layer.plain() for layer in interference.layers]
+            overall = plain_sums(interference.total)
+            return {"overall": overall, "base_norm": interference.base_norm, "layers": layers}
 
-        def of_one(state: Mapping[str, Tensor]) -> Data:
-            delta = {name: state[name] - run.base_state[name] for name in inputs.merged}
+        def measure(task: str) -> Data:
+            if task == ALL:
+                return measure_all()
+            delta = {name: ends[task][name] - run.base_state[name] for name in inputs.merged}
             entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
             fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
             return {"spectrum": self._spectrum(delta), "fits": fits}
 
-        between = part("+all", measured)
-        alone = {task: part(task, partial(of_one, state)) for task, state in ends.items()}
+        parts = compute_each(run, [ALL, *ends], measure, resume / "cells.jsonl", "task vectors")
         return {
             "experts": list(ends),
-            **between,
-            "spectra": {task: each["spectrum"] for task, each in alone.items()},
-            "fits": {task: each["fits"] for task, each in alone.items()},
+            **parts[ALL],
+            "spectra": {task: parts[task]["spectrum"] for task in ends},
+            "fits": {task: parts[task]["fits"] for task in ends},
         }
 
     def _spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
@@ -126,9 +121,9 @@ class TaskVectors(Analysis):
             panels.append(
                 Lines("spectrum, mean over matrices", "singular value", "σ / σ₁", curves, logarithmic=True)
             )
-        place = list(range(len(names)))
+        positions = list(range(len(names)))
         distances = {
-            kind: (place, [data["fits"][n][kind]["ks_distance"] for n in names])
+            kind: (positions, [data["fits"][n][kind]["ks_distance"] for n in names])
             for kind in ("laplace", "gaussian")
         }
         panels.append(
@@ -153,13 +148,13 @@ class CrossTaskLinearity(Analysis):
     part: Part = "validation"
     samples: int | None = 256
 
-    def _pairs(self, run: Context) -> list[tuple[str, str]]:
-        found = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
-        if not found:
+    def _pairs(self, run: Run) -> list[tuple[str, str]]:
+        pairs = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+        if not pairs:
             raise InputError("cross-task linearity needs two tasks")
-        return found
+        return pairs
 
-    def content(self, run: Context) -> dict[str, Any]:
+    def content(self, run: Run) -> dict[str, Any]:
         pairs = self._pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
@@ -167,27 +162,24 @@ class CrossTaskLinearity(Analysis):
             "features": "unpadded",
             "pairs": pairs,
             "coefficient": self.coefficient,
-            **data_content(run, names),
-            "part": self.part,
-            "samples": self.samples,
-            "seed": run.seed,
+            **part_content(run, self.part, self.samples, names),
             **experts_content(run, names),
         }
 
-    def compute(self, run: Context, resume: Path) -> Data:
+    def compute(self, run: Run, resume: Path) -> Data:
         pairs = self._pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         weights = Weights(run.model, run.base_state, states(run, names))
         blocks = blocks_of(run.model)
-        chosen = {task: sample(run, task, self.part, self.samples) for task in names}
-        kept = resume / "pairs.jsonl"
-        found: list[Data] = resumed(kept)
-        for pair in pairs[len(found) :]:
+        chosen = samples_of(run, self.part, self.samples, names)
+
+        def compute(pair: tuple[str, str]) -> Data:
             both = [chosen[task] for task in pair]
             values = cross_task_linearity(run.model, blocks, weights, pair, both, coefficient=self.coefficient)
-            found.append({"pair": list(pair), "values": list(values.values())})
-            keep(kept, found[-1])
-        return {"blocks": list(blocks), "pairs": found}
+            return {"pair": list(pair), "values": list(values.values())}
+
+        results = compute_each(run, pairs, compute, resume / "cells.jsonl", "pairs of experts")
+        return {"blocks": list(blocks), "pairs": list(results.values())}
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines

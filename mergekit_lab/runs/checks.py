@@ -1,0 +1,53 @@
+"""What a run's settings must agree on before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.training import Settings
+
+
+def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_of: Mapping[str, float]) -> None:
+    """Options of single tasks name tasks of the run.
+
+    `training.epochs_of` may also name tasks that the run leaves out, as a suite's recipe does for a part of it.
+    A name that is near a task without epochs of its own is a slip.
+
+    Raises:
+        InputError: one names no task.
+    """
+    without = [task for task in tasks if task not in epochs_of]
+    slips = [name for name in epochs_of if name not in tasks and get_close_matches(name, without)]
+    if epochs_of and not any(name in tasks for name in epochs_of):
+        slips = list(epochs_of)
+    for name in [*(name for name in optimizer_of if name not in tasks), *slips]:
+        raise InputError(f"{name!r} is no task of this run{suggestion(name, tasks)}")
+
+
+def check_shares(
+    training: Settings, strategy: str, processes: int, tasks_in_a_batch: int, packing: bool
+) -> None:
+    """Processes that train together wait for each other at every micro-batch: they need equally many.
+
+    Raises:
+        InputError: a batch cannot be shared equally.
+    """
+    if strategy == "auto":
+        return
+    share = max(1, training.batch_size // tasks_in_a_batch)
+    accumulate = training.accumulate
+    if share < processes or (accumulate > 1 and share % (processes * accumulate)):
+        raise InputError(
+            f"trainer={strategy}: {share} samples of a task in a batch cannot be shared by {processes} "
+            f"processes in training.accumulate={accumulate} micro-batches each: make training.batch_size a "
+            f"multiple of {processes * accumulate} for each task in a batch (the joint model has all of "
+            "them in it)"
+        )
+    if accumulate > 1 and packing:
+        raise InputError(
+            "backbone.packing gives processes different numbers of rows, which "
+            f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it to 1, "
+            "or backbone.packing=false"
+        )

@@ -1,0 +1,57 @@
+"""A run's experts merged in memory, and what decides the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.run import MODEL, Run
+
+
+def merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
+    """What a merger reads: all experts, and their side inputs."""
+    sides = [side_node(run, kind, task) for kind in merger.method.side_inputs for task in run.tasks]
+    return (*(expert_node(run, task) for task in run.tasks), *sides)
+
+
+def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What decides a merge of the run's experts.
+
+    Args:
+        method: the method's configuration, where it is not the merger's own.
+    """
+    experts = {task: expert_node(run, task).key for task in run.tasks}
+    content = {
+        "base": run.base_content,
+        "finetuning": run.plain["finetuning"],
+        "order": list(experts),
+        "experts": experts,
+        "method": merger.content if method is None else method,
+    }
+    for kind in merger.method.side_inputs:
+        content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.tasks}
+    return content
+
+
+def merge_experts(
+    run: Run,
+    method: Method,
+    tasks: Iterable[str] | None = None,
+    notes: dict[str, dict[str, object]] | None = None,
+) -> dict[str, Any]:
+    """The state dict that a method makes of the run's experts, or of those of some tasks."""
+    names = list(run.tasks if tasks is None else tasks)
+    experts: dict[str, Path] = {task: run.need(expert_node(run, task)).file(MODEL) for task in names}
+    statistics: dict[str, dict[str, Path]] = {
+        kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}
+        for kind in method.side_inputs
+    }
+    return merge_state_dicts(
+        run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
+    )

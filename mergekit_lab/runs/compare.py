@@ -1,0 +1,72 @@
+"""One comparison over runs that are there, from their folders alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from glob import glob
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import Record, compare, print_slice, print_table, read_records, write_slice
+from mergekit_lab.reporting.summary import counted
+
+log = logging.getLogger(__name__)
+
+
+def draw_slice(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
+    """The two dimensions against each other that `table` asks for."""
+    if cfg.table:
+        print_slice(write_slice(folder, records, cfg.table, cfg.metric))
+
+
+def report_runs(cfg: DictConfig, folder: Path) -> None:
+    """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
+
+    Raises:
+        InputError: a folder that is not there, none that holds a run, or none whose run has a result.
+    """
+    given = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
+    folders = [place for pattern in given for place in _run_folders(str(pattern))]
+    paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
+    for failure in paths.failures:
+        log.warning("left out: %s: %s", failure.run, failure.error)
+    if not paths.table.rows:
+        raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
+    print_table(paths.table)
+    draw_slice(cfg, folder, read_records(paths.records))
+    log.info("comparison %s\nreport %s", paths.summary, paths.html)
+
+
+def _run_folders(pattern: str) -> list[Path]:
+    """The folders of runs that a path or a glob names; of a sweep, its jobs."""
+    path = Path(pattern).expanduser()
+    found = [path] if path.is_dir() else sorted(map(Path, glob(str(path))))
+    folders = [place for place in found if place.is_dir()]
+    if not folders:
+        raise InputError(f"runs={pattern}: there is no such folder")
+    held = [job for place in folders for job in (_jobs_of(place) or [place] * _is_run(place))]
+    if not held:
+        raise InputError(f"runs={pattern}: {folders[0]} holds no run (no records.jsonl, no failure.json)")
+    return held
+
+
+def _jobs_of(folder: Path) -> list[Path]:
+    """A sweep's jobs are numbered; those too that died before they could leave word."""
+    found = [place for place in folder.iterdir() if place.name.isdigit()]
+    jobs = [place for place in found if _is_run(place) or (place / ".hydra").is_dir()]
+    return sorted(jobs, key=lambda place: int(place.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("records.jsonl", "failure.json"))
+
+
+def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig) -> None:
+    """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
+    paths = compare(folders, out, title="Comparison of a sweep")
+    print_table(paths.table)
+    draw_slice(cfg, out, read_records(paths.records))
+    log.info("comparison %s\nreport %s", paths.summary, paths.html)

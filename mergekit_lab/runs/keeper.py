@@ -1,0 +1,60 @@
+"""What tasks and backbones keep of their own making, such as decoded images, in the run's store."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoreKeeper:
+    """A `Keeper` over a store.
+
+    Args:
+        store: where things are kept.
+        images_limit_gb: what decoded images may take of it.
+    """
+
+    store: Store
+    images_limit_gb: float
+
+    def __call__(
+        self, kind: str, content: Mapping[str, Any], size: int, make: Callable[[Path], Mapping[str, Any]]
+    ) -> Path:
+        """The folder of what is kept.
+
+        Its files are compared with their hashes, but not decoded images: these may be many gigabytes.
+
+        Raises:
+            InputError: there is no room for so many images.
+        """
+        artifact = self.store.find(kind, content)
+        if artifact is None and kind == "images":
+            self._check_room(size)
+        artifact = artifact or self.store.obtain(kind, content, lambda workspace: make(workspace.out))
+        for name in artifact.files if kind != "images" else ():
+            artifact.file(name)
+        return artifact.folder
+
+    def _check_room(self, size: int) -> None:
+        """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
+        folder = self.store.root / "images"
+        held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
+        there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+        free, limit = shutil.disk_usage(there).free, self.images_limit_gb * 1e9
+        log.info("decoding into the store: %.2f GB, beside %.2f GB of images there", size / 1e9, held / 1e9)
+        if held + size > limit or size > free:
+            raise InputError(
+                f"decoded images would take {size / 1e9:.1f} GB beside {held / 1e9:.1f} GB in {folder}; "
+                f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {free / 1e9:.1f} GB of the disk are "
+                "free: delete that folder, raise the limit or set store.root=PATH"
+            )

@@ -1,0 +1,107 @@
+"""AdaMerging in a run: its coefficients are learned once, from the tasks' inputs without their labels.
+
+Artifacts declared here: `coefficients`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.func import functional_call
+
+from mergekit_lab.backbones import Batch, ImageObjective
+from mergekit_lab.backbones.objective import moved
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
+from mergekit_lab.runs.combine import merge_content, merge_inputs
+from mergekit_lab.runs.curvature import find_prefix
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.store.store import Workspace
+
+_FILE = "coefficients.json"
+
+
+def is_learned(merger: Merger) -> bool:
+    """Whether a merger's coefficients are to be learned."""
+    return isinstance(merger.method, AdaMerging) and merger.method.learn is not None
+
+
+@declare
+def coefficients_node(run: Run, label: str) -> Node:
+    """The coefficients, in `coefficients.json`; the course of the entropy in `info["entropies"]`."""
+    merger = run.mergers[label]
+    return Node(
+        "coefficients", f"the coefficients of {label}", "merge", label,
+        decide=lambda: merge_content(run, merger)
+        | {"data": run.data_content(list(run.tasks)), "seed": run.seed},
+        make=lambda workspace: _learn(run, merger, workspace),
+        needs=merge_inputs(run, merger),
+    )  # fmt: skip
+
+
+def learned_method(run: Run, label: str) -> AdaMerging:
+    """The method with the coefficients that were learned."""
+    return AdaMerging(weights=json.loads(run.need(coefficients_node(run, label)).file(_FILE).read_text()))
+
+
+def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
+    """Learn the coefficients.
+
+    Raises:
+        InputError: a task that is not classified by a frozen head.
+    """
+    strangers = [task for task in run.tasks if not isinstance(run.objective(task), ImageObjective)]
+    if strangers:
+        raise InputError(f"AdaMerging lowers the entropy over classes, which {strangers[0]} has none of")
+    assert isinstance(merger.method, AdaMerging)
+    assert merger.method.learn is not None
+    how = merger.method.learn
+    experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.tasks}
+    wholes = {task: run.objective(task).scored(run.model) for task in run.tasks}
+    inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
+
+    def logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:
+        return [
+            functional_call(wholes[task], {inside[task] + n: t for n, t in state.items()}, inputs[0])
+            for task, inputs in batch.items()
+        ]
+
+    steps = track(_batches(run, how), merger.label, how.steps, disable=not run.cfg.progress, transient=True)
+    method, entropies = learn_coefficients(
+        run.base_state,
+        experts,
+        logits,
+        steps,
+        layer_wise=how.layer_wise,
+        lr=how.lr,
+        start=how.start,
+        device=run.device,
+    )
+    (workspace.out / _FILE).write_text(json.dumps(method.weights, indent=1))
+    return {"entropies": entropies}
+
+
+def _batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:
+    """Inputs of every task for each step, from seeded shuffles of the part, one after another."""
+    part: Any = how.part
+    orders = {task: _order(run.tasks[task].count(part), how, run.seed) for task in run.tasks}
+    for step in range(how.steps):
+        chosen = slice(step * how.batch_size, (step + 1) * how.batch_size)
+        yield {
+            task: moved(run.objective(task).batch(part, order[chosen]), run.device)
+            for task, order in orders.items()
+        }
+
+
+def _order(size: int, how: Learning, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    turns = -(-how.steps * how.batch_size // size)
+    return torch.cat([torch.randperm(size, generator=generator) for _ in range(turns)])

@@ -1,0 +1,85 @@
+"""The rows of the table to come: merging methods as a run's configuration names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from mergekit_lab import merging
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.merging import Method
+from mergekit_lab.schema.check import build, without_null_coefficient
+from mergekit_lab.schema.run import Search
+
+_METHOD_FIELDS = {
+    name
+    for method in vars(merging).values()
+    if isinstance(method, type) and issubclass(method, Method)
+    for name in method.__dataclass_fields__
+}
+"""Of all merging methods: a shipped grid may search fields that the run's mergers happen not to have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Merger:
+    """One row of the table.
+
+    Attributes:
+        label: what it is called.
+        method: the method; where `searched`, its coefficient is still to be chosen.
+        content: the method's configuration as it enters keys.
+        searched: whether validation chooses the coefficient.
+    """
+
+    label: str
+    method: Method
+    content: Mapping[str, Any]
+    searched: bool
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Method:
+        """The method with other values of some fields."""
+        method: Method = build({**self.content, **fields}) if fields else self.method
+        return method
+
+    @property
+    def coefficient(self) -> float | None:
+        """The method's own coefficient; None where it has none."""
+        return _coefficient(self.method)
+
+
+def _coefficient(method: Method) -> float | None:
+    inner = getattr(method, "inner", None)
+    if inner is not None:
+        return _coefficient(inner)
+    value = getattr(method, "coefficient", ())
+    return method.scale if value is None or isinstance(value, int | float) else None
+
+
+def build_mergers(nodes: Mapping[str, DictConfig], search: Search, tasks: Sequence[str]) -> dict[str, Merger]:
+    """The mergers of a configuration, by label.
+
+    Raises:
+        InputError: one that is no merging method or does not fit the tasks, or a searched field that none has.
+    """
+    mergers = {label: _build(label, node, search, tuple(tasks)) for label, node in nodes.items()}
+    known = {name for merger in mergers.values() for name in merger.content} | _METHOD_FIELDS
+    for name in search.fields or {}:
+        if mergers and name not in known:
+            raise InputError(f"search.fields.{name}: no merging method has it{suggestion(name, known)}")
+    return mergers
+
+
+def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...]) -> Merger:
+    plain: Any = OmegaConf.to_container(node, resolve=True)
+    content, is_open = without_null_coefficient(plain)
+    method = build(content)
+    if not isinstance(method, Method):
+        raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
+    method.check(tasks)
+    searched = is_open and bool(search.coefficients)
+    for fields in search.variants(content) if searched else ():
+        build({**content, **fields}).check(tasks)
+    return Merger(label, method, content, searched)

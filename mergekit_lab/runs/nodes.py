@@ -1,0 +1,85 @@
+"""An artifact of a run before it is made: what decides it, what it is made of, and how.
+
+Every kind of artifact is declared by one function, which stands beside its maker: `expert_node`, `side_node`,
+`search_node`, `merged_node`, `evaluation_node`, …  `graph.wanted` lists all that a run wants. Plans, what
+is missing, shared trainings, lineage and times are walks over these nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from mergekit_lab.store import content_key
+from mergekit_lab.store.store import Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An artifact of a run, made or not.
+
+    Attributes:
+        kind: the store's folder for it, such as "experts".
+        label: what messages call it, such as "the expert of cars".
+        stage: which stage makes it.
+        unit: the task, the merger or "+joint" that it is made for: what a worker is given, and `only` names.
+            None: it is made on demand, by whoever needs it first.
+        decide: returns its content, everything that decides it. Called when the name is wanted.
+        make: writes its files into a workspace and returns its info.
+        needs: what it is made of.
+        awaits: what must be made before it has its name, because the outcome is part of its content. Until then
+            `decide` gives a name that nothing is published under.
+    """
+
+    kind: str
+    label: str
+    stage: str
+    unit: str | None
+    decide: Callable[[], Mapping[str, Any]]
+    make: Callable[[Workspace], Mapping[str, Any]]
+    needs: tuple[Node, ...] = ()
+    awaits: tuple[Node, ...] = ()
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """What decides it."""
+        return self.decide() if self.awaits else self._content
+
+    @cached_property
+    def _content(self) -> Mapping[str, Any]:
+        return self.decide()
+
+    @property
+    def key(self) -> str:
+        """The hash of its content."""
+        return content_key(self.content)
+
+    @property
+    def name(self) -> str:
+        """`KIND-KEY`."""
+        return f"{self.kind}-{self.key}"
+
+
+class HasNodes(Protocol):
+    """What remembers the nodes that were declared of it: a run."""
+
+    nodes: dict[Any, Node]
+
+
+_Run = TypeVar("_Run", bound=HasNodes)
+_Names = ParamSpec("_Names")
+
+
+def declare(function: Callable[Concatenate[_Run, _Names], Node]) -> Callable[Concatenate[_Run, _Names], Node]:
+    """Make a declaration give the same node for the same run and names."""
+
+    @wraps(function)
+    def declaration(run: _Run, *names: _Names.args, **options: _Names.kwargs) -> Node:
+        key = (function.__module__, function.__qualname__, names, tuple(sorted(options.items())))
+        if key not in run.nodes:
+            run.nodes[key] = function(run, *names, **options)
+        return run.nodes[key]
+
+    return declaration

@@ -1,0 +1,111 @@
+"""Tables of papers beside what a run measured."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cached_property, partial
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mergekit_lab.backbones import OpenClip
+from mergekit_lab.reporting import Beside, Record, set_beside
+from mergekit_lab.runs.analyses import TaskVectors
+from mergekit_lab.runs.analyze import DATA, analysis_node
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.merge import merged_node
+from mergekit_lab.runs.run import Run
+from mergekit_lab.schema.check import build
+
+
+def set_published_beside(run: Run, records: list[Record]) -> list[Beside]:
+    """The tables of papers that the run names, with what it measured."""
+    axes = {axis: run.choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    measured = _Measured(run, records)
+    holds = partial(settings_hold, run)
+    return [
+        row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds, run.tasks)
+    ]
+
+
+def settings_hold(run: Run, when: str) -> bool:
+    """Whether `key=value …` are the run's settings; `key?=value` is asked only where the run has the key."""
+    for pair in when.split():
+        key, _, value = pair.partition("=")
+        found = read_setting(run, key.removesuffix("?"))
+        if not (_same(found, value) or (key.endswith("?") and found is None)):
+            return False
+    return True
+
+
+def read_setting(run: Run, key: str) -> Any:
+    """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
+    if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
+        return run.backbone.source.published_as()
+    group, _, rest = key.partition(".")
+    if group == "mergers":
+        label, _, name = rest.partition(".")
+        return run.mergers[label].content.get(name) if label in run.mergers else None
+    return OmegaConf.select(run.cfg, key)
+
+
+def _same(value: Any, text: str) -> bool:
+    if isinstance(value, bool):
+        return str(value).lower() == text
+    return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
+
+
+class _Measured:
+    """Ours of a published table: by row and column, in the column's unit.
+
+    Columns: `average` and `normalized` are percent over tasks; `steps_per_second` and `gigabytes` are of
+    training an expert, means over tasks; `merge_seconds` is what making a merged model took. Rows:
+    `training_seconds` is what experts took; `ks_distance` (in percent) and `mean_log_likelihood` are of a
+    Laplace distribution fitted to task vectors, if the analysis task_vectors has been made.
+    """
+
+    def __init__(self, run: Run, records: list[Record]) -> None:
+        self.run = run
+        self.rows: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            name = {"expert": "experts"}.get(record.kind, record.kind)
+            self.rows[record.merger or name].append(record)
+
+    def __call__(self, row: str, column: str) -> float | None:
+        if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
+            tasks = [task for task in self.run.tasks if column in ("average", task)]
+            told = [value for task in tasks if (value := self._of_expert(task, row)) is not None]
+            return sum(told) / len(told) if told else None
+        if column in ("steps_per_second", "gigabytes"):
+            costs = [cost for task in self.run.tasks if (cost := self._cost(task, column)) is not None]
+            return sum(costs) / len(costs) if costs and row == "experts" else None
+        if column == "merge_seconds":
+            artifact = self.run.find(merged_node(self.run, row)) if row in self.run.mergers else None
+            return float(artifact.info["wall_seconds"]) if artifact else None
+        members = self.rows.get(row, [])
+        values = [value for record in members if (value := self._value(record, column)) is not None]
+        return 100 * sum(values) / len(values) if values else None
+
+    def _of_expert(self, task: str, what: str) -> float | None:
+        if what == "training_seconds":
+            return float(self.run.need(expert_node(self.run, task)).info["wall_seconds"])
+        fit = self._fits.get(task)
+        return None if fit is None else float(fit[what]) * (100 if what == "ks_distance" else 1)
+
+    @cached_property
+    def _fits(self) -> dict[str, Any]:
+        """Of a Laplace distribution to every expert's task vector, by task."""
+        asked = isinstance(build(self.run.cfg.analysis), TaskVectors)
+        artifact = self.run.find(analysis_node(self.run)) if asked else None
+        fits = json.loads(artifact.file(DATA).read_text())["fits"] if artifact else {}
+        return {task: fit["laplace"] for task, fit in fits.items()}
+
+    def _cost(self, task: str, column: str) -> float | None:
+        cost = self.run.need(expert_node(self.run, task)).info.get(column)
+        return None if cost is None else float(cost)
+
+    def _value(self, record: Record, column: str) -> float | None:
+        if column == "normalized":
+            return record.normalized
+        return record.value if column in ("average", record.task) else None

@@ -1,0 +1,147 @@
+"""One training of a run, in this process or in several."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from mergekit_lab.checkpoints import write_tensors
+from mergekit_lab.errors import InputError
+from mergekit_lab.reporting import Tracker
+from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.schema.run import optimizer_factory
+from mergekit_lab.store.store import Workspace
+from mergekit_lab.training import Settings, TrainingCost, finetune
+from mergekit_lab.workers import import_ahead, together
+
+log = logging.getLogger(__name__)
+logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+
+CURVE = "curve.json"
+"""The course of a training, in its artifact."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model of a run is trained.
+
+    Attributes:
+        title: what the log calls it.
+        tasks: what it learns.
+        optimizer: its configuration.
+        settings: planned.
+        fit: `loc` and `scale` of offsets that are fitted, else None.
+    """
+
+    run: Run
+    title: str
+    tasks: Sequence[str]
+    optimizer: DictConfig
+    settings: Settings
+    fit: Mapping[str, float] | None = None
+
+    def make(self, workspace: Workspace) -> Mapping[str, Any]:
+        """Train, in as many processes as the run's strategy wants."""
+        run, settings = self.run, self.settings
+        budget = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
+        if run.trainer.strategy == "auto":
+            log.info("%s: training %s", self.title, budget)
+            return self.train(workspace)
+        devices = (run.devices * run.processes)[: run.processes]
+        log.info("%s: training %s in %d processes (%s)", self.title, budget, len(devices), run.trainer.strategy)
+        optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
+        fit = None if self.fit is None else dict(self.fit)
+        shared = (run.plain, str(run.folder), dict(run.choices))
+        import_ahead([__name__])
+        return together(
+            _train_a_rank,
+            (shared, (self.title, list(self.tasks), optimizer, settings, fit), workspace),
+            devices,
+        )
+
+    def train(self, workspace: Workspace) -> Mapping[str, Any]:
+        """Train in this process; where processes train together, every one calls this, and the first writes.
+
+        Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
+        checkpoint: the gradient is still that of the whole batch.
+
+        Raises:
+            InputError: one sample at a time is too much.
+        """
+        settings = self.settings
+        while True:
+            try:
+                return self._train(workspace, settings)
+            except torch.OutOfMemoryError as error:
+                smaller = settings.smaller_micro_batches()
+                if smaller is None or self.run.trainer.strategy != "auto":
+                    raise InputError(
+                        f"training on {', '.join(self.tasks)} does not fit the device's memory with "
+                        f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
+                        "lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed"
+                    ) from None
+                log.warning(
+                    "out of memory with %d micro-batches a step: trying %d (training.accumulate=%d says so "
+                    "from the start)", settings.accumulate, smaller.accumulate, smaller.accumulate,
+                )  # fmt: skip
+                settings = smaller
+            torch.cuda.empty_cache()
+
+    def _train(self, workspace: Workspace, settings: Settings) -> Mapping[str, Any]:
+        run = self.run
+        prefix = self.tasks[0] if len(self.tasks) == 1 else "joint"
+        pretrained = run.backbone.model()
+        dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
+        model = run.parametrization.trainable(pretrained, run.seed)
+        cost = TrainingCost()
+        done = finetune(
+            model,
+            {task: run.objective(task) for task in self.tasks},
+            optimizer_factory(self.optimizer, settings.steps, self.fit),
+            settings,
+            seed=run.seed,
+            resume=workspace.resume,
+            callbacks=[cost],
+            trainer=self._lightning_arguments() | {"enable_progress_bar": run.cfg.progress},
+            on_metrics=lambda metrics, step: run.tracker.log(
+                {f"{prefix}/{name}": value for name, value in metrics.items()}, step
+            ),
+        )
+        if done is None:
+            return {}
+        model = run.parametrization.trainable(run.backbone.model(), run.seed)
+        model.load_state_dict(done.state)
+        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.folded(model).items()}
+        write_tensors(workspace.out / MODEL, state)
+        (workspace.out / CURVE).write_text(json.dumps(done.curve))
+        info = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
+        return info | cost.measured
+
+    def _lightning_arguments(self) -> dict[str, Any]:
+        """Of `lightning.Trainer`; a process that trains alone does so on the run's device."""
+        run = self.run
+        devices: int | list[int] = run.processes
+        if run.trainer.strategy == "auto":
+            on_card = run.trainer.accelerator != "cpu" and run.device.type == "cuda"
+            devices = [run.device.index] if on_card else 1
+        return asdict(run.trainer) | {"devices": devices}
+
+
+def _train_a_rank(
+    shared: tuple[Any, ...], training: tuple[Any, ...], workspace: Workspace
+) -> Mapping[str, Any]:
+    """One of the processes that train together: the objects of the run built anew, and no lock."""
+    plain, folder, choices = shared
+    title, tasks, optimizer, settings, fit = training
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    run = Run(OmegaConf.create(plain), Path(folder), choices)
+    run.tracker = Tracker()
+    return Training(run, title, tasks, OmegaConf.create(optimizer), settings, fit).train(workspace)
