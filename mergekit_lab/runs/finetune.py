@@ -24,7 +24,7 @@ from mergekit_lab.schema.run import optimizer_factory, wants_fit
 from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workplace
 from mergekit_lab.tasks import PARTS, HubImages
-from mergekit_lab.training import Settings, TrainingCost, finetune
+from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
 from mergekit_lab.workers import import_ahead, together
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Training:
 
     run: Context
     optimizer: DictConfig
-    settings: Settings
+    settings: TrainingSettings
     fit: Mapping[str, float] | None = None
 
     def expert(self, title: str, content: Mapping[str, Any], task: str) -> Artifact:
@@ -155,7 +155,7 @@ class Training:
                 settings = smaller
             torch.cuda.empty_cache()
 
-    def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
+    def _train(self, tasks: list[str], place: Workplace, settings: TrainingSettings) -> Mapping[str, Any]:
         run = self.run
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         pretrained = run.backbone.model()

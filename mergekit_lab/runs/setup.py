@@ -25,7 +25,7 @@ from mergekit_lab.schema.check import build, with_floats, without_null_coefficie
 from mergekit_lab.schema.run import Main, Place, Search, evaluations_a_step, wants_fit
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.tasks import Task
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.clock import machine
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Setup:
         self.plain: dict[str, Any] = plain
         self.choices = choices
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
-        self.training = Settings(**plain["training"])
+        self.training = TrainingSettings(**plain["training"])
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
         self.devices = devices_of(plain["device"])
@@ -208,7 +208,7 @@ class Setup:
     def fingerprint(self, task: str) -> str:
         return self.tasks[task].fingerprint()
 
-    def _training_content(self, settings: Settings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    def _training_content(self, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
         content = {
             "backbone": self.backbone_content,
             "finetuning": self.plain["finetuning"],
@@ -244,7 +244,7 @@ class Setup:
         how = self.backbone.scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
-    def settings_of(self, task: str, optimizer: DictConfig | None = None) -> Settings:
+    def settings_of(self, task: str, optimizer: DictConfig | None = None) -> TrainingSettings:
         """A task's planned settings, with its optimizer or another."""
         given = self.training
         if given.epochs is not None or given.epochs_of:
@@ -293,7 +293,7 @@ class Setup:
             return given
         return given | {"pilots": {task: content_key(self.pilot_content(task)) for task in self.tasks}}
 
-    def pilot_settings(self, task: str) -> Settings:
+    def pilot_settings(self, task: str) -> TrainingSettings:
         return self.settings_of(task, self.cfg.optimizer.base)
 
     def pilot_content(self, task: str) -> dict[str, Any]:
@@ -306,9 +306,9 @@ class Setup:
         return {name: self.optimizer_content[name] for name in ("distribution", "pilots")}
 
     @property
-    def joint_settings(self) -> Settings:
+    def joint_settings(self) -> TrainingSettings:
         """The budget of all experts together."""
-        return Settings.together([self.settings_of(task, self.cfg.optimizer) for task in self.tasks])
+        return TrainingSettings.together([self.settings_of(task, self.cfg.optimizer) for task in self.tasks])
 
     def joint_content(self) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}

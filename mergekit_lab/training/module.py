@@ -38,7 +38,7 @@ class FinetuneModule(lightning.LightningModule):
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         steps, warmup_steps: of the schedule.
-        schedule: see `Settings`.
+        schedule: see `TrainingSettings`.
         clock: if given, it says how far the schedule is, in place of the number of steps done.
         accumulate: micro-batches that the batch of every evaluation is cut into.
         clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
