@@ -109,6 +109,12 @@ class FinetuneModule(lightning.LightningModule):
                 "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
                 "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
             )
+        if self.trainer.gradient_clip_val is not None:
+            raise InputError(
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
+                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
+                "and set training.clip_norm (FinetuneModule(clip_norm=…))"
+            )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
         if isinstance(optimizer, WrappedOptimizer):

@@ -36,7 +36,7 @@ OPTIMIZERS = {
 SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4)
 
 
-def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",)):
+def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",), trainer=()):
     return finetune(
         TinyEncoder(),
         {task: tiny_objective(head) for task in tasks},
@@ -44,7 +44,7 @@ def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, 
         settings,
         seed=0,
         resume=folder,
-        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        trainer={"accelerator": "cpu", "enable_progress_bar": False, **dict(trainer)},
         on_metrics=on_metrics,
     )
 
@@ -98,6 +98,12 @@ def test_two_evaluations_a_step_record_the_loss_at_the_weights_themselves(tmp_pa
     plain = run(tmp_path / "plain", head, still)
     sam = run(tmp_path / "sam", head, partial(SAM, base=still, rho=5.0))
     assert [p["train_loss"] for p in sam.curve] == [p["train_loss"] for p in plain.curve]
+
+
+def test_lightning_s_own_clipping_is_refused_before_the_first_step(tmp_path, head) -> None:
+    with pytest.raises(InputError, match=r"gradient_clip_val=0\.1.*set training\.clip_norm"):
+        run(tmp_path, head, trainer={"gradient_clip_val": 0.1})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -> None:
