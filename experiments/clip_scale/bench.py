@@ -33,7 +33,7 @@ from mergekit_lab.backbones.objective import moved, pinned
 from mergekit_lab.evaluation import score
 from mergekit_lab.tasks import ImageTask, Part, Split
 from mergekit_lab.tasks.decoding import Pictures, mapped
-from mergekit_lab.training import Settings, StepBatches, TrainingCost, finetune
+from mergekit_lab.training import StepBatches, TrainingCost, TrainingSettings, finetune
 
 CLASSES = 10
 PARTS = ("evaluation", "training", "run")
@@ -186,7 +186,7 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
     for name, kind in {"one batch again": _Again, "from files": ImageObjective}.items():
         own = _objective(backbone, task, torch.device("cpu"), "bfloat16", kind)
         cost, timer = TrainingCost(), _Steps()
-        settings = Settings(
+        settings = TrainingSettings(
             steps=steps, batch_size=batch, lr=1e-5, weight_decay=0.1, precision=precision, validations=1,
             keep="last",
         )  # fmt: skip

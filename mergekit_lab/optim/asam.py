@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_known, require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.checks import require_known
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
 from mergekit_lab.optim.sharded import global_norm
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
@@ -33,10 +33,10 @@ ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
 def asam_perturbation(
     params: list[Tensor],
     grads: list[Tensor],
-    rho: float,
+    rho: Setting,
     *,
     scaling: str = "samsung",
-    eta: float = 0.01,
+    eta: Setting = 0.01,
     is_weight: Sequence[bool] = (),
 ) -> list[Tensor]:
     """e = ρ T² g / ‖T g‖, or ρ T² g / ‖g‖ for `printed`; zero gradients give e = 0.
@@ -45,9 +45,10 @@ def asam_perturbation(
 
     Args:
         params, grads: weights and gradients, pairwise of the same shape, 0-d included; left as they are.
-        rho: radius ≥ 0; dimensionless, as e is measured in units of T (not so in `printed`).
+        rho: radius; dimensionless, as e is measured in units of T (not so in `printed`). One number, or one
+            for each parameter. A negative one goes down.
         scaling: `samsung`, `saft` or `printed`.
-        eta: η ≥ 0, in units of the weights; only `samsung` uses it.
+        eta: η ≥ 0, in units of the weights, as `rho` one or many; only `samsung` uses it.
         is_weight: for `samsung`, which of `params` have T = |w| + η.
 
     Returns:
@@ -61,8 +62,8 @@ def asam_perturbation(
             if not chosen:
                 t.fill_(1)
     scaled = torch._foreach_mul(grads, scale)
-    norm = global_norm(grads if scaling == "printed" else scaled)
-    torch._foreach_mul_(scaled, rho / (norm + ADDED_TO_NORM[scaling]))
+    norm = global_norm(grads if scaling == "printed" else scaled) + ADDED_TO_NORM[scaling]
+    torch._foreach_mul_(scaled, combine(lambda each: each / norm, rho))
     torch._foreach_mul_(scaled, scale)
     return list(scaled)
 
@@ -84,6 +85,7 @@ class ASAM(AscentOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta", "ascent_fraction", "sync_ascent")
+    group_settings: ClassVar[tuple[str, ...]] = ("rho", "eta")
     takes_sharded = True
 
     def __init__(
@@ -102,7 +104,7 @@ class ASAM(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("eta", self.eta, minimum=0)
+        self.require_number("eta", minimum=0)
         require_known("scaling", self.scaling, ADDED_TO_NORM)
         if self.scaling == "samsung" and not self.names:
             raise InputError(
@@ -115,8 +117,8 @@ class ASAM(AscentOptimizer):
         return asam_perturbation(
             params,
             grads,
-            self.rho,
+            self.setting("rho", params, signed=True),
             scaling=self.scaling,
-            eta=self.eta,
+            eta=self.setting("eta", params),
             is_weight=["weight" in names.get(p, "") for p in params],
         )

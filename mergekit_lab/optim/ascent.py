@@ -22,7 +22,8 @@ class AscentOptimizer(WrappedOptimizer):
 
     Args:
         named_parameters, base: see `WrappedOptimizer`.
-        rho: radius of the perturbation, ≥ 0.
+        rho: radius of the perturbation, ≥ 0. A group of parameters may have its own. Where the base maximizes
+            the loss, the perturbation goes down.
         ascent_fraction: in (0, 1], what `batch_fraction` says during the first of two evaluations. A closure
             that reads it makes the ascent that much cheaper.
         sync_ascent: whether processes share the gradient of the ascent. False (m-SAM) lets each go up its
@@ -30,7 +31,9 @@ class AscentOptimizer(WrappedOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
+    group_settings: ClassVar[tuple[str, ...]] = ("rho",)
     mixes_gradients: ClassVar[bool] = False
+    evaluations_per_step = 2
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class AscentOptimizer(WrappedOptimizer):
         super().__init__(named_parameters, base)
 
     def validate(self) -> None:
-        require_number("rho", self.rho, minimum=0)
+        self.require_number("rho", minimum=0)
         require_number("ascent_fraction", self.ascent_fraction, minimum=0, maximum=1)
         require_flag("sync_ascent", self.sync_ascent)
         if self.ascent_fraction == 0:
@@ -58,17 +61,13 @@ class AscentOptimizer(WrappedOptimizer):
             )
 
     @property
-    def evaluations_per_step(self) -> int:
-        return 2
-
-    @property
     def gradient_evaluations(self) -> Fraction:
         return 1 + Fraction(str(self.ascent_fraction)) if self.perturbs else Fraction(1)
 
     @property
     def perturbs(self) -> bool:
         """Whether there is anywhere to go; if not, the step is the base optimizer's."""
-        return self.rho > 0
+        return any(rho > 0 for rho in self.group_values("rho"))
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
         """What to add to `params` for the second evaluation.
@@ -81,13 +80,14 @@ class AscentOptimizer(WrappedOptimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
 
-    def mixed(self, first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
+    def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
         """The gradient for the base, of a class that sets `mixes_gradients`.
 
         Args:
-            first, second: gradients at θ and at the perturbed point, pairwise of the same shape.
+            params: the parameters that have both gradients.
+            first, second: their gradients at θ and at the perturbed point.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mixed(first, second)")
+        raise NotImplementedError(f"{type(self).__name__} must define mix(params, first, second)")
 
     def update(self, closure: Closure | None) -> Any:
         """Two evaluations and a step of the base; gradients from before it do not count."""
@@ -109,7 +109,7 @@ class AscentOptimizer(WrappedOptimizer):
                     self.evaluate(closure, 1)
             finally:
                 self.theta.restore()
-            mix_gradients(first, self.mixed)
+            mix_gradients(first, self.mix)
         self.base.step()
         return loss
 

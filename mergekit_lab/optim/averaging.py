@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
+from mergekit_lab.optim.precision import at_least_float32
 from mergekit_lab.optim.sharded import local
-from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, at_least_float32
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], count: int) -> None:
@@ -83,8 +84,8 @@ class Averaging(WrappedOptimizer):
         self._mode["training"] = value
 
     @property
-    def drops_gradients(self) -> bool:
-        return not self.training
+    def drops_gradients(self) -> bool:  # type: ignore[override]
+        return not self.training or self.evaluations_per_step > 1
 
     @torch.no_grad()
     def train(self) -> None:

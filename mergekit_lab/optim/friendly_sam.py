@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
+from mergekit_lab.optim.precision import at_least_float32
 from mergekit_lab.optim.sam import sam_perturbation
-from mergekit_lab.optim.wrapper import at_least_float32
 
 
-def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: float) -> list[Tensor]:
+def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
     """d = g − σ m, one tensor per gradient; `mean` holds m, pairwise of the same shape."""
+    if isinstance(sigma, list):
+        return list(torch._foreach_sub(grads, torch._foreach_mul(mean, sigma)))
     return list(torch._foreach_sub(grads, mean, alpha=sigma))
 
 
@@ -40,6 +41,7 @@ class FriendlySAM(AscentOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sigma", "lmbda")
+    group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     saved_tensors: ClassVar[tuple[str, ...]] = ("mean",)
     mean: dict[Tensor, Tensor]
     takes_sharded = True
@@ -58,15 +60,15 @@ class FriendlySAM(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("sigma", self.sigma)
-        require_number("lmbda", self.lmbda, minimum=0, maximum=1)
+        self.require_number("sigma")
+        self.require_number("lmbda", minimum=0, maximum=1)
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         grads = at_least_float32(grads)
         means = [
             self.mean[p] if p in self.mean else torch.zeros_like(g) for p, g in zip(params, grads, strict=True)
         ]
-        direction = friendly_direction(grads, means, self.sigma)
-        torch._foreach_lerp_(means, grads, 1 - self.lmbda)
+        direction = friendly_direction(grads, means, self.setting("sigma", params))
+        lerp_(means, grads, combine(lambda past: 1 - past, self.setting("lmbda", params)))
         self.mean.update({p: g.clone() for p, g in zip(params, grads, strict=True) if p not in self.mean})
-        return sam_perturbation(direction, self.rho)
+        return sam_perturbation(direction, self.setting("rho", params, signed=True))

@@ -118,6 +118,11 @@ class MergOPT(OffsetOptimizer):
         require_known("distribution", self.distribution, DISTRIBUTIONS)
         require_integer("worst_of", self.worst_of, minimum=1)
         require_flag("per_rank", self.per_rank)
+        if self.worst_of > 1 and self._maximizes and not all(g.get("maximize") for g in self.param_groups):
+            raise InputError(
+                "MergOPT(worst_of=…) knows no worst offset where some groups minimize the loss and others "
+                "maximize it: set maximize alike in all groups, or worst_of=1"
+            )
         if self.per_rank and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 "MergOPT(per_rank=True) needs a whole model on every rank, and fully_shard spreads one over "
@@ -125,7 +130,7 @@ class MergOPT(OffsetOptimizer):
             )
 
     @property
-    def evaluations_per_step(self) -> int:
+    def evaluations_per_step(self) -> int:  # type: ignore[override]
         return self.worst_of + 1 if self.worst_of > 1 and self._offsets else 1
 
     @property
@@ -155,7 +160,7 @@ class MergOPT(OffsetOptimizer):
         return losses[0]
 
     def _worst(self, losses: list[Any]) -> int:
-        """The place of the largest loss, or of the first that is not a number."""
+        """Which loss is the largest, or the smallest for a base that maximizes; one that is not a number is."""
         for loss in losses:
             if not isinstance(loss, int | float | Tensor):
                 raise InputError(
@@ -166,7 +171,11 @@ class MergOPT(OffsetOptimizer):
         values = torch.stack([torch.as_tensor(loss, device=device).float().reshape(()) for loss in losses])
         if not self.per_rank and _distributed():
             torch.distributed.all_reduce(values)
-        return int(values.argmax())
+        return int((-values if self._maximizes else values).argmax())
+
+    @property
+    def _maximizes(self) -> bool:
+        return any(group.get("maximize") for group in self.param_groups)
 
 
 def fitted(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mergekit_lab.optim.precision import wide_dtype
 from mergekit_lab.optim.sharded import local, part_like
 
 DISTRIBUTIONS = ("laplace", "gaussian")
@@ -63,7 +64,12 @@ def noise(
             generators[device] = torch.Generator(device).manual_seed(seed)
         sizes = [p.numel() for p in group]
         draws = sample(
-            sum(sizes), generators[device], _wide(group[0]), distribution=distribution, loc=loc, scale=scale
+            sum(sizes),
+            generators[device],
+            wide_dtype(group[0]),
+            distribution=distribution,
+            loc=loc,
+            scale=scale,
         )
         pieces = zip(draws.split(sizes), group, strict=True)
         yield local(group), [part_like(piece.view(p.shape), p) for piece, p in pieces]
@@ -81,10 +87,6 @@ def add_offset(
         torch._foreach_add_(group, z)
 
 
-def _wide(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
 def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbors that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
 
@@ -93,8 +95,10 @@ def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     entries = 0
     for p in params:
-        kind = (p.device, _wide(p))
-        if group and (kind != (group[0].device, _wide(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW):
+        kind = (p.device, wide_dtype(p))
+        if group and (
+            kind != (group[0].device, wide_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
+        ):
             yield group
             group, entries = [], 0
         group.append(p)

@@ -53,6 +53,10 @@ class OffsetOptimizer(WrappedOptimizer):
     def validate(self) -> None:
         require_integer("seed", self.seed)
 
+    @property
+    def drops_gradients(self) -> bool:  # type: ignore[override]
+        return not self.theta.held
+
     def offset(self, params: list[Tensor], candidate: int) -> bool:
         """Add the offset of the coming step to `params` in place; False if there is none.
 

@@ -1,6 +1,8 @@
 """What an optimizer may be built from: parameters with or without names, and a base."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -8,6 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
+
+Setting = float | list[float]
+"""A hyper-parameter: one number, or one for each parameter where groups differ."""
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 BaseOptimizer = Callable[[Any], Optimizer]
@@ -33,11 +38,19 @@ def without_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]
     if not tensors:
         raise InputError("there are no parameters to optimize: is every parameter filtered out?")
     count = len(set(tensors))
+    if count < len(tensors):
+        twice = [t for t, times in Counter(tensors).items() if times > 1]
+        raise InputError(f"these parameters are listed twice: {describe(twice, names)}; list each once")
     if names and len(names) < count:
         raise InputError(f"{len(names)} of {count} parameters have a name: name all of them or none")
     if odd := {str(t.dtype) for t in tensors if not t.is_floating_point()}:
         raise InputError(f"only real floating parameters can be optimized, not {listing(odd)}")
     return plain, names
+
+
+def describe(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> str:
+    """The names of parameters, or the shapes of those that have none."""
+    return listing(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in parameters)
 
 
 def _listed(parameters: Any) -> list[Any]:
@@ -49,6 +62,23 @@ def _listed(parameters: Any) -> list[Any]:
             "pass model.named_parameters()"
         )
     return list(parameters)
+
+
+def combine(function: Callable[..., float], *settings: Setting) -> Setting:
+    """`function` of settings: a number if all of them are, else a list with one for each parameter."""
+    if not any(isinstance(setting, list) for setting in settings):
+        return function(*settings)
+    columns = [setting if isinstance(setting, list) else repeat(setting) for setting in settings]
+    return [function(*row) for row in zip(*columns, strict=False)]
+
+
+def lerp_(tensors: list[Tensor], ends: Sequence[Tensor], weight: Setting) -> None:
+    """t += weight · (end − t), in place, pairwise."""
+    if not isinstance(weight, list):
+        torch._foreach_lerp_(tensors, list(ends), weight)
+        return
+    for tensor, end, each in zip(tensors, ends, weight, strict=True):
+        tensor.lerp_(end, each)
 
 
 def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:

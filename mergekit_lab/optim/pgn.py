@@ -9,19 +9,17 @@ Where we differ: as in sam.py.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, lerp_
 from mergekit_lab.optim.sam import sam_perturbation
 
 
-def penalised_gradient(first: list[Tensor], second: list[Tensor], alpha: float) -> list[Tensor]:
+def interpolate(first: list[Tensor], second: list[Tensor], alpha: Setting) -> list[Tensor]:
     """(1 − α) g(θ) + α g(θ + e), pairwise over `first` and `second`."""
     mixed = [gradient.clone() for gradient in first]
-    torch._foreach_lerp_(mixed, second, alpha)  # in place: torch 2.11 has no other for sharded tensors
+    lerp_(mixed, second, alpha)  # in place: torch 2.11 has no other for sharded tensors
     return mixed
 
 
@@ -40,6 +38,7 @@ class PGN(AscentOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     takes_sharded = True
     mixes_gradients = True
 
@@ -51,14 +50,14 @@ class PGN(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("alpha", self.alpha, minimum=0)
+        self.require_number("alpha", minimum=0)
 
     @property
     def perturbs(self) -> bool:
-        return self.rho > 0 and self.alpha > 0
+        return super().perturbs and any(alpha > 0 for alpha in self.group_values("alpha"))
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return sam_perturbation(grads, self.rho)
+        return sam_perturbation(grads, self.setting("rho", params, signed=True))
 
-    def mixed(self, first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-        return penalised_gradient(first, second, self.alpha)
+    def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+        return interpolate(first, second, self.setting("alpha", params))

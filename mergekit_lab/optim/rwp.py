@@ -10,7 +10,6 @@ their single-sample convolution does. α < 1 evaluates the same batch at both po
 its own processes, with its own batch. The draws are a function of (seed, step). Otherwise as in mergopt.py.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,8 @@ from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.noise import hashed, noise
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
-from mergekit_lab.optim.pgn import penalised_gradient
+from mergekit_lab.optim.pgn import interpolate
+from mergekit_lab.optim.precision import wide_dtype
 from mergekit_lab.optim.wrapper import Closure, mix_gradients
 
 
@@ -29,10 +29,10 @@ def filter_norms(weight: Tensor) -> Tensor:
 
     A filter is all that belongs to one index of dimension 0; a vector or a number is one filter.
     """
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(weight)
     if weight.ndim < 2:
-        return torch.linalg.vector_norm(weight, dtype=wide)
-    return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=wide)
+        return torch.linalg.vector_norm(weight, dtype=dtype)
+    return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=dtype)
 
 
 def add_filter_noise(params: list[Tensor], seed: int, gamma: float) -> None:
@@ -82,7 +82,7 @@ class RWP(OffsetOptimizer):
         require_number("alpha", self.alpha, minimum=0, maximum=1)
 
     @property
-    def evaluations_per_step(self) -> int:
+    def evaluations_per_step(self) -> int:  # type: ignore[override]
         return 2 if self.gamma > 0 and 0 < self.alpha < 1 else 1
 
     def offset(self, params: list[Tensor], candidate: int) -> bool:
@@ -98,5 +98,5 @@ class RWP(OffsetOptimizer):
         first = {p: p.grad.clone() for p in self.parameters if p.grad is not None}  # DDP may reuse their memory
         self._move()
         self.evaluate(closure, 1)
-        mix_gradients(first, partial(penalised_gradient, alpha=self.alpha))
+        mix_gradients(first, lambda _, one, other: interpolate(one, other, self.alpha))
         return loss

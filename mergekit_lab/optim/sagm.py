@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
-from mergekit_lab.optim.pgn import penalised_gradient
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
+from mergekit_lab.optim.pgn import interpolate
 from mergekit_lab.optim.sharded import global_norm
 
 
-def sagm_perturbation(grads: list[Tensor], rho: float, alpha: float) -> list[Tensor]:
+def sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list[Tensor]:
     """e = (ρ / (‖g‖ + 1e-12) − α) g, ‖g‖ over all tensors together; zero gradients give e = 0."""
-    return list(torch._foreach_mul(grads, rho / (global_norm(grads) + 1e-12) - alpha))
+    norm = global_norm(grads) + 1e-12
+    return list(torch._foreach_mul(grads, combine(lambda radius, length: radius / norm - length, rho, alpha)))
 
 
 class SAGM(AscentOptimizer):
@@ -40,6 +40,7 @@ class SAGM(AscentOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     takes_sharded = True
     mixes_gradients = True
 
@@ -51,14 +52,15 @@ class SAGM(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("alpha", self.alpha, minimum=0)
+        self.require_number("alpha", minimum=0)
 
     @property
     def perturbs(self) -> bool:
-        return self.rho > 0 or self.alpha > 0
+        return super().perturbs or any(alpha > 0 for alpha in self.group_values("alpha"))
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return sagm_perturbation(grads, self.rho, self.alpha)
+        rho, alpha = (self.setting(name, params, signed=True) for name in ("rho", "alpha"))
+        return sagm_perturbation(grads, rho, alpha)
 
-    def mixed(self, first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-        return penalised_gradient(first, second, 0.5)
+    def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+        return interpolate(first, second, 0.5)

@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
 from mergekit_lab.optim.sharded import global_norm
 
 
-def sam_perturbation(grads: Sequence[Tensor], rho: float) -> list[Tensor]:
+def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
     """e = ρ g / (‖g‖ + 1e-12), ‖g‖ over all tensors together; zero gradients give e = 0.
 
     Args:
         grads: gradients of any shapes, 0-d included; left as they are.
-        rho: radius of the ball, ≥ 0, in units of the weights' L2 norm.
+        rho: radius of the ball, in units of the weights' L2 norm; one number, or one for each gradient. A
+            negative one goes down.
 
     Returns:
-        One tensor per gradient, same shapes; ‖e‖ = ρ.
+        One tensor per gradient, same shapes; ‖e‖ = |ρ|.
     """
-    return list(torch._foreach_mul(list(grads), rho / (global_norm(grads) + 1e-12)))
+    norm = global_norm(grads) + 1e-12
+    return list(torch._foreach_mul(list(grads), combine(lambda each: each / norm, rho)))
 
 
 class SAM(AscentOptimizer):
@@ -67,4 +69,4 @@ class SAM(AscentOptimizer):
         super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return sam_perturbation(grads, self.rho)
+        return sam_perturbation(grads, self.setting("rho", params, signed=True))

@@ -31,8 +31,8 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.noise import hashed, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.precision import at_least_float32
 from mergekit_lab.optim.sam import sam_perturbation
-from mergekit_lab.optim.wrapper import at_least_float32
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
@@ -84,7 +84,7 @@ class SparseAscent(AscentOptimizer):
 
     def masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation where the mask is set, 0 elsewhere."""
-        shift = sam_perturbation(at_least_float32(grads), self.rho)
+        shift = sam_perturbation(at_least_float32(grads), self.setting("rho", params, signed=True))
         torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
         return shift
 

@@ -7,6 +7,7 @@ that says where the weights go: of `AscentOptimizer` (ascent.py) if a first grad
 Legend: θ the weights the base optimizer updates; P their number of entries.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -19,11 +20,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, without_names
-from mergekit_lab.optim.sharded import is_sharded, local
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, without_names
+from mergekit_lab.optim.precision import like_parameter
+from mergekit_lab.optim.sharded import is_sharded, local, part_of
 
 Closure = Callable[[], Any]
-Mix = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
+Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 STATE_KEY = "wrapper"
 
@@ -91,15 +94,20 @@ class WrappedOptimizer(Optimizer):
 
     A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
     that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
-    `validate`, and writes `update`.
+    `validate`, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
+    parameters, as a base optimizer's do; it reads them with `setting`.
 
     Args:
         named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
-            whose "params" hold either. Name all of them or none. Real floating tensors only.
+            whose "params" hold either. Name all of them or none. Real floating tensors only, each once.
+            Groups may have settings of the base, and those of this optimizer that `group_settings` names. An
+            option that the base has too, such as Adadelta's `rho`, is the base's.
         base: called once with the same parameters or groups, without names; returns the optimizer that
             updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`.
 
     Attributes:
+        evaluations_per_step: how often a step calls its closure, at most.
+        drops_gradients: whether a step with a closure first drops the gradients that are there.
         evaluation: which call of the closure in a step this is, from 0. Metrics count each batch once if
             they are updated in evaluation 0 only.
         batch_fraction: the part (0, 1] of its batch that the closure may confine itself to.
@@ -112,7 +120,10 @@ class WrappedOptimizer(Optimizer):
 
     saved_attributes: ClassVar[tuple[str, ...]] = ()
     saved_tensors: ClassVar[tuple[str, ...]] = ()
+    group_settings: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
+    evaluations_per_step: int = 1
+    drops_gradients: bool = True
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
         plain, names = without_names(named_parameters)
@@ -131,7 +142,9 @@ class WrappedOptimizer(Optimizer):
         for name in self.saved_tensors:
             setattr(self, name, {})
         self.refuse_sharded_parameters()
+        self.refuse_group_settings()
         self.validate()
+        self._mark_gradients()
 
     def _share_with_base(self) -> None:
         self.param_groups = self.base.param_groups
@@ -139,19 +152,9 @@ class WrappedOptimizer(Optimizer):
         self.defaults = self.base.defaults
 
     @property
-    def evaluations_per_step(self) -> int:
-        """How often a step calls its closure, at most."""
-        return 1
-
-    @property
     def gradient_evaluations(self) -> Fraction:
         """Gradients of a whole batch that a step costs; a part of a batch counts as that part."""
         return Fraction(self.evaluations_per_step)
-
-    @property
-    def drops_gradients(self) -> bool:
-        """Whether a step with a closure first drops the gradients that are there."""
-        return True
 
     def validate(self) -> None:
         """Raise `InputError` for hyper-parameters out of range. Called on construction and after loading."""
@@ -164,6 +167,50 @@ class WrappedOptimizer(Optimizer):
                 "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
                 "WASAM, SWA or MergOPT"
             )
+
+    def refuse_group_settings(self) -> None:
+        """Raise `InputError` if a group has a setting of its own that holds for all parameters together."""
+        common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
+        for number, group in enumerate(self.param_groups):
+            if odd := common & group.keys():
+                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
+                raise InputError(
+                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
+                    f"{name} a group may have {may}): pass it to {name} itself"
+                )
+
+    def group_values(self, name: str) -> list[Any]:
+        """What each group has of a setting: its own, or this optimizer's."""
+        common: Any = getattr(self, name)
+        if name in self.base.defaults or name not in self.group_settings:
+            return [common for _ in self.param_groups]
+        return [group.get(name, common) for group in self.param_groups]
+
+    def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
+        """Raise `InputError` unless a setting is a number in range, in every group."""
+        common = getattr(self, name)
+        require_number(name, common, minimum, maximum)
+        for number, value in enumerate(self.group_values(name)):
+            if value is not common:
+                require_number(f"{name} of group {number}", value, minimum, maximum)
+
+    def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
+        """A setting of `params`: one number, or a list with one for each where groups differ.
+
+        Args:
+            name: of the attribute.
+            params: whose.
+            signed: negative where the base maximizes the loss, so that what goes up a loss goes down.
+        """
+        values = self.group_values(name)
+        if signed:
+            groups = zip(self.param_groups, values, strict=True)
+            values = [-value if group.get("maximize") else value for group, value in groups]
+        if all(value == values[0] for value in values):
+            return values[0]
+        groups = zip(self.param_groups, values, strict=True)
+        by_parameter = {p: value for group, value in groups for p in group["params"]}
+        return [by_parameter[p] for p in params]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -185,10 +232,27 @@ class WrappedOptimizer(Optimizer):
             super().add_param_group(param_group)  # torch's constructor, registering what the base already has
             return
         (plain,), names = without_names([param_group])
+        if twice := {*plain["params"]} & {*self.parameters}:
+            raise InputError(
+                f"these parameters are optimized already, and would be twice: {describe(twice, self.names)}; "
+                "leave them out of the group that is added"
+            )
+        if bool(names) != bool(self.names):
+            has, others = ("with", "without") if names else ("without", "with")
+            raise InputError(
+                f"a group {has} names cannot join groups {others} names: pass its parameters {others} names"
+            )
         if names:
             plain["params"] = [(names[p], p) for p in plain["params"]]
         self.base.add_param_group(plain)
-        self.refuse_sharded_parameters()
+        try:
+            self.refuse_sharded_parameters()
+            self.refuse_group_settings()
+            self.validate()
+        except InputError:
+            self.param_groups.pop()
+            raise
+        self._mark_gradients()
 
     def attach(self, model: nn.Module) -> None:
         """Let steps look after what is the model's and not its parameters'.
@@ -224,9 +288,52 @@ class WrappedOptimizer(Optimizer):
             closure: runs forward and backward and returns the loss. It may zero the gradients or leave them.
 
         Raises:
-            InputError: a sparse gradient, or no closure where this optimizer needs one.
+            InputError: a sparse gradient, no closure where this optimizer needs one, or gradients made since
+                the last step that this one would drop.
         """
-        return self.update(closure)
+        if closure is not None and self.drops_gradients:
+            self.refuse_to_drop_gradients()
+        try:
+            return self.update(closure)
+        finally:
+            self._mark_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if not set_to_none:
+            self._mark_gradients()
+
+    def _mark_gradients(self) -> None:
+        """Note on each gradient that nothing is lost if it goes: it is used, or zero.
+
+        On the gradient itself, for then a new one has no such note, and one that was added to has another
+        version.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (grad := p.grad) is not None:
+                    grad.spent_version = part_of(grad)._version
+
+    def refuse_to_drop_gradients(self) -> None:
+        """Raise `InputError` if there are gradients that no step has used. Waits for the device only then."""
+        new = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if (g := p.grad) is not None and getattr(g, "spent_version", -1) != part_of(g)._version
+        ]
+        if not any(p.grad.layout is not torch.strided or bool(part_of(p.grad).any()) for p in new):
+            return  # zeroed in place
+        train_mode = (
+            ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
+        )
+        raise InputError(
+            f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop the gradients that "
+            f"{len(new)} parameters have from before ({describe(new, self.names)}). If a loop accumulates "
+            "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
+            f"over them inside the closure{train_mode}. If these gradients are not wanted, call "
+            "optimizer.zero_grad() before step"
+        )
 
     def update(self, closure: Closure | None) -> Any:
         """What `step` does. Here, what the base optimizer does."""
@@ -301,11 +408,10 @@ class WrappedOptimizer(Optimizer):
         """Raise `InputError` naming the parameters whose gradient is sparse."""
         sparse = [p for p in self.parameters if p.grad is not None and p.grad.layout is not torch.strided]
         if sparse:
-            names = self.names
-            which = listing(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in sparse)
             raise InputError(
-                f"{type(self).__name__} needs dense gradients, these are sparse: {which}. Build the module "
-                "with sparse=False, or leave its parameters out of this optimizer"
+                f"{type(self).__name__} needs dense gradients, these are sparse: "
+                f"{describe(sparse, self.names)}. Build the module with sparse=False, or leave its parameters "
+                "out of this optimizer"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -358,28 +464,27 @@ class WrappedOptimizer(Optimizer):
             by_parameter = getattr(self, name)
             by_parameter.clear()
             for i, t in own[name].items():
-                by_parameter[parameters[i]] = t.detach().clone().to(parameters[i].device)
+                by_parameter[parameters[i]] = like_parameter(t.detach().clone(), parameters[i])
         self.validate()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_gradients()  # a copied gradient has another version than the one it is copied from
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: all but hooks and a scheduler's patched `step`, as in torch."""
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
 
-def mix_gradients(first: dict[Tensor, Tensor], mixed: Mix) -> None:
-    """Replace gradients by `mixed(first, second)`, where `second` are those that parameters have now.
+def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
+    """Replace gradients by `mix(params, first, second)`, where `second` are those that parameters have now.
 
     Parameters that have none now, or are not in `first`, are left alone.
     """
     both = [p for p in first if p.grad is not None]
     if both:
         second = [p.grad for p in both if p.grad is not None]
-        for p, g in zip(both, mixed([first[p] for p in both], second), strict=True):
+        for p, g in zip(both, mix(both, [first[p] for p in both], second), strict=True):
             p.grad = g
-
-
-def at_least_float32(tensors: list[Tensor]) -> list[Tensor]:
-    """Each tensor in float32 if its precision is lower, else as it is."""
-    return [t.float() if torch.finfo(t.dtype).bits < 32 else t for t in tensors]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 
 
 def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_of: Mapping[str, float]) -> None:
@@ -27,7 +27,7 @@ def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_o
 
 
 def check_shares(
-    training: Settings, strategy: str, processes: int, tasks_in_a_batch: int, packing: bool
+    training: TrainingSettings, strategy: str, processes: int, tasks_in_a_batch: int, packing: bool
 ) -> None:
     """Processes that train together wait for each other at every micro-batch: they need equally many.
 

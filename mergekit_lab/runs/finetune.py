@@ -23,7 +23,7 @@ from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import evaluations_a_step, wants_fit
 from mergekit_lab.store import Artifact
 from mergekit_lab.tasks import PARTS, HubImages
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.clock import machine
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def task_optimizer(run: Run, task: str) -> DictConfig:
     return run.cfg.optimizer_of.get(task, run.cfg.optimizer)
 
 
-def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> Settings:
+def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> TrainingSettings:
     """A task's planned settings, with its optimizer or another."""
     settings = run.training
     if settings.epochs is not None or settings.epochs_of:
@@ -128,12 +128,12 @@ def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> S
     return settings.planned(evaluations_a_step(optimizer or task_optimizer(run, task)))
 
 
-def joint_settings(run: Run) -> Settings:
+def joint_settings(run: Run) -> TrainingSettings:
     """The budget of all experts together."""
-    return Settings.together([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
+    return TrainingSettings.together([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
 
 
-def _training_content(run: Run, settings: Settings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     content = {
         "backbone": run.base_content,
         "finetuning": run.plain["finetuning"],

@@ -31,7 +31,7 @@ from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Main, Place, Search
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.tasks import Task
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool, import_ahead
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Run:
         self.folder = folder
         self.choices = choices
         self.seed: int = cfg.seed
-        self.training = Settings(**plain["training"])
+        self.training = TrainingSettings(**plain["training"])
         self.search = Search(**plain["search"])
         self.trainer = Place(**plain["trainer"])
         self.devices = resolve_devices(plain["device"])

@@ -19,7 +19,7 @@ from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.schema.run import optimizer_factory
 from mergekit_lab.store.store import Workspace
-from mergekit_lab.training import Settings, TrainingCost, finetune
+from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
 from mergekit_lab.workers import import_ahead, together
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Training:
     title: str
     tasks: Sequence[str]
     optimizer: DictConfig
-    settings: Settings
+    settings: TrainingSettings
     fit: Mapping[str, float] | None = None
 
     def make(self, workspace: Workspace) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ class Training:
                 settings = smaller
             torch.cuda.empty_cache()
 
-    def _train(self, workspace: Workspace, settings: Settings) -> Mapping[str, Any]:
+    def _train(self, workspace: Workspace, settings: TrainingSettings) -> Mapping[str, Any]:
         run = self.run
         prefix = self.tasks[0] if len(self.tasks) == 1 else "joint"
         pretrained = run.backbone.model()

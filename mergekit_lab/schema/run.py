@@ -19,7 +19,7 @@ from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.schema.check import Target, TopLevel, build, check_against, check_slice
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 
 _ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
 _ESTIMATES = ("per_sample", "first_moment")
@@ -232,7 +232,7 @@ class Main(TopLevel):
     experts: str | dict[str, str] | None
     finetuning: Target
     optimizer: Target
-    training: Settings
+    training: TrainingSettings
     curvature: Curvature
     search: Search
     analysis: Target
@@ -284,7 +284,7 @@ def check(cfg: DictConfig) -> None:
                 "number"
             )
         evaluations_a_step(node)
-    Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    TrainingSettings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
     optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
     if cfg.training.precision == "bf16-true":
         _refuse_vanishing_offsets(optimizers)

@@ -4,6 +4,14 @@ from mergekit_lab.training.cost import TrainingCost
 from mergekit_lab.training.data import StepBatches, TaskData
 from mergekit_lab.training.fit import Finetuned, finetune
 from mergekit_lab.training.module import FinetuneModule
-from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.settings import TrainingSettings
 
-__all__ = ["FinetuneModule", "Finetuned", "Settings", "StepBatches", "TaskData", "TrainingCost", "finetune"]
+__all__ = [
+    "FinetuneModule",
+    "Finetuned",
+    "StepBatches",
+    "TaskData",
+    "TrainingCost",
+    "TrainingSettings",
+    "finetune",
+]

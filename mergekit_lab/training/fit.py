@@ -25,7 +25,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
-from mergekit_lab.training.settings import Settings
+from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
 
@@ -53,7 +53,7 @@ def finetune(
     model: nn.Module,
     objectives: Mapping[str, Objective],
     make_optimizer: MakeOptimizer,
-    settings: Settings,
+    settings: TrainingSettings,
     *,
     seed: int,
     resume: Path,
@@ -68,7 +68,7 @@ def finetune(
             weights of 16 bits become float32, for small steps and offsets vanish in their rounding.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
-        settings: see `Settings`; planned, so that the budget is of steps or seconds.
+        settings: see `TrainingSettings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
         resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
         callbacks: further ones of Lightning's.
@@ -137,7 +137,7 @@ def finetune(
 
 
 def _trainer(
-    settings: Settings, folder: Path, callbacks: list[Any], options: dict[str, Any]
+    settings: TrainingSettings, folder: Path, callbacks: list[Any], options: dict[str, Any]
 ) -> lightning.Trainer:
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None

@@ -38,7 +38,7 @@ class FinetuneModule(lightning.LightningModule):
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         steps, warmup_steps: of the schedule.
-        schedule: see `Settings`.
+        schedule: see `TrainingSettings`.
         clock: if given, it says how far the schedule is, in place of the number of steps done.
         accumulate: micro-batches that the batch of every evaluation is cut into.
         clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
@@ -108,6 +108,12 @@ class FinetuneModule(lightning.LightningModule):
             raise InputError(
                 "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
                 "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
+            )
+        if self.trainer.gradient_clip_val is not None:
+            raise InputError(
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
+                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
+                "and set training.clip_norm (FinetuneModule(clip_norm=…))"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)

@@ -17,7 +17,7 @@ BUDGETS = ("steps", "gradient_evaluations", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainingSettings:
     """What decides a fine-tuning, beside the optimizer, the data and the backbone.
 
     Args:
@@ -124,7 +124,7 @@ class Settings:
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
 
-    def for_task(self, task: str, samples: int) -> Settings:
+    def for_task(self, task: str, samples: int) -> TrainingSettings:
         """The same with epochs turned into steps: whole ones, at least 1.
 
         Args:
@@ -140,7 +140,7 @@ class Settings:
         unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid.items()}
 
-    def planned(self, evaluations_a_step: Fraction) -> Settings:
+    def planned(self, evaluations_a_step: Fraction) -> TrainingSettings:
         """The same with a budget of gradient evaluations turned into as many whole steps as it allows.
 
         Args:
@@ -161,7 +161,7 @@ class Settings:
         warmup = self.warmup_steps * steps // self.steps
         return replace(self, budget="steps", gradient_evaluations=None, steps=steps, warmup_steps=warmup)
 
-    def smaller_micro_batches(self) -> Settings | None:
+    def smaller_micro_batches(self) -> TrainingSettings | None:
         """The same with twice as many micro-batches, for a device that ran out of memory; None if there are as
         many as samples."""
         if self.accumulate >= self.batch_size:
@@ -169,7 +169,7 @@ class Settings:
         return replace(self, accumulate=min(2 * self.accumulate, self.batch_size))
 
     @staticmethod
-    def together(settings: Sequence[Settings]) -> Settings:
+    def together(settings: Sequence[TrainingSettings]) -> TrainingSettings:
         """The budget of several models for one, as a model of all tasks has; of planned settings."""
         first = settings[0]
         seconds = None if first.seconds is None else first.seconds * len(settings)

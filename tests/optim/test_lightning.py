@@ -70,6 +70,33 @@ def test_accumulation_with_two_evaluations_is_refused_before_the_first_step() ->
     assert_equal_bits(problem.weights(), start)
 
 
+class Unprepared(Lit):
+    """A module of somebody who knows nothing of optimizers that evaluate anew."""
+
+    def configure_optimizers(self):
+        return self.make(self.net.named_parameters())
+
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        pass
+
+
+@every_optimizer
+def test_accumulation_in_a_module_that_does_not_ask_is_refused_at_its_first_step(make) -> None:
+    problem = Problem()
+    start = problem.weights()
+    with pytest.raises(InputError, match=r"accumulate_grad_batches.* inside the closure"):
+        fit(Unprepared(problem, partial(make, base=ADAMW)), 3, parts=2, precision="64-true")
+    assert_equal_bits(problem.weights(), start)
+
+
+@every_optimizer
+def test_lightning_s_own_clipping_is_no_gradient_from_before_the_step(make) -> None:
+    problem = Problem()
+    module = Unprepared(problem, partial(make, base=ADAMW))
+    fit(module, 3, precision="64-true", gradient_clip_val=1e6)
+    assert_equal_bits(problem.weights(), train(make, "adamw", 3))
+
+
 @pytest.mark.parametrize("make", [SAM, PGN, MergOPT, partial(SWA, steps=9, start=0)])
 def test_a_hook_on_the_base_clips_the_gradient_that_the_weights_follow(make) -> None:
     """At rate 1 a step of SGD moves the weights by the clipped norm."""

@@ -143,7 +143,14 @@ def test_a_state_with_an_unknown_scaling_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_group_without_names_cannot_join_named_ones(name) -> None:
+def test_groups_with_names_and_without_do_not_join(name) -> None:
     optimizer = OPTIMIZERS[name](Net().named_parameters(), base=SGD)
-    with pytest.raises(ValueError, match="without names"):
+    with pytest.raises(InputError, match=r"without names cannot join.*pass its parameters with names"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
+    if name != "asam-samsung":
+        optimizer = OPTIMIZERS[name](Net().parameters(), base=SGD)
+        with pytest.raises(InputError, match=r"with names cannot join.*pass its parameters without names"):
+            optimizer.add_param_group({"params": [("w", nn.Parameter(torch.zeros(2)))]})
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2))})
+        assert len(optimizer.param_groups) == 2

@@ -1,5 +1,6 @@
 """What holds for every optimizer of the package, whatever it does with the weights."""
 
+import copy
 import weakref
 from functools import partial
 from typing import Any
@@ -155,14 +156,60 @@ def test_a_closure_may_zero_gradients_or_leave_them(make) -> None:
     assert_equal_bits(plain.weights(), zeroing.weights())
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @every_optimizer
-def test_gradients_from_before_the_step_do_not_count(make) -> None:
+def test_gradients_that_no_step_has_used_are_refused_until_they_are_dropped(make, steps) -> None:
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
-    for p in problem.model.parameters():
-        p.grad = torch.full_like(p, 1e3)
+    for _ in range(steps):
+        optimizer.step(problem.closure)
+    start = problem.weights()
+    problem.closure()
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"fc1\.bias.* inside the closure.*call optimizer\.zero_grad\(\)"):
+            optimizer.step(problem.closure)
+        assert_equal_bits(problem.weights(), start)
+    optimizer.zero_grad()
     optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(make, "sgd", 1))
+    assert_equal_bits(problem.weights(), train(make, "sgd", steps + 1))
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda model, optimizer: None,
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        lambda model, optimizer: copy.deepcopy((model, optimizer)),
+        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    ],
+    ids=["nothing", "dropped", "zeroed", "zeroed by the model", "copied", "loaded"],
+)
+@every_optimizer
+def test_gradients_that_a_step_has_used_may_stay_or_be_zeroed(make, between) -> None:
+    problem = Problem()
+    problem.closure()  # those of before the optimizer are nobody's
+    optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
+    for _ in range(3):
+        between(problem.model, optimizer)
+        optimizer.step(problem.closure)
+    assert_equal_bits(problem.weights(), train(make, "sgd", 3))
+
+
+@every_optimizer
+def test_a_step_whose_closure_failed_can_be_made_again(make) -> None:
+    problem = Problem()
+    optimizer = make(problem.model.named_parameters(), base=partial(torch.optim.SGD, lr=0.1))
+
+    def closure() -> Tensor:
+        problem.closure()
+        raise RuntimeError("out of memory")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(closure)
+    optimizer.step(problem.closure)
 
 
 @every_optimizer

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from mergekit_lab import optim
-from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_differ, assert_equal_bits, required, train
+from optim.problems import (
+    BASES,
+    OPTIMIZERS,
+    Net,
+    Problem,
+    assert_close,
+    assert_differ,
+    assert_equal_bits,
+    required,
+    train,
+)
 
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
@@ -35,6 +45,30 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(make, base, dt
     for _ in range(3):
         resumed.step(second.closure)
     assert_equal_bits(second.weights(), train(make, base, 6, dtype))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@every_optimizer
+def test_state_of_float32_goes_on_with_parameters_of_another_dtype(make, dtype, base) -> None:
+    first = Problem(torch.float32)
+    optimizer = make(first.model.named_parameters(), base=BASES[base])
+    for _ in range(3):
+        optimizer.step(first.closure)
+    second = Problem(dtype)
+    second.model.load_state_dict(first.model.state_dict())
+    other = make(second.model.named_parameters(), base=BASES[base])
+    other.load_state_dict(optimizer.state_dict())
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    kept = [t for name in other.saved_tensors for t in getattr(other, name).values()]
+    assert {t.dtype for t in kept} <= {wide, torch.bool}
+    for problem, each in ((first, optimizer), (second, other)):
+        for _ in range(2):
+            each.step(problem.closure)
+    assert {p.dtype for p in second.model.parameters()} == {dtype}
+    if dtype is torch.float64 and base == "sgd" and not hasattr(other, "seed"):  # noise depends on the dtype
+        found = {name: weights.float() for name, weights in second.weights().items()}
+        assert_close(found, first.weights(), 1e-3)
 
 
 @every_optimizer

@@ -19,7 +19,7 @@ from mergekit_lab.runs.finetune import expert_node, fit_node, joint_settings
 from mergekit_lab.runs.report import optimizer_name
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check, evaluations_a_step
-from mergekit_lab.training import Settings
+from mergekit_lab.training import TrainingSettings
 
 BASE = OpenClip("glyph-clip", "asset:glyph_clip")
 ONLY_DIGITS = ["~suite.tasks.latin", "joint=false", "training.steps=2", "training.batch_size=8"]
@@ -94,9 +94,9 @@ def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> N
     assert optimizer_name(context(tmp_path, tmp_path, *more)) == "sam over sgd, mergopt digits"
 
 
-def planned(*overrides: str) -> Settings:
+def planned(*overrides: str) -> TrainingSettings:
     cfg, _ = composed([*TINY, *overrides])
-    return Settings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    return TrainingSettings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
 
 
 def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pays_for() -> None:

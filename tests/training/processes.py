@@ -12,7 +12,7 @@ from language import Colors, tiny_backbone
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
-from mergekit_lab.training import Settings, clock, finetune
+from mergekit_lab.training import TrainingSettings, clock, finetune
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 OPTIMIZERS: dict[str, Any] = {
@@ -24,7 +24,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 SHARDED = ("mergopt", "asam", "wasam")
 RESUMED = ("mergopt", "wasam")
-SETTINGS = Settings(steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last")
+SETTINGS = TrainingSettings(
+    steps=6, batch_size=12, lr=1e-2, weight_decay=0.0, validations=2, accumulate=2, keep="last"
+)
 LANGUAGE = ("llama", "t5")
 """Kinds of `save_tiny`; the Llama decodes its answers, the T5 chooses them."""
 
@@ -38,7 +40,7 @@ def train(
     resume: Path,
     seen: list[float] | None = None,
     cut: int | None = None,
-    settings: Settings = SETTINGS,
+    settings: TrainingSettings = SETTINGS,
     **trainer: Any,
 ) -> dict[str, Any] | None:
     """Weights after six steps; `seen` gets a checksum of them after every one; None if `cut` at one."""
@@ -68,7 +70,7 @@ def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dic
     answering = "generate" if kind == "llama" else "choices"
     backbone = tiny_backbone(models / kind, kind, answering=answering)
     optimizer = partial(MergOPT, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scale=0.01)
-    settings = Settings(
+    settings = TrainingSettings(
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
     )
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}

@@ -12,7 +12,7 @@ from training.test_finetune import OPTIMIZERS, Cut
 from mergekit_lab import InputError
 from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
 from mergekit_lab.optim import SAM, MergOPT, gradient_evaluations
-from mergekit_lab.training import Settings, clock, finetune
+from mergekit_lab.training import TrainingSettings, clock, finetune
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
 KINDS = {
@@ -56,7 +56,7 @@ def run(folder, head, model, make_optimizer, settings, on_metrics=None, **traine
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_optimizer_trains_every_parametrisation_for_two_steps(kind, tmp_path, head) -> None:
-    settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
+    settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
     base = Attentive().state_dict()
     for name, make in OPTIMIZERS.items():
         model = KINDS[kind].trainable(Attentive(), seed=1)
@@ -76,7 +76,7 @@ def test_micro_batches_give_every_optimizer_the_gradients_of_the_whole_batch(nam
     common = {"steps": 4, "batch_size": 12, "lr": 1e-2, "weight_decay": 0.1, "validations": 1, "keep": "last"}
     found = {}
     for parts in (1, 5):
-        settings = Settings(**common, precision="64-true", accumulate=parts, clip_norm=0.1)
+        settings = TrainingSettings(**common, precision="64-true", accumulate=parts, clip_norm=0.1)
         found[parts] = run(tmp_path / str(parts), head, Attentive().double(), OPTIMIZERS[name], settings)
     for key, value in found[1].state.items():
         torch.testing.assert_close(found[5].state[key], value, rtol=1e-9, atol=1e-9)
@@ -96,7 +96,7 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
                 weights.add(float(self.out.weight.detach().sum()))
             return super().forward(images)
 
-    settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1, accumulate=4)
+    settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1, accumulate=4)
     run(tmp_path / "offsets", head, Watched(), partial(MergOPT, base=OPTIMIZERS["adamw"], scale=1e-2), settings)
     assert sizes == [2] * 8
     assert len(weights) == 2
@@ -106,7 +106,7 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
 
 
 def test_accumulation_by_lightning_is_refused_with_the_way_out(tmp_path, head) -> None:
-    settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0)
+    settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0)
     with pytest.raises(InputError, match=r"set training\.accumulate"):
         run(tmp_path, head, Attentive(), OPTIMIZERS["adamw"], settings, accumulate_grad_batches=2)
 
@@ -143,7 +143,7 @@ def test_a_clock_stops_training_sets_the_rate_and_places_validations_and_does_no
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    done = run(tmp_path, head, Timed(seconds), partial(Probe, lr=1.0), Settings(**SECONDS, **COMMON))
+    done = run(tmp_path, head, Timed(seconds), partial(Probe, lr=1.0), TrainingSettings(**SECONDS, **COMMON))
     assert done.step == len(rates) == 12
     assert [p["step"] for p in done.curve if "val_accuracy" in p] == [4, 8, 12]
     assert rates[0] == pytest.approx(1 / 25)
@@ -156,7 +156,7 @@ def test_a_clock_stops_training_sets_the_rate_and_places_validations_and_does_no
 def test_a_run_under_a_clock_that_was_cut_goes_on_with_the_seconds_it_had_left(
     tmp_path, head, monkeypatch
 ) -> None:
-    seconds, settings = Seconds(monkeypatch), Settings(**SECONDS, **COMMON)
+    seconds, settings = Seconds(monkeypatch), TrainingSettings(**SECONDS, **COMMON)
     whole = run(tmp_path / "whole", head, Timed(seconds), OPTIMIZERS["sam"], settings)
     assert whole.step == 6
 

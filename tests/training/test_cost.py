@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import TinyEncoder, tiny_objective
 
-from mergekit_lab.training import Settings, TrainingCost, finetune
+from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
 
 
 @pytest.mark.parametrize(("steps", "known"), [(4, False), (12, True)])
@@ -16,7 +16,7 @@ def test_steps_a_second_are_known_after_the_first_five(steps: int, known: bool, 
         TinyEncoder(),
         {"tiny": tiny_objective(torch.randn(3, 8))},
         partial(torch.optim.SGD, lr=0.1),
-        Settings(steps=steps, batch_size=6, lr=0.1, weight_decay=0.0, validations=2),
+        TrainingSettings(steps=steps, batch_size=6, lr=0.1, weight_decay=0.0, validations=2),
         seed=0,
         resume=tmp_path,
         callbacks=[cost],

@@ -15,10 +15,10 @@ from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.runs.finetune import expert_node
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import TrainingSettings, finetune
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
-SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
+SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
 
 
 def train(resume: Path, head, on_metrics=None, keep: str = "last"):

@@ -12,7 +12,7 @@ from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import TrainingSettings, finetune
 from mergekit_lab.training.module import FinetuneModule, rate_at
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -33,10 +33,10 @@ OPTIMIZERS = {
     "wasam": partial(WASAM, base=ADAMW, steps=12),
     "rwp": partial(RWP, base=ADAMW),
 }
-SETTINGS = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4)
+SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4)
 
 
-def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",)):
+def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",), trainer=()):
     return finetune(
         TinyEncoder(),
         {task: tiny_objective(head) for task in tasks},
@@ -44,7 +44,7 @@ def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, 
         settings,
         seed=0,
         resume=folder,
-        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        trainer={"accelerator": "cpu", "enable_progress_bar": False, **dict(trainer)},
         on_metrics=on_metrics,
     )
 
@@ -57,7 +57,7 @@ class Cut(Exception):
 def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
     tmp_path, head, name
 ) -> None:
-    settings = Settings(
+    settings = TrainingSettings(
         steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, warmup_steps=2, validations=4, keep="last"
     )
     whole = run(tmp_path / "whole", head, OPTIMIZERS[name], settings)
@@ -78,7 +78,7 @@ def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one_bit_fo
 
 
 def test_training_learns_and_keeps_the_best_on_validation(tmp_path, head) -> None:
-    settings = Settings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=6)
+    settings = TrainingSettings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=6)
     done = run(tmp_path, head, settings=settings)
     validated = [p for p in done.curve if "val_accuracy" in p]
     assert [p["step"] for p in validated] == [10, 20, 30, 40, 50, 60]
@@ -88,7 +88,7 @@ def test_training_learns_and_keeps_the_best_on_validation(tmp_path, head) -> Non
 
 
 def test_joint_training_learns_every_task(tmp_path, head) -> None:
-    settings = Settings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=2)
+    settings = TrainingSettings(steps=60, batch_size=16, lr=1e-2, weight_decay=0.0, validations=2)
     assert run(tmp_path, head, settings=settings, tasks=("a", "b")).val_accuracy > 0.8
 
 
@@ -100,9 +100,15 @@ def test_two_evaluations_a_step_record_the_loss_at_the_weights_themselves(tmp_pa
     assert [p["train_loss"] for p in sam.curve] == [p["train_loss"] for p in plain.curve]
 
 
+def test_lightning_s_own_clipping_is_refused_before_the_first_step(tmp_path, head) -> None:
+    with pytest.raises(InputError, match=r"gradient_clip_val=0\.1.*set training\.clip_norm"):
+        run(tmp_path, head, trainer={"gradient_clip_val": 0.1})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -> None:
     """With SGD at rate 1 a step moves the weights by the clipped norm."""
-    settings = Settings(
+    settings = TrainingSettings(
         steps=1,
         batch_size=8,
         lr=1.0,
@@ -130,7 +136,7 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
             norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
             return super().perturbation(params, grads)
 
-    settings = Settings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
+    settings = TrainingSettings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
     run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
     assert norms[0] > 1e-2
 
@@ -167,7 +173,7 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
             seen.append(len(images)) if self.training else None
             return super().forward(images)
 
-    settings = Settings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
+    settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
     sam = partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25)
     finetune(
         Watched(), {"a": tiny_objective(head)}, sam, settings,
@@ -177,13 +183,13 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
 
 
 def test_the_last_weights_are_those_of_the_last_step(tmp_path, head) -> None:
-    settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=4, keep="last")
+    settings = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=4, keep="last")
     assert run(tmp_path, head, partial(torch.optim.SGD, lr=0.0), settings).step == 12
 
 
 def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
     """It would be three times the model, written to be thrown away."""
-    settings = Settings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
+    settings = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
     done = run(tmp_path, head, settings=settings)
     assert done.step == 12
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 9
@@ -233,14 +239,14 @@ def test_a_linear_schedule_falls_evenly_after_its_warm_up_and_a_constant_one_sta
     assert [rate_at(step, 8, 2, "linear") for step in (0, 1, 2, 5, 8)] == [0.5, 1.0, 1.0, 0.5, 0.0]
     assert [rate_at(step, 8, 0, "constant") for step in (0, 4, 8)] == [1.0, 1.0, 1.0]
     with pytest.raises(InputError, match=r"schedule is 'linera'; did you mean 'linear'"):
-        Settings(steps=1, batch_size=1, lr=1.0, weight_decay=0.0, schedule="linera")
+        TrainingSettings(steps=1, batch_size=1, lr=1.0, weight_decay=0.0, schedule="linera")
 
 
 @pytest.mark.parametrize(
     ("steps", "asked", "every"), [(300, 5, 60), (7, 5, 7), (2000, 5, 400), (1, 5, 1), (12, 5, 3)]
 )
 def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every: int) -> None:
-    settings = Settings(steps=steps, batch_size=1, lr=1.0, weight_decay=0.0, validations=asked)
+    settings = TrainingSettings(steps=steps, batch_size=1, lr=1.0, weight_decay=0.0, validations=asked)
     assert settings.validate_every == every
 
 
@@ -258,4 +264,4 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
 )
 def test_settings_out_of_range_are_refused_by_name(changes, match: str) -> None:
     with pytest.raises(InputError, match=match):
-        Settings(**{"steps": 12, "batch_size": 8, "lr": 1e-2, "weight_decay": 0.1} | changes)
+        TrainingSettings(**{"steps": 12, "batch_size": 8, "lr": 1e-2, "weight_decay": 0.1} | changes)

@@ -8,9 +8,9 @@ from language import Colors, save_tiny, tiny_backbone
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.optim import MergOPT
-from mergekit_lab.training import Settings, finetune
+from mergekit_lab.training import TrainingSettings, finetune
 
-SETTINGS = Settings(steps=8, batch_size=4, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
+SETTINGS = TrainingSettings(steps=8, batch_size=4, lr=1e-2, weight_decay=0.1, validations=4, keep="last")
 CASES = {
     "llama": {"packing": True, "group_by_length": False},
     "qwen2": {"checkpointing": True, "answering": "generate"},
