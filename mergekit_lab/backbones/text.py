@@ -12,7 +12,7 @@ import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Batch, Objective, device_of
+from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
-
-if TYPE_CHECKING:
-    from mergekit_lab.backbones.language import Reading
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ quantity. True labels by default (the empirical Fisher of EpiMer and of Matena &
 labels drawn from the model give the Fisher proper (Kunstner, Hennig & Balles 2019).
 
 No sample's gradient of the whole model is ever held: a layer's squares are added up when backward passes it
-(`tape.py`), from its inputs and the gradients at its outputs (`uses.py`).
+(`recorder.py`, `tape.py`), from its inputs and the gradients at its outputs (`uses.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mergekit_lab.curvature.likelihood import (
     take,
     with_labels,
 )
+from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
 from mergekit_lab.errors import InputError, listing
 
@@ -107,7 +108,7 @@ class _Estimate:
         """Add what the tape follows; returns the batch with the labels that were used."""
         tape = Tape(self.taped, self.totals, samples_of(batch))
         tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
-        with torch.enable_grad(), tape:
+        with torch.enable_grad(), Recorder(tape):
             logits, labels = scores(self.model, batch, self.causal)
         self._look_for_hidden_uses(batch, tape.unused())
         if self.draw is not None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from mergekit_lab.checkpoints import unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.paths import default_store
 
@@ -288,9 +289,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
 def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
-    from mergekit_lab import checkpoints
-
-    offline = checkpoints.unreachable()
+    offline = unreachable()
     organization, repository, *configuration = name.split("/")
     options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
     try:
