@@ -27,6 +27,7 @@ from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.paths import default_store
 
 from .metrics import METRICS
+from .sources import reading_parquet
 from .task import PARTS, Part, Task
 
 log = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ def read_rows(source: str, split: str, task: str) -> list[Mapping[str, Any]]:
         )
     try:
         rows: list[Any] = list(_table(found))
-    except (ValueError, KeyError, OSError, csv.Error) as error:
+    except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
     odd = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
@@ -276,7 +277,8 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 
-        yield from parquet.read_table(file).to_pylist()
+        with reading_parquet(file):
+            yield from parquet.read_table(file).to_pylist()
     else:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             rows = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
