@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
     {"errors", "machine", "paths"},
-    {"workers"},
+    {"batches", "ranges", "workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},

@@ -24,7 +24,8 @@ from mergekit_lab.backbones.pretrained import Place, find
 from mergekit_lab.backbones.reading import DTYPES, Reading
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, copy_model_files, copy_tokenizer_files
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import Task, TextTask
 
 _KINDS = ("causal", "seq2seq")
@@ -55,10 +56,7 @@ class LanguageModel(Reading, Backbone):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, values in (("kind", _KINDS), ("dtype", tuple(DTYPES))):
-            if getattr(self, name) not in values:
-                raise InputError(
-                    f"backbone.{name} is {getattr(self, name)!r}{suggestion(getattr(self, name), values)}"
-                )
+            require_choice(f"backbone.{name}", getattr(self, name), values)
         if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all" or self.packing):
             raise InputError(
                 "a seq2seq model reads a plain prompt and learns the answer, a sample a row: "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice, require_whole
 from mergekit_lab.tasks import TextTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,12 +54,8 @@ class Reading:
             "compute": tuple(DTYPES),
         }
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise InputError(
-                    f"backbone.{name} is {getattr(self, name)!r}; it must be one of {', '.join(values)}"
-                )
-        if self.max_length < 8:
-            raise InputError(f"backbone.max_length is {self.max_length}; it must be at least 8")
+            require_choice(f"backbone.{name}", getattr(self, name), values)
+        require_whole("backbone.max_length", self.max_length, 8)
 
     def chooses(self, task: TextTask) -> bool:
         """Whether answers are chosen among the task's choices."""

@@ -21,16 +21,16 @@ from torch.nn import functional
 from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
-from mergekit_lab.backbones.objective import Batch, Objective, device_of
+from mergekit_lab.backbones.objective import Objective, device_of
 from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
+from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
 
 log = logging.getLogger(__name__)
 
-IGNORED = -100
 _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 """What one forward pass of an evaluation may hold: tokens, entries of logits, rows of a decoder."""
 

@@ -12,8 +12,8 @@ from rich.progress import track
 from torch import Tensor
 from torch.func import functional_call
 
-from mergekit_lab.backbones import Batch, ImageObjective
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.backbones import ImageObjective
+from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
 from mergekit_lab.runs.context import Context
@@ -96,7 +96,7 @@ def _batches(run: Context, how: Learning) -> Iterator[dict[str, Batch]]:
     for step in range(how.steps):
         places = slice(step * how.batch_size, (step + 1) * how.batch_size)
         yield {
-            task: moved(run.objective(task).batch(part, order[places]), run.device)
+            task: to_device(run.objective(task).batch(part, order[places]), run.device)
             for task, order in orders.items()
         }
 

@@ -10,8 +10,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Batch
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.errors import InputError
@@ -114,7 +113,7 @@ def _batches(run: Context, kind: str, task: str, count: int, size: int) -> Itera
         size = 1
     parts = order[:count].split(size)
     for part in track(parts, f"{kind} of {task}", disable=not run.cfg.progress, transient=True):
-        yield moved(objective.batch("train", part), run.device)
+        yield to_device(objective.batch("train", part), run.device)
 
 
 def _of_all_tensors(run: Context, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ import torch
 from mergekit_lab.checkpoints import unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.paths import default_store
+from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
 from .sources import reading_parquet
@@ -69,16 +70,14 @@ class TextTask(Task):
     max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise InputError(f"task {self.name!r}: metric is {self.metric!r}{suggestion(self.metric, METRICS)}")
+        require_choice(f"task {self.name!r}: metric", self.metric, METRICS)
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(self.choices))
             if len(set(self.choices)) < max(2, len(self.choices)):
                 raise InputError(
                     f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
                 )
-        if self.max_new_tokens < 1:
-            raise InputError(f"task {self.name!r}: max_new_tokens is {self.max_new_tokens}; at least 1")
+        require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
 
     @abstractmethod
     def make(self, part: Part) -> TextSplit:
