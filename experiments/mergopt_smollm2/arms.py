@@ -64,7 +64,7 @@ class Bench:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         compute = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.backbone = LanguageModel(source=options.source, max_length=options.length, compute=compute)
+        self.backbone = LanguageModel(source=options.source, max_length=options.length, precision=compute)
         folder = str(options.data.resolve())
         self.tasks: dict[str, TextTask] = {name: task(name, folder, options) for name in options.tasks}
         self.objectives: dict[str, Objective] = {

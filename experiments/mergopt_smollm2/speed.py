@@ -120,7 +120,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = "bfloat16" if options.device.type == "cuda" else "float32"
-    backbone = LanguageModel(source=options.source, max_length=192, compute=compute)
+    backbone = LanguageModel(source=options.source, max_length=192, precision=compute)
     loading, model = seconds(options.device, lambda: backbone.model().to(options.device))
     size = options.prompts
     tasks: dict[str, TextTask] = {

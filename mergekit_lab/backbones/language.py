@@ -109,7 +109,7 @@ class LanguageModel(Reading, Backbone):
 
     def scoring(self, task: Task) -> dict[str, Any]:
         assert isinstance(task, TextTask)
-        read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "compute")}
+        read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "precision")}
         if self.chooses(task):
             return read | {"answering": "choices"}
         return read | {"answering": "generate", "max_new_tokens": task.max_new_tokens}

@@ -29,7 +29,7 @@ class Reading:
             lengths are alike, or `group_by_length` makes them so.
         answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
             chooses where there are choices.
-        compute: of evaluation: "bfloat16" by autocast, or "float32", which weights that are kept in bfloat16 do
+        precision: of evaluation: "bfloat16" by autocast, or "float32", which weights that are kept in bfloat16 do
             not know: they compute in it either way. `training.precision` is that of training.
 
     Raises:
@@ -43,7 +43,7 @@ class Reading:
     group_by_length: bool = True
     packing: bool = False
     answering: str = "auto"
-    compute: str = "float32"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -51,7 +51,7 @@ class Reading:
             "cut": ("start", "end"),
             "loss_on": ("answer", "all"),
             "answering": ("auto", "choices", "generate"),
-            "compute": tuple(DTYPES),
+            "precision": tuple(DTYPES),
         }
         for name, values in allowed.items():
             require_choice(f"backbone.{name}", getattr(self, name), values)

@@ -96,7 +96,7 @@ class TextObjective(ScoredText):
         prompts = [encoded.prompts[i] for i in index.tolist()]
         device = device_of(model)
         found: list[str] = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.compute == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None

@@ -51,7 +51,7 @@ class TextEncoder(Backbone):
         temperature: of the head, positive: logits are it times the cosine of two embeddings.
         head_samples: training samples that the head is made of, the first of the part; None takes all.
         group_by_length: batches of training hold samples of about one length.
-        compute: of evaluation, "float32" or "bfloat16" (by autocast).
+        precision: of evaluation, "float32" or "bfloat16" (by autocast).
         note: what every report should say of these weights.
         keep: where heads are kept; None keeps none.
 
@@ -64,7 +64,7 @@ class TextEncoder(Backbone):
     temperature: float = 20.0
     head_samples: int | None = 1000
     group_by_length: bool = True
-    compute: str = "float32"
+    precision: str = "float32"
     note: str | None = None
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
@@ -73,7 +73,7 @@ class TextEncoder(Backbone):
         require_positive("backbone.temperature", self.temperature)
         if self.head_samples is not None:
             require_whole("backbone.head_samples", self.head_samples, 1)
-        require_choice("backbone.compute", self.compute, DTYPES)
+        require_choice("backbone.precision", self.precision, DTYPES)
 
     def kept_by(self, keep: Keeper) -> TextEncoder:
         """The same backbone, whose heads `keep` holds."""
@@ -119,7 +119,7 @@ class TextEncoder(Backbone):
         return {"head": "prototype"} | {name: getattr(self, name) for name in read}
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        read = ("max_length", "temperature", "head_samples", "compute")
+        read = ("max_length", "temperature", "head_samples", "precision")
         return {"head": "prototype"} | {name: getattr(self, name) for name in read}
 
     def _head(self, objective: EncoderObjective) -> Tensor:
@@ -231,7 +231,7 @@ class EncoderObjective(ScoredText):
         chosen = [rows[i] for i in index.tolist()]
         size = max(1, _TOKENS // max(map(len, chosen)))
         found = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.compute == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(chosen), size):
                 tokens, mask = padded(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
                 found.append(embedding(model, tokens, mask))
