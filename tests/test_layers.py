@@ -3,14 +3,16 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
+STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
     {"errors", "machine", "paths"},
-    {"workers"},
+    {"batches", "ranges", "workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},
@@ -37,6 +39,7 @@ ONLY_IN = {
     "wandb_workspaces": {"reporting"},
     "torchmetrics": {"tasks"},
 }
+CIRCLES_ALLOWED = {("mergekit_lab.runs.evaluate", "mergekit_lab.runs.merge")}
 HEAVY = ("lightning", "transformers", "open_clip", "wandb", "hydra", "datasets", "peft")
 
 
@@ -85,3 +88,56 @@ def test_importing_a_light_module_loads_no_framework(module: str) -> None:
     script = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def graph(root: Path, package: str = "") -> dict[str, set[str]]:
+    """Which module below a folder imports which, wherever in its text the import stands."""
+    modules = {}
+    for file in root.rglob("*.py"):
+        parts = [*package.split(), *file.relative_to(root).with_suffix("").parts]
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return {name: set(targets(name, file, modules)) - {name} for name, file in modules.items()}
+
+
+def targets(name: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
+    room = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            above = room[: len(room) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for full in (f"{source}.{alias.name}" for alias in node.names):
+                if full in modules or source in modules:
+                    yield full if full in modules else source
+
+
+def circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Groups of modules of which each reaches every other."""
+    reached = {name: {name} for name in imported}
+    for _ in imported:
+        grown = {n: r.union(*(imported[m] for m in r)) for n, r in reached.items()}
+        if grown == reached:
+            break
+        reached = grown
+    groups = {tuple(sorted(m for m in r if n in reached[m])) for n, r in reached.items()}
+    return sorted(group for group in groups if len(group) > 1)
+
+
+@pytest.mark.parametrize("root", [PACKAGE, *STUDIES], ids=lambda folder: folder.name)
+def test_no_modules_import_each_other_in_a_circle(root: Path) -> None:
+    found = set(circles(graph(root, PACKAGE.name if root == PACKAGE else ""))) - CIRCLES_ALLOWED
+    assert not found, f"circles of imports: {'; '.join(' – '.join(circle) for circle in found)}"
+
+
+def test_a_circle_is_found_within_functions_and_by_relative_names(tmp_path: Path) -> None:
+    files = {
+        "__init__": "from .one import f",
+        "one": "def f():\n    from p import two",
+        "two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import three",
+        "three": "import p.one",
+        "alone": "from p.one import f",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert circles(graph(tmp_path, "p")) == [("p.one", "p.three", "p.two")]

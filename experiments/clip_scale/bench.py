@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import Callback
 
 from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.backbones.classification import Crops
-from mergekit_lab.backbones.objective import moved, pinned
+from mergekit_lab.batches import pin_memory, to_device
 from mergekit_lab.evaluation import score
 from mergekit_lab.tasks import ImageTask, Part, Split
 from mergekit_lab.tasks.decoding import Pictures, mapped
@@ -128,7 +128,7 @@ class _Again(ImageObjective):
         if self._held is None:
             self._held = super().training_batch(index)
             if torch.cuda.is_available():
-                self._held = pinned(self._held)
+                self._held = pin_memory(self._held)
         return self._held
 
 
@@ -175,7 +175,7 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
         begun = time.perf_counter()
         count = sum(len(labels) for made in batches for _, labels in made.values())
         found[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
-    made = moved(objective.training_batch(torch.arange(batch)), device)
+    made = to_device(objective.training_batch(torch.arange(batch)), device)
     crops = []
     for seed in range(10):
         begun = _now()

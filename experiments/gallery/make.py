@@ -85,7 +85,7 @@ class Gallery:
 
     def keep(self, figure: Path, name: str) -> None:
         """A figure among the page's, in few colors and no wider than a page."""
-        image = Image.open(figure).convert("RGB")
+        image = Image.open(figure, formats=["PNG"]).convert("RGB")
         if image.width > WIDTH:
             image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
         images = self.docs / "images/gallery"

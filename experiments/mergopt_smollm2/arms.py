@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import LanguageModel, Objective
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import diagonal_fisher
 from mergekit_lab.evaluation import score
 from mergekit_lab.merging import DARE, TIES, TSVM, EpiMer, TaskArithmetic, WeightAverage, merge_state_dicts
@@ -64,7 +64,7 @@ class Bench:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         compute = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.backbone = LanguageModel(source=options.source, max_length=options.length, compute=compute)
+        self.backbone = LanguageModel(source=options.source, max_length=options.length, precision=compute)
         folder = str(options.data.resolve())
         self.tasks: dict[str, TextTask] = {name: task(name, folder, options) for name in options.tasks}
         self.objectives: dict[str, Objective] = {
@@ -216,7 +216,7 @@ class Bench:
             drawn, lengths = order[: self.options.fisher], objective.lengths("train")
             assert lengths is not None
             drawn = drawn[lengths[drawn].argsort(stable=True)]  # like ones together: a mean has no order
-            batches = (moved(objective.batch("train", index), self.device) for index in drawn.split(16))
+            batches = (to_device(objective.batch("train", index), self.device) for index in drawn.split(16))
             found = diagonal_fisher(self.model, batches, causal=True, chunk=16)
             made.append({n: found[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))

@@ -21,7 +21,7 @@ import torch
 from arms import ARMS, BATCH, SOURCE
 
 from mergekit_lab.backbones import LanguageModel, Objective
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.batches import to_device
 from mergekit_lab.evaluation import score
 from mergekit_lab.tasks import Part, TextSplit, TextTask, WordProblems
 
@@ -87,7 +87,7 @@ def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any)
     model = backbone.model().to(device).train()
     optimizer = ARMS[arm][0]([(n, p) for n, p in model.named_parameters()] if arm not in ("adamw", "sgd")
                              else model.parameters())  # fmt: skip
-    batch = moved(objective.batch("train", torch.arange(BATCH)), device)
+    batch = to_device(objective.batch("train", torch.arange(BATCH)), device)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -120,7 +120,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = "bfloat16" if options.device.type == "cuda" else "float32"
-    backbone = LanguageModel(source=options.source, max_length=192, compute=compute)
+    backbone = LanguageModel(source=options.source, max_length=192, precision=compute)
     loading, model = seconds(options.device, lambda: backbone.model().to(options.device))
     size = options.prompts
     tasks: dict[str, TextTask] = {

@@ -8,16 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rows import Rows
 from torch import Tensor, nn
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
 from mergekit_lab.workers import together
-
-if TYPE_CHECKING:
-    from bench import Rows
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.1, fused=True)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

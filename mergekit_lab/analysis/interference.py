@@ -18,6 +18,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.inputs import Inputs
+from mergekit_lab.ranges import require_whole
 
 _BLOCK = 1 << 19
 _EXACT = 256
@@ -193,8 +194,7 @@ def measured_layers(
         InputError: a rank under 1, a Fisher that lacks a tensor or has negative entries, entries that are not
             finite.
     """
-    if rank < 1:
-        raise InputError(f"rank is {rank}; it must be at least 1")
+    require_whole("rank", rank, 1)
     for name in inputs.merged:
         yield _layer(inputs, name, fishers, rank, torch.device(device), seed)
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.backbones import Batch, Objective
-from mergekit_lab.backbones.objective import device_of, moved
+from mergekit_lab.backbones import Objective
+from mergekit_lab.backbones.objective import device_of
+from mergekit_lab.batches import IGNORED, Batch, to_device
 from mergekit_lab.curvature import likelihood
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.evaluation import Scores, score
@@ -211,7 +212,7 @@ def cross_task_linearity(
     totals = dict.fromkeys(blocks, 0.0)
     for sample in samples:
         for part in sample.index.split(batch_size):
-            batch = moved(sample.objective.batch(sample.part, part), device_of(model))
+            batch = to_device(sample.objective.batch(sample.part, part), device_of(model))
             outputs = []
             for place in places:
                 weights.move(place)
@@ -254,7 +255,7 @@ def _tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
         return None
     labels = batch["labels"]
     if not causal and labels.dim() == 2 and "decoder" in block:
-        return labels != likelihood.IGNORED
+        return labels != IGNORED
     mask: Tensor | None = batch.get("attention_mask")
     return mask
 

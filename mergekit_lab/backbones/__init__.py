@@ -6,7 +6,7 @@ from .image_encoder import ImageEncoder
 from .language import LanguageModel
 from .linearized import Linearized, Tangent, linearised_model
 from .lora import LoRA
-from .objective import Backbone, Batch, Objective
+from .objective import Backbone, Objective
 from .open_clip import OpenClip
 from .parametrization import AttentionLinear, Full, Parametrization
 from .text_encoder import TextEncoder
@@ -14,7 +14,6 @@ from .text_encoder import TextEncoder
 __all__ = [
     "AttentionLinear",
     "Backbone",
-    "Batch",
     "Classifier",
     "Full",
     "ImageEncoder",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.backbones.objective import Assessed, Batch, Objective, samples
+from mergekit_lab.backbones.objective import Assessed, Objective
+from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import ImageTask, Packed, Part, random_boxes, resized
 
@@ -110,7 +111,7 @@ class ImageObjective(Objective):
         return self.crops(pictures, seed), labels
 
     def items(self, batch: Batch) -> int:
-        return samples(batch)
+        return count_samples(batch)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         images, labels = batch

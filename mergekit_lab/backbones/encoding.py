@@ -10,16 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
-
-if TYPE_CHECKING:
-    from mergekit_lab.backbones.language import Reading
 
 log = logging.getLogger(__name__)
 

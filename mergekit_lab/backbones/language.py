@@ -16,72 +16,19 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.objective import Backbone, Objective
 from mergekit_lab.backbones.pretrained import Place, find
+from mergekit_lab.backbones.reading import DTYPES, Reading
+from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, copy_model_files, copy_tokenizer_files
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import Task, TextTask
 
 _KINDS = ("causal", "seq2seq")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How a model is shown a text task, and asked.
-
-    Args:
-        prompt: "chat" shows the task's prompt as a user's message by the tokenizer's chat template, "plain" as
-            it is.
-        max_length: tokens of prompt and answer together, at least 8. What is longer is cut, and counted:
-            answers to half of it, at their end; then prompts, inside their template.
-        cut: which end of a long prompt goes, "start" or "end".
-        loss_on: "answer", or "all" (decoder-only models): the prompt's tokens too.
-        group_by_length: batches of training hold samples of about one length.
-        packing: (decoder-only models) rows of training hold several samples, of up to `max_length` tokens
-            together, that see themselves alone: the same loss with less padding. There is little to gain where
-            lengths are alike, or `group_by_length` makes them so.
-        answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
-            chooses where there are choices.
-        compute: of evaluation: "bfloat16" by autocast, or "float32", which weights that are kept in bfloat16 do
-            not know: they compute in it either way. `training.precision` is that of training.
-
-    Raises:
-        InputError: a value out of range.
-    """
-
-    prompt: str = "chat"
-    max_length: int = 1024
-    cut: str = "start"
-    loss_on: str = "answer"
-    group_by_length: bool = True
-    packing: bool = False
-    answering: str = "auto"
-    compute: str = "float32"
-
-    def __post_init__(self) -> None:
-        allowed = {
-            "prompt": ("chat", "plain"),
-            "cut": ("start", "end"),
-            "loss_on": ("answer", "all"),
-            "answering": ("auto", "choices", "generate"),
-            "compute": tuple(_DTYPES),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise InputError(
-                    f"backbone.{name} is {getattr(self, name)!r}; it must be one of {', '.join(values)}"
-                )
-        if self.max_length < 8:
-            raise InputError(f"backbone.max_length is {self.max_length}; it must be at least 8")
-
-    def chooses(self, task: TextTask) -> bool:
-        """Whether answers are chosen among the task's choices."""
-        return self.answering == "choices" or (self.answering == "auto" and task.choices is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +55,8 @@ class LanguageModel(Reading, Backbone):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, values in (("kind", _KINDS), ("dtype", tuple(_DTYPES))):
-            if getattr(self, name) not in values:
-                raise InputError(
-                    f"backbone.{name} is {getattr(self, name)!r}{suggestion(getattr(self, name), values)}"
-                )
+        for name, values in (("kind", _KINDS), ("dtype", tuple(DTYPES))):
+            require_choice(f"backbone.{name}", getattr(self, name), values)
         if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all" or self.packing):
             raise InputError(
                 "a seq2seq model reads a plain prompt and learns the answer, a sample a row: "
@@ -153,8 +97,6 @@ class LanguageModel(Reading, Backbone):
             )
 
     def objective(self, task: Task) -> Objective:
-        from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
-
         self.check(task)
         assert isinstance(task, TextTask)
         made = CausalObjective if self.kind == "causal" else Seq2SeqObjective
@@ -167,7 +109,7 @@ class LanguageModel(Reading, Backbone):
 
     def scoring(self, task: Task) -> dict[str, Any]:
         assert isinstance(task, TextTask)
-        read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "compute")}
+        read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "precision")}
         if self.chooses(task):
             return read | {"answering": "choices"}
         return read | {"answering": "generate", "max_new_tokens": task.max_new_tokens}
@@ -181,7 +123,7 @@ def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[s
     place = find(source)
     if place.gguf is None:
         return [
-            *copy_model_files(place.folder, folder, TRANSFORMERS, _DTYPES[dtype]),
+            *copy_model_files(place.folder, folder, TRANSFORMERS, DTYPES[dtype]),
             *copy_tokenizer_files(place.folder, folder),
         ]
     before = set(folder.iterdir())
@@ -230,7 +172,7 @@ def loaded(source: str, kind: str, dtype: str) -> Any:
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
     with _quiet():
         try:
-            model = loaders[kind].from_pretrained(str(place.folder), dtype=_DTYPES[dtype], **place.options)
+            model = loaders[kind].from_pretrained(str(place.folder), dtype=DTYPES[dtype], **place.options)
         except ImportError as error:
             raise InputError(
                 f"{place.called} needs another package: {str(error).strip().splitlines()[0]}; "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mergekit_lab.backbones.attention import attention_weights
 from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, listing
+from mergekit_lab.ranges import require_positive, require_whole
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,8 @@ class LoRA(Parametrization):
     targets: list[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"finetuning.rank is {self.rank}; it must be at least 1")
-        if not self.alpha > 0:
-            raise InputError(f"finetuning.alpha is {self.alpha}; it must be positive")
+        require_whole("finetuning.rank", self.rank, 1)
+        require_positive("finetuning.alpha", self.alpha)
         if self.targets is not None and not self.targets:
             raise InputError("finetuning.targets is empty: name modules, or leave it null for attention")
 

@@ -10,20 +10,16 @@ Legend: N samples of a batch, M items of a batch: what its loss is averaged over
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.tasks import Part, Task
-
-Batch = tuple[Any, Tensor] | Mapping[str, Any]
-"""Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them. What is of a
-sample lies in dimension 0 of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class Objective(nn.Module, ABC):
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
         """Loss and predictions together."""
-        batch = moved(self.batch(part, index), device_of(model))
+        batch = to_device(self.batch(part, index), device_of(model))
         return Assessed(self.loss(model, batch), self.items(batch), self.predict(model, part, index))
 
     @abstractmethod
@@ -146,29 +142,9 @@ class Backbone(ABC):
         return []
 
 
-def samples(batch: Batch) -> int:
-    """N."""
-    return len(batch["labels"] if isinstance(batch, Mapping) else batch[1])
-
-
 def listed(predictions: list[Any] | Tensor) -> list[Any]:
     """Predictions one by one; waits for a device that still computes them."""
     return predictions.tolist() if isinstance(predictions, Tensor) else predictions
-
-
-def cut(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples `start … stop−1` of a batch."""
-    return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) else x, batch)
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
-    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
-
-
-def pinned(batch: Batch) -> Batch:
-    """The batch in memory that a GPU reads by itself."""
-    return tree_map(lambda x: x.pin_memory() if isinstance(x, Tensor) else x, batch)
 
 
 def device_of(model: nn.Module) -> torch.device:

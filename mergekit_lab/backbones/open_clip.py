@@ -27,7 +27,8 @@ from mergekit_lab.backbones.heads import linear_probe_head, prototype_head
 from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
 HEADS: dict[str, Any] = {"zero_shot": None, "prototype": prototype_head, "linear_probe": linear_probe_head}
@@ -77,12 +78,8 @@ class OpenClip(Backbone):
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.head not in HEADS:
-            raise InputError(f"backbone.head is {self.head!r}{suggestion(self.head, HEADS)}")
-        if self.precision not in PRECISIONS:
-            raise InputError(
-                f"backbone.precision is {self.precision!r}{suggestion(self.precision, PRECISIONS)}"
-            )
+        require_choice("backbone.head", self.head, HEADS)
+        require_choice("backbone.precision", self.precision, PRECISIONS)
         check_crop(self.crop)
 
     def kept_by(self, keep: Keeper) -> OpenClip:

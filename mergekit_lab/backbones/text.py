@@ -12,7 +12,7 @@ import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,16 @@ from torch.nn import functional
 from mergekit_lab.backbones.decoding import bare, decode
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
-from mergekit_lab.backbones.objective import Batch, Objective, device_of
+from mergekit_lab.backbones.objective import Objective, device_of
+from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
+from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
 from mergekit_lab.tasks.metrics import MEANS, METRICS
 
-if TYPE_CHECKING:
-    from mergekit_lab.backbones.language import Reading
-
 log = logging.getLogger(__name__)
 
-IGNORED = -100
 _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 """What one forward pass of an evaluation may hold: tokens, entries of logits, rows of a decoder."""
 
@@ -98,7 +96,7 @@ class TextObjective(ScoredText):
         prompts = [encoded.prompts[i] for i in index.tolist()]
         device = device_of(model)
         found: list[str] = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.compute == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None

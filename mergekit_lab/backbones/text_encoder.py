@@ -23,12 +23,15 @@ from torch.nn import functional
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.heads import prototypes
 from mergekit_lab.backbones.language import loaded, positions, tokenizer, write_companions
-from mergekit_lab.backbones.objective import Backbone, Batch, device_of
+from mergekit_lab.backbones.objective import Backbone, device_of
 from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.backbones.reading import DTYPES
 from mergekit_lab.backbones.rows import padded
 from mergekit_lab.backbones.text import ScoredText
+from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice, require_positive, require_whole
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ class TextEncoder(Backbone):
         temperature: of the head, positive: logits are it times the cosine of two embeddings.
         head_samples: training samples that the head is made of, the first of the part; None takes all.
         group_by_length: batches of training hold samples of about one length.
-        compute: of evaluation, "float32" or "bfloat16" (by autocast).
+        precision: of evaluation, "float32" or "bfloat16" (by autocast).
         note: what every report should say of these weights.
         keep: where heads are kept; None keeps none.
 
@@ -61,19 +64,16 @@ class TextEncoder(Backbone):
     temperature: float = 20.0
     head_samples: int | None = 1000
     group_by_length: bool = True
-    compute: str = "float32"
+    precision: str = "float32"
     note: str | None = None
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.max_length < 8:
-            raise InputError(f"backbone.max_length is {self.max_length}; it must be at least 8")
-        if not self.temperature > 0:
-            raise InputError(f"backbone.temperature is {self.temperature}; it must be positive")
-        if self.head_samples is not None and self.head_samples < 1:
-            raise InputError(f"backbone.head_samples is {self.head_samples}; it must be at least 1, or null")
-        if self.compute not in ("float32", "bfloat16"):
-            raise InputError(f"backbone.compute is {self.compute!r}; it must be float32 or bfloat16")
+        require_whole("backbone.max_length", self.max_length, 8)
+        require_positive("backbone.temperature", self.temperature)
+        if self.head_samples is not None:
+            require_whole("backbone.head_samples", self.head_samples, 1)
+        require_choice("backbone.precision", self.precision, DTYPES)
 
     def kept_by(self, keep: Keeper) -> TextEncoder:
         """The same backbone, whose heads `keep` holds."""
@@ -119,7 +119,7 @@ class TextEncoder(Backbone):
         return {"head": "prototype"} | {name: getattr(self, name) for name in read}
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        read = ("max_length", "temperature", "head_samples", "compute")
+        read = ("max_length", "temperature", "head_samples", "precision")
         return {"head": "prototype"} | {name: getattr(self, name) for name in read}
 
     def _head(self, objective: EncoderObjective) -> Tensor:
@@ -231,7 +231,7 @@ class EncoderObjective(ScoredText):
         chosen = [rows[i] for i in index.tolist()]
         size = max(1, _TOKENS // max(map(len, chosen)))
         found = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.compute == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(chosen), size):
                 tokens, mask = padded(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
                 found.append(embedding(model, tokens, mask))

@@ -5,7 +5,7 @@ quantity. True labels by default (the empirical Fisher of EpiMer and of Matena &
 labels drawn from the model give the Fisher proper (Kunstner, Hennig & Balles 2019).
 
 No sample's gradient of the whole model is ever held: a layer's squares are added up when backward passes it
-(`tape.py`), from its inputs and the gradients at its outputs (`uses.py`).
+(`recorder.py`, `tape.py`), from its inputs and the gradients at its outputs (`uses.py`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.curvature.likelihood import (
-    Batch,
-    drawn,
-    log_likelihood,
-    samples_of,
-    scores,
-    split,
-    take,
-    with_labels,
-)
+from mergekit_lab.batches import Batch, count_samples, cut_batch, take_samples
+from mergekit_lab.curvature.likelihood import drawn, log_likelihood, scores, sum_dtype, with_labels
+from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import listing
+from mergekit_lab.ranges import require_whole
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +56,14 @@ def diagonal_fisher(
     Raises:
         InputError: a batch without labels, logits that do not fit them, a chunk under 1.
     """
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}; it must be at least 1")
+    require_whole("chunk", chunk, 1)
     estimate = _Estimate(model, causal, torch.Generator().manual_seed(seed) if sampled else None)
     count = 0
     with evaluating(model):
         for batch in batches:
-            for part in split(batch, chunk):
+            for part in cut_batch(batch, chunk):
                 estimate.add(part)
-                count += samples_of(part)
+                count += count_samples(part)
     for total in estimate.totals.values():
         total /= max(count, 1)
     return estimate.totals
@@ -86,7 +79,7 @@ class _Estimate:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.taped = dict(self.trained)
         self.idle: set[str] = set()
-        self.totals = {n: torch.zeros_like(p, dtype=_precision(p)) for n, p in self.trained.items()}
+        self.totals = {n: torch.zeros_like(p, dtype=sum_dtype(p)) for n, p in self.trained.items()}
 
     def add(self, batch: Batch) -> None:
         """Add every sample's square."""
@@ -105,9 +98,9 @@ class _Estimate:
 
     def _add_taped(self, batch: Batch) -> Batch:
         """Add what the tape follows; returns the batch with the labels that were used."""
-        tape = Tape(self.taped, self.totals, samples_of(batch))
+        tape = Tape(self.taped, self.totals, count_samples(batch))
         tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
-        with torch.enable_grad(), tape:
+        with torch.enable_grad(), Recorder(tape):
             logits, labels = scores(self.model, batch, self.causal)
         self._look_for_hidden_uses(batch, tape.unused())
         if self.draw is not None:
@@ -124,7 +117,7 @@ class _Estimate:
         unknown = [name for name in unused if name not in self.idle]
         if not unknown:
             return
-        hidden = [n for n, g in self._gradients(take(batch, 0, 1), unknown).items() if g is not None]
+        hidden = [n for n, g in self._gradients(take_samples(batch, 0, 1), unknown).items() if g is not None]
         if hidden:
             raise NoRule(hidden)
         self.idle.update(unknown)
@@ -138,14 +131,10 @@ class _Estimate:
         return dict(zip(names, found, strict=True))
 
     def _add_one_by_one(self, batch: Batch, names: Iterable[str]) -> None:
-        for at in range(samples_of(batch)):
-            for name, g in self._gradients(take(batch, at, at + 1), names).items():
+        for at in range(count_samples(batch)):
+            for name, g in self._gradients(take_samples(batch, at, at + 1), names).items():
                 if g is not None:
                     self.totals[name] += g.to(self.totals[name].dtype).square()
-
-
-def _precision(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 @contextmanager

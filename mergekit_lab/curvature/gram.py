@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from mergekit_lab.batches import Batch
 from mergekit_lab.curvature.attention import ATTENTION, attention
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import Batch
 from mergekit_lab.errors import InputError
 
 _SUFFIX = "weight"

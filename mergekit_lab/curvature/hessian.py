@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import Batch, log_likelihood, samples_of, scores
+from mergekit_lab.curvature.likelihood import log_likelihood, scores
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_whole
 
 Product = Callable[[Tensor], Tensor]
 
@@ -46,7 +48,7 @@ class Hessian:
             raise InputError("no parameter requires gradients, so there is no Hessian")
         if isinstance(batches, Iterator):
             raise InputError("the batches are an iterator, which can be gone through once only: give a list")
-        self._samples = sum(samples_of(batch) for batch in batches)
+        self._samples = sum(count_samples(batch) for batch in batches)
         self.size = sum(p.numel() for p in self._parameters)
 
     def vector(self, seed: int = 0) -> Tensor:
@@ -174,8 +176,7 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     Raises:
         InputError: fewer than 6 products.
     """
-    if products < 6:
-        raise InputError(f"products is {products}; it must be at least 6")
+    require_whole("products", products, 6)
     third = products // 3
     generator = torch.Generator().manual_seed(seed)
 

@@ -9,43 +9,14 @@ so that long answers weigh more than short ones (a mean over tokens would be ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mergekit_lab.batches import IGNORED, Batch, labels_of
 from mergekit_lab.errors import InputError
-
-Batch = tuple[Any, Tensor] | Mapping[str, Any]
-"""Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them."""
-
-IGNORED = -100
-
-
-def samples_of(batch: Batch) -> int:
-    """How many samples a batch has.
-
-    Raises:
-        InputError: it has no labels.
-    """
-    return len(_labels(batch))
-
-
-def split(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch in parts of at most `size` samples."""
-    count = samples_of(batch)
-    for start in range(0, count, size):
-        yield take(batch, start, min(start + size, count))
-
-
-def take(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples `start … stop−1` of a batch."""
-    if isinstance(batch, Mapping):
-        return {k: v[start:stop] if isinstance(v, Tensor) else v for k, v in batch.items()}
-    inputs, labels = batch
-    return inputs[start:stop], labels[start:stop]
 
 
 def scores(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
@@ -57,7 +28,7 @@ def scores(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor, Tensor
     Raises:
         InputError: shapes that do not go together.
     """
-    labels = _labels(batch)
+    labels = labels_of(batch)
     if isinstance(batch, Mapping):
         out = model(**{k: v for k, v in batch.items() if not (causal and k == "labels")})
     else:
@@ -97,14 +68,10 @@ def drawn(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
     """The batch with other labels, given as `scores` returned them."""
     if causal:
-        labels = torch.cat([_labels(batch)[:, :1], labels], dim=1)
+        labels = torch.cat([labels_of(batch)[:, :1], labels], dim=1)
     return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
 
 
-def _labels(batch: Batch) -> Tensor:
-    if not isinstance(batch, Mapping):
-        return batch[1]
-    if not isinstance(batch.get("labels"), Tensor):
-        raise InputError(f"a batch needs labels, a tensor; it has {sorted(batch)}")
-    labels: Tensor = batch["labels"]
-    return labels
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """What sums over a parameter's gradients are kept in: float64 where it is, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

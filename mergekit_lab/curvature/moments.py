@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mergekit_lab.batches import Batch, count_samples, cut_batch
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import Batch, log_likelihood, samples_of, scores, split
+from mergekit_lab.curvature.likelihood import log_likelihood, scores, sum_dtype
 from mergekit_lab.errors import InputError, listing
+from mergekit_lab.ranges import require_whole
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
 
@@ -41,18 +43,17 @@ def first_moment(
     """
     if not 0 <= beta < 1:
         raise InputError(f"beta is {beta}; it must be in [0, 1)")
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}; it must be at least 1")
+    require_whole("chunk", chunk, 1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    moments = {n: torch.zeros_like(p, dtype=_wide(p)) for n, p in trained.items()}
+    moments = {n: torch.zeros_like(p, dtype=sum_dtype(p)) for n, p in trained.items()}
     seen = 0
     with evaluating(model), torch.enable_grad():
         for batch in batches:
-            seen += samples_of(batch)
+            seen += count_samples(batch)
             for moment in moments.values():
                 moment.mul_(beta)
-            for part in split(batch, chunk):
-                loss = -log_likelihood(*scores(model, part, causal)) / samples_of(batch)
+            for part in cut_batch(batch, chunk):
+                loss = -log_likelihood(*scores(model, part, causal)) / count_samples(batch)
                 found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
                 for moment, gradient in zip(moments.values(), found, strict=True):
                     if gradient is not None:
@@ -87,14 +88,10 @@ def squared_first_moment(
         if moment is None:
             without.append(name)
         else:
-            found[name] = moment.to(_wide(moment)).square()
+            found[name] = moment.to(sum_dtype(moment)).square()
     if without:
         raise InputError(
             f"{type(optimizer).__name__} keeps no first moment of {listing(without)}: it must have stepped, "
             "and be Adam or SGD with momentum"
         )
     return found
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

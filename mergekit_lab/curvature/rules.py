@@ -6,16 +6,14 @@ A rule takes the tape and the function's own arguments. Functions without one ge
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mergekit_lab.curvature.tape import Tape, find_tensors
 from mergekit_lab.curvature.uses import Convolution, Local, Lookup, Product, Ready, Use
-
-if TYPE_CHECKING:
-    from mergekit_lab.curvature.tape import Tape
 
 BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mul, torch.mul}
 
@@ -132,7 +130,7 @@ def local_rule(func: Any) -> Callable[..., Tensor]:
     """The rule for every function without one: its own derivative, sample by sample, in one batched call."""
 
     def rule(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = tensors_in(*args, *kwargs.values())
+        tensors = find_tensors(*args, *kwargs.values())
         sources = list({id(t): t for t in tensors if tape.is_source(t)}.values())
         batched = list({id(t): t for t in tensors if tape.is_batched(t)}.values())
         tape.require(all(tape.is_aligned(t) for t in batched), *sources)
@@ -200,16 +198,3 @@ def _replaced(value: Any, put: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _replaced(item, put) for key, item in value.items()}
     return put(value)
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among these values and in their tuples, lists and mappings."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            found += tensors_in(*value.values())
-        elif isinstance(value, tuple | list):
-            found += tensors_in(*value)
-    return found

@@ -1,16 +1,9 @@
-"""Per-sample gradients of a model as it is: its functions are watched, not its modules.
+"""What is known of a forward pass for per-sample gradients: where samples are, and who waits for a gradient.
 
-Under `Tape`, a torch function mode, every call that takes a parameter runs on the parameter's detached value,
-and a hook on the result hands over each sample's gradient once backward has passed. What needs one is known by
-what enters the calls: tensors that depend on the samples are marked as they spread from the inputs, and what is
-computed from parameters alone (a slice, a transpose, T5's position bias) is a source like a parameter.
-
-The idea is that of BackPACK (Dangel et al. 2020) and of torch's `ExpandedWeight`. Functions in place of
-modules serve a class token, a projection and Hugging Face's own norms alike, and no library is imported.
-
-What is asked of a model: samples do not mix, dimension 0 of every activation that meets a parameter is the
-sample (`nn.MultiheadAttention`'s inner layout is seen to). Where a shape says otherwise `NoRule` names the
-parameters.
+Tensors that depend on the samples are marked. What is computed from parameters alone (a slice, a transpose,
+T5's position bias) is a source like a parameter. A hook on the result of each call that takes a source hands
+over each sample's gradient once backward has passed. `recorder.py` fills a tape; `rules.py` says what a call
+hands over.
 """
 
 from __future__ import annotations
@@ -20,19 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from mergekit_lab.curvature.attention import ATTENTION, attention
-from mergekit_lab.curvature.rules import BROADCASTING, RULES, local_rule, tensors_in
-from mergekit_lab.curvature.uses import Derived, Ready, Use
+from mergekit_lab.curvature.uses import Derived, Use
 
 CACHE, BUDGET = 1 << 19, 1 << 26
 """Entries of per-sample gradients that are held at a time on a CPU and elsewhere, or one sample's where those
 are more. Measured: more do not fit a core's cache, and less do not fill a GPU."""
-
-_OUT_OF_PLACE = {Tensor.add_: Tensor.add, Tensor.mul_: Tensor.mul}  # and `+=`, `*=`
-_RESHAPING = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
 
 
 class NoRule(Exception):
@@ -43,19 +30,18 @@ class NoRule(Exception):
         self.names = tuple(names)
 
 
-class Tape(TorchFunctionMode):
-    """Watch one forward pass; the backward pass after it adds squared gradients to `totals`.
+class Tape:
+    """One forward pass; the backward pass after it adds squared gradients to `totals`.
 
     Args:
         parameters: what is differentiated, by name.
         totals: a tensor for each, which every sample's squared gradient is added to.
         samples: in the batch.
 
-    Use: `mark` the inputs, run the model inside `with tape`, backward outside, then `finish`.
+    Use: `mark` the inputs, run the model inside `with Recorder(tape)`, backward outside, then `finish`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], totals: Mapping[str, Tensor], samples: int) -> None:
-        super().__init__()
         self.samples = samples
         self._parameters = parameters
         self._totals = totals
@@ -69,12 +55,24 @@ class Tape(TorchFunctionMode):
 
     def mark(self, value: Any) -> None:
         """These tensors depend on the samples."""
-        for tensor in tensors_in(value):
+        for tensor in find_tensors(value):
             tensor._per_sample = True  # type: ignore[attr-defined]
 
     def is_source(self, value: Any) -> bool:
         """Whether this is a parameter, or computed from parameters alone."""
         return id(value) in self._sources
+
+    def is_parameter(self, value: Any) -> bool:
+        return id(value) in self._own
+
+    def names(self, *sources: Any) -> tuple[str, ...]:
+        """The parameters that sources are, or were computed from."""
+        known = (self._sources[id(s)][1] for s in sources if self.is_source(s))
+        return tuple(dict.fromkeys(name for names in known for name in names))
+
+    def add_source(self, tensor: Tensor, names: tuple[str, ...]) -> None:
+        """A tensor that was computed from these parameters alone."""
+        self._sources[id(tensor)] = (tensor, names)
 
     def is_batched(self, value: Any) -> bool:
         return getattr(value, "_per_sample", False)
@@ -90,7 +88,7 @@ class Tape(TorchFunctionMode):
     def has_rows(self, value: Any) -> bool:
         return (self.is_aligned(value) and value.dim() > 1) or getattr(value, "_flattened", False)
 
-    def _mark_flattened(self, tensor: Tensor) -> None:
+    def mark_flattened(self, tensor: Tensor) -> None:
         if tensor.dim() == 2 and len(tensor) != self.samples:
             tensor._flattened = True  # type: ignore[attr-defined]
 
@@ -102,7 +100,7 @@ class Tape(TorchFunctionMode):
         """Give up on these sources unless `ok`."""
         if not ok:
             assert any(self.is_source(s) for s in sources)
-            raise NoRule([n for s in sources if self.is_source(s) for n in self._sources[id(s)][1]])
+            raise NoRule(self.names(*sources))
 
     def watch(self, out: Tensor, *uses: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
         """`out`, with a hook that makes each source's use of the gradient that arrives there."""
@@ -129,79 +127,6 @@ class Tape(TorchFunctionMode):
         out = self.watch(values.detach(), use)
         self.mark(out)
         return out
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = tensors_in(*args, *kwargs.values())
-        sources = [t for t in tensors if id(t) in self._sources]
-        batched = any(getattr(t, "_per_sample", False) for t in tensors)
-        if not sources or not torch.is_grad_enabled():
-            out = func(*args, **kwargs)
-            if batched:
-                self.mark(args[0] if func is Tensor.__setitem__ else out)
-                if func in _RESHAPING and self.is_aligned(args[0]) and out.shape[-1] == args[0].shape[-1]:
-                    self._mark_flattened(out)
-            return out
-        if not batched:
-            return self._from_parameters(func, args, kwargs, sources)
-        if func in _OUT_OF_PLACE:
-            return self._in_place(_OUT_OF_PLACE[func], args, kwargs)
-        name = getattr(func, "__name__", "")
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        self.require(not in_place, *sources)
-        if func is ATTENTION:
-            try:
-                with self:
-                    return attention(*args, **kwargs)
-            except NotImplementedError:
-                self.require(False, *sources)
-        if func in BROADCASTING:
-            args = [self._per_sample(a, args) for a in args]
-            if not any(self.is_source(t) for t in args):
-                with self:
-                    return func(*args, **kwargs)
-        out = RULES.get(func, local_rule(func))(self, *args, **kwargs)
-        self.mark(out)
-        return out
-
-    def _in_place(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The result of `func`, written over its first argument."""
-        target: Tensor = args[0]
-        self.require(not self.is_source(target), *args)
-        with self:
-            return target.copy_(func(target.clone(), *args[1:], **kwargs))
-
-    def _per_sample(self, value: Any, args: Sequence[Any]) -> Any:
-        """What was computed from parameters for every sample (the segments of BERT) becomes an activation."""
-        if not self.is_source(value) or id(value) in self._own or self.samples == 1:
-            return value
-        if value.dim() < max(a.dim() for a in args if isinstance(a, Tensor)) or len(value) != self.samples:
-            return value
-        return self.parted(value, (value, Ready))
-
-    def _from_parameters(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Tensor]
-    ) -> Any:
-        """A result that depends on no sample is a source, unless it is what gives each sample its copy."""
-        out = func(*args, **kwargs)
-        if func is Tensor.expand and self._is_copied(args[0], out):
-            source = args[0]
-            return self.parted(out, (source, lambda g: Ready(_as_shape(g[:, None], source.shape))))
-        names = tuple(dict.fromkeys(name for s in sources for name in self._sources[id(s)][1]))
-        for tensor in tensors_in(out):
-            if tensor.requires_grad and not self.is_source(tensor):
-                self._sources[id(tensor)] = (tensor, names)
-        return out
-
-    def _is_copied(self, source: Tensor, out: Tensor) -> bool:
-        """Whether this is what gives each sample its copy: `[1, *S]`, or a class token `[d]` as `[N, 1, d]`."""
-        if len(out) != self.samples:
-            return False
-        if source.dim() == out.dim():
-            return source.shape[0] == 1
-        return source.dim() == 1 and out.dim() == 3 and out.shape[1] == 1
 
     def _arrive(self, name: str, use: Use) -> None:
         self._arrived[name].append(use)
@@ -239,9 +164,14 @@ class Tape(TorchFunctionMode):
             self._settle(name)
 
 
-def _as_shape(gradients: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[N, *T]` summed over the dimensions in which `*shape` was expanded to `*T`: `[N, *shape]`."""
-    new = gradients.dim() - 1 - len(shape)
-    gradients = gradients.sum(dim=list(range(1, 1 + new))) if new else gradients
-    spread = [d + 1 for d, size in enumerate(shape) if gradients.shape[d + 1] != size]
-    return gradients.sum(dim=spread, keepdim=True) if spread else gradients
+def find_tensors(*values: Any) -> list[Tensor]:
+    """The tensors among these values and in their tuples, lists and mappings."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += find_tensors(*value.values())
+        elif isinstance(value, tuple | list):
+            found += find_tensors(*value)
+    return found

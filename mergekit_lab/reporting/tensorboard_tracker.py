@@ -63,7 +63,9 @@ class TensorBoardTracker(Tracker):
                 import numpy as np
                 from PIL import Image
 
-                self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), dataformats="HWC")
+                self._writer.add_image(
+                    name, np.asarray(Image.open(path, formats=["PNG"]).convert("RGB")), dataformats="HWC"
+                )
 
     def finish(self) -> None:
         if self._writer is not None:

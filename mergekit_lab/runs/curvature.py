@@ -13,8 +13,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Batch
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
 from mergekit_lab.errors import InputError
@@ -143,7 +142,7 @@ def _batches(run: Run, kind: str, task: str, count: int, size: int) -> Iterator[
         size = 1
     parts = order[:count].split(size)
     for part in track(parts, f"{kind} of {task}", disable=not run.cfg.progress, transient=True):
-        yield moved(objective.batch("train", part), run.device)
+        yield to_device(objective.batch("train", part), run.device)
 
 
 def _of_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from rich.progress import track
 from torch import Tensor
 from torch.func import functional_call
 
-from mergekit_lab.backbones import Batch, ImageObjective
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.backbones import ImageObjective
+from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
 from mergekit_lab.runs.combine import merge_content, merge_inputs
@@ -96,7 +96,7 @@ def _batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:
     for step in range(how.steps):
         chosen = slice(step * how.batch_size, (step + 1) * how.batch_size)
         yield {
-            task: moved(run.objective(task).batch(part, order[chosen]), run.device)
+            task: to_device(run.objective(task).batch(part, order[chosen]), run.device)
             for task, order in orders.items()
         }
 

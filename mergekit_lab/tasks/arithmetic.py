@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
 
 from .task import PARTS, Part
 from .text import TextSplit, TextTask
@@ -77,8 +78,7 @@ class WordProblems(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in _KINDS:
-            raise InputError(f"task {self.name!r}: kind is {self.kind!r}{suggestion(self.kind, _KINDS)}")
+        require_choice(f"task {self.name!r}: kind", self.kind, _KINDS)
 
     def make(self, part: Part) -> TextSplit:
         draw, seen = Random(f"{self.kind}/{self.seed}"), set()

@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.tasks.decoding import decoded, over_chunks
+from mergekit_lab.tasks.decoding import decode, over_chunks
 from mergekit_lab.tasks.images import HubImages
 from mergekit_lab.tasks.sources import Rows
 from mergekit_lab.tasks.task import PARTS, ImageTask, Split, image_digests
@@ -122,7 +122,7 @@ def _pixel_digests(rows: Rows) -> list[bytes | None]:
         found: list[bytes | None] = []
         for encoded in images:
             try:
-                image = decoded(encoded)
+                image = decode(encoded)
                 seen = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
                 seen.update(image.tobytes())
                 found.append(seen.digest())

@@ -12,6 +12,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,11 @@ from mergekit_lab.tasks.sources import Rows
 TRAINING_SIDE = 256
 FORM = 1
 """Raise it when the same image would be kept as other bytes."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Of pictures in data sets. Pillow reads others by other programs: EPS by Ghostscript."""
+_ELONGATED = 1000
+"""A picture's longer side by its shorter one, at most: one row of pixels would be resized to gigabytes."""
 
 T = TypeVar("T")
 
@@ -49,7 +55,14 @@ def over_chunks(
     """`work` on chunks of rows, several at a time, results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
     with ThreadPoolExecutor(min(32, usable_cores())) as pool:
-        yield from pool.map(lambda chunk: work(rows.chunks[chunk], rows.load(chunk)), wanted)
+        yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
+
+
+def _load(rows: Rows, chunk: int) -> list[bytes]:
+    try:
+        return rows.load(chunk)
+    except OSError as error:  # gone, or not ours to read, since it was listed
+        raise InputError(f"images cannot be read: {error}") from None
 
 
 def index_rows(rows: Rows) -> Index:
@@ -68,28 +81,39 @@ def index_rows(rows: Rows) -> Index:
 
 
 def _header(encoded: bytes) -> tuple[int, int]:
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with open_image(encoded) as image:
             return image.height, image.width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except OSError:
         return 0, 0
 
 
-def decoded(encoded: bytes) -> Any:
+@contextmanager
+def open_image(encoded: bytes) -> Iterator[Any]:
+    """The picture as Pillow reads it, of a format and of dimensions that data sets have.
+
+    Raises:
+        OSError: it is none, also where it is decoded later; or has more pixels than Pillow opens.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            if max(image.size) > _ELONGATED * min(image.size):
+                raise OSError(f"{image.width}×{image.height} pixels are no picture")
+            yield image
+    except (SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise OSError(str(error)) from None
+
+
+def decode(encoded: bytes) -> Any:
     """The picture in RGB, as Pillow has it.
 
     Raises:
         OSError: it cannot be decoded, or has more pixels than Pillow opens.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            return image.convert("RGB")
-    except (SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise OSError(str(error)) from None
+    with open_image(encoded) as image:
+        return image.convert("RGB")
 
 
 def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
@@ -151,7 +175,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                 continue
             height, width = map(int, sizes[at])
             try:
-                image = decoded(encoded)
+                image = decode(encoded)
             except OSError as error:
                 raise InputError(
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"

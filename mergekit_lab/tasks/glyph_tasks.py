@@ -17,7 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
 
 from .glyphs import Face, characters, digest, faces, stack
 from .looks import LOOKS, draw
@@ -50,8 +51,7 @@ class GlyphTask(ImageTask):
     rendered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.look not in LOOKS:
-            raise InputError(f"task {self.name!r}: no look {self.look!r}{suggestion(self.look, LOOKS)}")
+        require_choice(f"task {self.name!r}: look", self.look, LOOKS)
 
     @classmethod
     @abstractmethod

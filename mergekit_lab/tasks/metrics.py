@@ -10,34 +10,76 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 import torch
 
-Metric = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
-"""Of predictions, references and sources (the prompts)."""
+from mergekit_lab.errors import InputError
+
+Metric = Callable[..., float]
+"""Of predictions, references and sources (the prompts), a list each."""
+
+METRICS: dict[str, Metric] = {}
+"""By name; `metric` puts them here."""
+MEANS: set[str] = set()
+"""Those that are means over samples; the others are of all of them at once."""
+
+
+def metric(*, mean: bool) -> Callable[[Metric], Metric]:
+    """Make a function a metric by its name: it is called with lists that fit, of one sample at least.
+
+    Args:
+        mean: whether it is the mean over samples.
+    """
+
+    def register(function: Metric) -> Metric:
+        @wraps(function)
+        def checked(
+            predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] | None = None
+        ) -> float:
+            if not len(predictions):
+                raise InputError(f"{function.__name__} is of predictions, and there are none")
+            counts = {"references": references} | ({} if sources is None else {"sources": sources})
+            for kind, texts in counts.items():
+                if len(texts) != len(predictions):
+                    raise InputError(
+                        f"{function.__name__}: {len(predictions)} predictions have {len(texts)} {kind}; one "
+                        "each is needed"
+                    )
+            return function(predictions, references, *(() if sources is None else (sources,)))
+
+        METRICS[function.__name__] = checked
+        if mean:
+            MEANS.add(function.__name__)
+        return checked
+
+    return register
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def plain(text: str) -> str:
+def normalize(text: str) -> str:
     """Without white space around it and a full stop at the end, in lower case."""
     return text.strip().removesuffix(".").removesuffix("。").strip().casefold()
 
 
+@metric(mean=True)
 def accuracy(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """The share of predictions that are the reference, character by character."""
     return _mean([p == r for p, r in zip(predictions, references, strict=True)])
 
 
+@metric(mean=True)
 def lenient_accuracy(
     predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
 ) -> float:
-    """The same after `plain` on both sides."""
-    return _mean([plain(p) == plain(r) for p, r in zip(predictions, references, strict=True)])
+    """The same after `normalize` on both sides."""
+    return _mean([normalize(p) == normalize(r) for p, r in zip(predictions, references, strict=True)])
 
 
+@metric(mean=True)
 def first_character(
     predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
 ) -> float:
@@ -48,6 +90,7 @@ def first_character(
     return _mean([p[:1] == r[:1] for p, r in zip(predictions, references, strict=True)])
 
 
+@metric(mean=True)
 def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """Mean F1 of the longest common subsequence of words (Lin 2004), by torchmetrics.
 
@@ -60,6 +103,7 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequ
     return float(found["rougeL_fmeasure"])
 
 
+@metric(mean=True)
 def sari(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float:
     """Mean SARI of sentences against their source (Xu et al. 2016, section 4), as a fraction.
 
@@ -134,14 +178,16 @@ def _grams(words: Sequence[str], n: int) -> Counter[str]:
     return Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
 
 
+@metric(mean=False)
 def matthews(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """Matthews' correlation coefficient of two labels (GLUE's CoLA); 0 where one side never varies."""
     positive = sorted(set(references))[-1]
-    p = torch.tensor([plain(x) == plain(positive) for x in predictions], dtype=torch.float64)
+    p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
     r = torch.tensor([x == positive for x in references], dtype=torch.float64)
     return _correlation(p, r)
 
 
+@metric(mean=False)
 def spearman(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """Rank correlation of numbers (GLUE's STS-B); what is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
@@ -164,17 +210,3 @@ def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:
     x, y = x - x.mean(), y - y.mean()
     scale = float(x.norm() * y.norm())
     return float(x @ y) / scale if scale > 0 else 0.0
-
-
-MEANS = ("accuracy", "lenient_accuracy", "first_character", "rouge_l", "sari")
-"""Metrics that are means over samples; the others are of all of them at once."""
-
-METRICS: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "lenient_accuracy": lenient_accuracy,
-    "first_character": first_character,
-    "rouge_l": rouge_l,
-    "sari": sari,
-    "matthews": matthews,
-    "spearman": spearman,
-}

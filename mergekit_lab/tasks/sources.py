@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import tarfile
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from mergekit_lab.errors import InputError, listing
 
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
+_LARGEST_LABEL = 1 << 31
 _SHARD = re.compile(r"(\d+)-of-(\d+)")
 _FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
 _FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
@@ -87,21 +89,21 @@ class ParquetRows(Rows):
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            with _readable(file):
+            with reading_parquet(file):
                 labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
                 self.chunks.append(range(first, first + size))
                 self._groups.append((file, group))
                 first += size
-        self.labels, names = _numbered(labels, self.name)
+        self.labels, names = _number_labels(labels, self.name)
         self.label_names = names or self.label_names
         self.by_name = names is not None
 
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
         opened = _open_parquet(file)
-        with _readable(file):
+        with reading_parquet(file):
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
@@ -120,28 +122,33 @@ class ParquetRows(Rows):
 def _open_parquet(file: Path) -> Any:
     from pyarrow import parquet
 
-    with _readable(file):
+    with reading_parquet(file):
         return parquet.ParquetFile(file)
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    from pyarrow import ArrowInvalid
+def reading_parquet(file: Path) -> Iterator[None]:
+    """Raises `InputError` for whatever stops pyarrow, which names the file."""
+    from pyarrow import ArrowException
 
     try:
         yield
-    except (ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except (ArrowException, OSError, ValueError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"{file} is no readable parquet file ({reason}): was the copy cut short?") from None
 
 
 def _image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
+    def is_binary(kind: Any) -> bool:
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
     def holds_images(kind: Any) -> bool:
         if types.is_struct(kind):
-            return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+            fields = [kind.field(i) for i in range(kind.num_fields)]
+            return any(field.name == "bytes" and is_binary(field.type) for field in fields)
+        return is_binary(kind)
 
     found = [field.name for field in schema if holds_images(field.type)]
     if wanted in found:
@@ -161,26 +168,53 @@ def _image_column(file: Path, schema: Any, wanted: str) -> str:
 def _label_names(schema: Any, label: str) -> tuple[str, ...] | None:
     """The names that the hub's library writes into a file's header."""
     try:
-        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-        return tuple(features[label]["names"])
-    except (TypeError, KeyError, ValueError):
+        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
+    except (TypeError, KeyError, ValueError, RecursionError):
         return None
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if named else None
 
 
-def _numbered(labels: Sequence[Any], name: Callable[[int], str]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Labels as integers; where they are names, as places in the names that occur, and those.
+def _number_labels(
+    labels: Sequence[Any], name: Callable[[int], str]
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Labels as integers; where they are names, as positions in the names that occur, and those.
 
     Raises:
-        InputError: a label is neither a name nor a whole number; `name` says which.
+        InputError: a label is neither a name nor a whole number that numbers classes; `name` says which.
     """
+    named = any(isinstance(label, str) for label in labels)
     for row, label in enumerate(labels):
-        if not isinstance(label, (str, int)) and not (isinstance(label, float) and label.is_integer()):
-            raise InputError(f"{name(row)} has the label {label}: expected whole numbers or names")
-    if labels and isinstance(labels[0], str):
-        names = tuple(sorted(set(labels)))
-        place = {name: number for number, name in enumerate(names)}
-        return np.array([place[label] for label in labels], dtype=np.int64), names
-    return np.array(labels, dtype=np.int64), None
+        whole = isinstance(label, int) or (isinstance(label, float) and label.is_integer())
+        if not (isinstance(label, str) if named else whole and abs(label) < _LARGEST_LABEL):
+            raise InputError(f"{name(row)} has the label {str(label)[:40]}: expected whole numbers or names")
+    if not named:
+        return np.array(labels, dtype=np.int64), None
+    names = tuple(sorted(set(labels)))
+    position = {name: number for number, name in enumerate(names)}
+    return np.array([position[label] for label in labels], dtype=np.int64), names
+
+
+def _read_number(text: str, name: str) -> int:
+    """The number of a class.
+
+    Raises:
+        InputError: it is none; `name` says which.
+    """
+    text = text.strip()
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
+        raise InputError(f"{name} is {text[:40]!r}, not a class number")
+    return int(text)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise InputError(f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _refuse_no_files(files: Sequence[Path]) -> None:
+    """A broken link, a loop of links, a folder or a pipe by the name of a file."""
+    if odd := [str(file) for file in files if not file.is_file()]:
+        raise InputError(f"no files that can be read: {listing(odd, 3)}; remove them, or mend the links")
 
 
 class FolderRows(Rows):
@@ -189,19 +223,14 @@ class FolderRows(Rows):
     by_name = True
 
     def __init__(self, folder: Path) -> None:
-        classes = sorted(
-            place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
-        )
-        found = [
-            (number, file)
-            for number, place in enumerate(classes)
-            for file in sorted(place.rglob("*"))
-            if file.suffix.lower() in IMAGE_FILES
-        ]
+        inside = next(os.walk(folder, onerror=_refuse_unreadable))[1]
+        classes = sorted(name for name in inside if not name.startswith("."))
+        found = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
         self._folder = folder
         self._images = [file for _, file in found]
+        _refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in found], dtype=np.int64)
-        self.label_names = tuple(place.name for place in classes)
+        self.label_names = tuple(classes)
         self.chunks = _in_chunks(len(found))
         self.files = self._images
 
@@ -212,44 +241,73 @@ class FolderRows(Rows):
         return str(self._images[row].relative_to(self._folder.parent))
 
 
+def _image_files(folder: Path) -> list[Path]:
+    """All below a folder, sorted; links to folders are not followed."""
+    return sorted(
+        Path(inside, name)
+        for inside, _, names in os.walk(folder, onerror=_refuse_unreadable)
+        for name in names
+        if Path(name).suffix.lower() in IMAGE_FILES
+    )
+
+
 class TarRows(Rows):
     """A web data set: tar files in which `key.<image>` stands beside `key.cls`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
-        self._places: list[tuple[Path, int, int, str]] = []
+        self._members: list[tuple[Path, int, int, str]] = []
         labels: list[int] = []
         for file in files:
             images: dict[str, tarfile.TarInfo] = {}
             numbers: dict[str, int] = {}
-            try:
-                with tarfile.open(file) as opened:
-                    for member in opened:
-                        key, _, kind = member.name.rpartition(".")
-                        if f".{kind.lower()}" in IMAGE_FILES:
-                            images[key] = member
-                        elif kind == "cls":
-                            numbers[key] = int(opened.extractfile(member).read())  # type: ignore[union-attr]
-            except (tarfile.TarError, OSError, ValueError) as error:
-                raise InputError(f"{file} is no readable web data set ({error})") from None
+            for member, text in _read_members(file):
+                key = member.name.rpartition(".")[0]
+                if text is None:
+                    images[key] = member
+                else:
+                    numbers[key] = _read_number(text, f"{file}: the label {member.name}")
             for key, member in images.items():
-                if key not in numbers:
-                    continue
-                self._places.append((file, member.offset_data, member.size, member.name))
-                labels.append(numbers[key])
+                if key in numbers:
+                    self._members.append((file, member.offset_data, member.size, member.name))
+                    labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
         self.chunks = _in_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
         found = []
-        for file, start, size, _ in (self._places[row] for row in self.chunks[chunk]):
+        for file, start, size, _ in (self._members[row] for row in self.chunks[chunk]):
             with file.open("rb") as opened:
                 opened.seek(start)
                 found.append(opened.read(size))
         return found
 
     def name(self, row: int) -> str:
-        return f"{self._places[row][0].name}: {self._places[row][3]}"
+        return f"{self._members[row][0].name}: {self._members[row][3]}"
+
+
+def _read_members(file: Path) -> Iterator[tuple[tarfile.TarInfo, str | None]]:
+    """The images of a tar file, and its labels with what they say; other members are passed over.
+
+    Raises:
+        InputError: it is no tar file, or an image or a label is a link, a folder or a device.
+    """
+    try:
+        with tarfile.open(file, "r:") as opened:
+            for member in opened:
+                ending = Path(member.name).suffix.lower()
+                if ending != ".cls" and ending not in IMAGE_FILES:
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise InputError(f"{file}: {member.name} is no plain file, and must be one to be read")
+                held = opened.extractfile(member) if ending == ".cls" else None
+                yield member, None if held is None else held.read(64).decode("utf-8", "replace")
+    except InputError:
+        raise
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise InputError(
+            f"{file} is no readable web data set ({error}): expected a whole tar file, not compressed"
+        ) from None
 
 
 class Fer2013Rows(Rows):
@@ -263,21 +321,28 @@ class Fer2013Rows(Rows):
         wanted = _FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
-        with file.open(newline="") as opened:
-            table = csv.DictReader(opened)
-            try:
-                rows = [(table.line_num, row) for row in table if row.get("Usage") in wanted]
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise InputError(f"{file} cannot be read beyond line {table.line_num} ({error})") from None
-        columns = table.fieldnames or ()
+        table: Any = None
+        try:
+            with file.open(encoding="utf-8-sig", newline="") as opened:
+                table = csv.DictReader(opened)
+                columns = table.fieldnames or ()
+                every = [(table.line_num, row) for row in table]
+        except (csv.Error, UnicodeDecodeError, OSError) as error:
+            line = table.line_num if table else 0
+            raise InputError(f"{file} cannot be read beyond line {line} ({error})") from None
         if lacking := {"emotion", "pixels", "Usage"} - set(columns):
             raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
-        for line, row in rows:
-            if not (row["emotion"] or "").strip().isdecimal():
-                raise InputError(f"{file}, line {line}: the emotion is {row['emotion']!r}, not a number")
+        known = set().union(*_FER2013_USAGE.values())
+        for line, row in every:
+            if row["Usage"] not in known:
+                raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {listing(known)}")
+        rows = [(line, row) for line, row in every if row["Usage"] in wanted]
+        numbers = [
+            _read_number(row["emotion"] or "", f"{file}, line {line}: the emotion") for line, row in rows
+        ]
         self._lines = [line for line, _ in rows]
         self._pixels = [row["pixels"] or "" for _, row in rows]
-        self.labels = np.array([int(row["emotion"]) for _, row in rows], dtype=np.int64)
+        self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
         self.chunks = _in_chunks(len(rows))
 
@@ -348,6 +413,7 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
         if missing := missing_shards(listed):
             raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
         files = [folder / file for file in listed]
+        _refuse_no_files(files)
         if files and files[0].suffix == ".parquet":
             return ParquetRows(files, image, label)
         images = FolderRows(folder / part) if (folder / part).is_dir() else None

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 
+from mergekit_lab.checkpoints import unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.paths import default_store
+from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
+from .sources import reading_parquet
 from .task import PARTS, Part, Task
 
 log = logging.getLogger(__name__)
@@ -67,16 +70,14 @@ class TextTask(Task):
     max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise InputError(f"task {self.name!r}: metric is {self.metric!r}{suggestion(self.metric, METRICS)}")
+        require_choice(f"task {self.name!r}: metric", self.metric, METRICS)
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(self.choices))
             if len(set(self.choices)) < max(2, len(self.choices)):
                 raise InputError(
                     f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
                 )
-        if self.max_new_tokens < 1:
-            raise InputError(f"task {self.name!r}: max_new_tokens is {self.max_new_tokens}; at least 1")
+        require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
 
     @abstractmethod
     def make(self, part: Part) -> TextSplit:
@@ -254,7 +255,7 @@ def read_rows(source: str, split: str, task: str) -> list[Mapping[str, Any]]:
         )
     try:
         rows: list[Any] = list(_table(found))
-    except (ValueError, KeyError, OSError, csv.Error) as error:
+    except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
     odd = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
@@ -275,7 +276,8 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 
-        yield from parquet.read_table(file).to_pylist()
+        with reading_parquet(file):
+            yield from parquet.read_table(file).to_pylist()
     else:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             rows = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
@@ -288,9 +290,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
 def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
-    from mergekit_lab import checkpoints
-
-    offline = checkpoints.unreachable()
+    offline = unreachable()
     organization, repository, *configuration = name.split("/")
     options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import Batch, pinned
+from mergekit_lab.batches import Batch, pin_memory
 from mergekit_lab.tasks import Part
 
 _AHEAD = 4
@@ -87,7 +87,7 @@ class StepBatches:
     def _pinned(self, step: int) -> dict[str, Batch]:
         """The batch of one step where a GPU reads it without the processor's help."""
         batch = self.batch(step)
-        return {task: pinned(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
+        return {task: pin_memory(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
 
     def places(self, step: int) -> dict[str, Tensor]:
         """Which samples of each task's training part one step takes, int64."""

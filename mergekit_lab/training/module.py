@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import Batch, cut, listed, samples
+from mergekit_lab.backbones.objective import listed
+from mergekit_lab.batches import Batch, count_samples, take_samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import Clock
@@ -172,9 +173,9 @@ class FinetuneModule(lightning.LightningModule):
         """The batch in up to `accumulate` parts."""
         parts: list[Batches] = [{} for _ in range(self.accumulate)]
         for task, whole in batch.items():
-            size = -(-samples(whole) // self.accumulate)
-            for place, start in enumerate(range(0, samples(whole), size)):
-                parts[place][task] = cut(whole, start, start + size)
+            size = -(-count_samples(whole) // self.accumulate)
+            for place, start in enumerate(range(0, count_samples(whole), size)):
+                parts[place][task] = take_samples(whole, start, start + size)
         return [part for part in parts if part]
 
     def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
@@ -189,7 +190,8 @@ class FinetuneModule(lightning.LightningModule):
         share = getattr(self.optimizers(use_pl_optimizer=False), "batch_fraction", 1.0)
         if share >= 1:
             return batch
-        return {task: cut(part, 0, max(1, round(share * samples(part)))) for task, part in batch.items()}
+        counts = {task: max(1, round(share * count_samples(whole))) for task, whole in batch.items()}
+        return {task: take_samples(batch[task], 0, count) for task, count in counts.items()}
 
     def configure_gradient_clipping(
         self,

@@ -259,7 +259,7 @@ def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders,
 def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
     from mergekit_lab.tasks import Digits, WordProblems
 
-    with pytest.raises(InputError, match=r"backbone.prompt is 'caht'; it must be one of chat, plain"):
+    with pytest.raises(InputError, match=r"backbone.prompt is 'caht'; did you mean 'chat'"):
         tiny_backbone(folders["llama"], "llama", prompt="caht")
     with pytest.raises(InputError, match="a seq2seq model reads a plain prompt"):
         LanguageModel(source="x", kind="seq2seq", prompt="chat")

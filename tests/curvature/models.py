@@ -9,7 +9,8 @@ from checkpoints.models import bert, clip, gpt2, llama, t5
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.curvature.likelihood import log_likelihood, samples_of, scores, take
+from mergekit_lab.batches import count_samples, take_samples
+from mergekit_lab.curvature.likelihood import log_likelihood, scores
 
 SAMPLES = 5
 
@@ -28,10 +29,10 @@ def dense(case: Case) -> dict[str, Tensor]:
     """The mean of squared gradients, one autograd pass a sample."""
     named = {n: p for n, p in case.model.named_parameters() if p.requires_grad}
     totals = {n: torch.zeros_like(p) for n, p in named.items()}
-    count = samples_of(case.batch)
+    count = count_samples(case.batch)
     case.model.eval()
     for at in range(count):
-        value = log_likelihood(*scores(case.model, take(case.batch, at, at + 1), case.causal))
+        value = log_likelihood(*scores(case.model, take_samples(case.batch, at, at + 1), case.causal))
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         for name, g in zip(named, gradients, strict=True):
             totals[name] += 0 if g is None else g**2

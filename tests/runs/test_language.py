@@ -77,8 +77,8 @@ def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_s
     assert keys("backbone.prompt=plain")[0] != expert
     assert keys("backbone.max_length=64")[0] != expert
     assert keys("backbone.packing=true")[0] != expert
-    assert keys("backbone.compute=bfloat16")[0] == expert
-    assert keys("backbone.compute=bfloat16")[1] != scoring
+    assert keys("backbone.precision=bfloat16")[0] == expert
+    assert keys("backbone.precision=bfloat16")[1] != scoring
     assert keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
 
 

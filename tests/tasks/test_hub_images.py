@@ -23,7 +23,7 @@ from PIL import Image
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.tasks import HubImages, check_task
-from mergekit_lab.tasks.decoding import decoded
+from mergekit_lab.tasks.decoding import decode
 
 FILES = sorted((conf_dir() / "task" / "clip").glob("*.yaml"))
 PUBLISHED_TEMPLATES = {
@@ -138,7 +138,7 @@ def test_the_validation_part_is_cut_off_by_the_published_rule() -> None:
 def test_evaluation_sees_what_pillow_resizes_and_cuts(repository: Path) -> None:
     task = eurosat(source=str(repository))
     picture, _ = pictures(SIZES["test"], 10, 1)[3]
-    image = decoded(picture)
+    image = decode(picture)
     scale = 224 / min(image.size)
     image = image.resize(
         (max(224, int(image.width * scale)), max(224, int(image.height * scale))), Image.BICUBIC
@@ -159,9 +159,7 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     wanted = {0: [30, 40], 1: [256, 512], 2: [597, 256]}
     assert kept.tolist() == [wanted[label] for label in split.labels.tolist()]
     small = split.labels.tolist().index(0)
-    assert np.array_equal(
-        pixels[small, :, :30, :40].numpy(), np.asarray(decoded(rows[0][0])).transpose(2, 0, 1)
-    )
+    assert np.array_equal(pixels[small, :, :30, :40].numpy(), np.asarray(decode(rows[0][0])).transpose(2, 0, 1))
     assert split.images[torch.tensor([small])].shape == (1, 3, 224, 224)
     for place, size in enumerate(sizes):
         row = split.labels.tolist().index(place)

@@ -4,7 +4,9 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import matthews_corrcoef
 
+from mergekit_lab import InputError
 from mergekit_lab.tasks.metrics import (
+    MEANS,
     METRICS,
     accuracy,
     first_character,
@@ -89,3 +91,20 @@ def test_correlations_equal_those_of_scikit_learn_and_scipy() -> None:
 def test_a_perfect_answer_scores_one(name) -> None:
     texts = ["1.0", "2.0", "3.5"] if name == "spearman" else ["a small house", "b", "a small house"]
     assert METRICS[name](texts, texts, ["some long source", "c", "another"]) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_lists_that_do_not_fit_and_empty_ones_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="2 predictions have 1 references"):
+        METRICS[name](["1", "2"], ["1"], ["a", "b"])
+    with pytest.raises(InputError, match="1 predictions have 2 sources"):
+        METRICS[name](["1"], ["1"], ["a", "b"])
+    with pytest.raises(InputError, match="there are none"):
+        METRICS[name]([], [], [])
+
+
+@pytest.mark.parametrize("name", sorted(MEANS))
+def test_a_mean_is_that_of_its_samples(name: str) -> None:
+    said, wanted, sources = ["a b", "yes.", "c"], ["a c", "Yes", "c d"], ["a b c", "no", "d"]
+    each = [METRICS[name]([p], [r], [s]) for p, r, s in zip(said, wanted, sources, strict=True)]
+    assert METRICS[name](said, wanted, sources) == pytest.approx(sum(each) / 3, abs=1e-6)

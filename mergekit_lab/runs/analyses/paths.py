@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.analysis.plane import Weights, barrier, line
-from mergekit_lab.backbones.objective import moved
+from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import require
@@ -214,7 +214,7 @@ class HessianPath(Analysis):
     def _point(self, run: Run, task: str) -> Data:
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
-        batches = [moved(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
+        batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
         hessian = Hessian(objective.scored(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
             hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance

@@ -1,0 +1,67 @@
+"""Batches of samples, as training, evaluation and curvature have them: counted, cut and moved.
+
+What is of a sample lies in dimension 0 of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mergekit_lab.errors import InputError, listing
+
+Batch = tuple[Any, Tensor] | Mapping[str, Any]
+"""Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them."""
+
+IGNORED = -100
+"""The label at a token that is no answer's."""
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch.
+
+    Raises:
+        InputError: it has none.
+    """
+    if not isinstance(batch, Mapping):
+        return batch[1]
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise InputError(f"a batch needs labels, a tensor; it has {listing(batch)}")
+    return labels
+
+
+def count_samples(batch: Batch) -> int:
+    """How many samples a batch has."""
+    return len(labels_of(batch))
+
+
+def take_samples(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start … stop−1` of a batch."""
+    return _map_tensors(lambda tensor: tensor[start:stop], batch)
+
+
+def cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in pieces of at most `size` samples."""
+    for start in range(0, count_samples(batch), size):
+        yield take_samples(batch, start, start + size)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return _map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def pin_memory(batch: Batch) -> Batch:
+    """The batch in memory that a GPU reads by itself."""
+    return _map_tensors(Tensor.pin_memory, batch)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Also of mappings that torch's pytrees do not know, such as the outputs of tokenizers."""
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map(lambda value: function(value) if isinstance(value, Tensor) else value, plain)

@@ -1,0 +1,31 @@
+"""Ranges of settings: a message names the setting, its value and what it may be."""
+
+import math
+from collections.abc import Iterable
+
+from mergekit_lab.errors import InputError, suggestion
+
+
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise `InputError`: the setting is `value` and must be as `rule` says; unless `ok`."""
+    if not ok:
+        raise InputError(f"{name} is {value!r}; it must be {rule}")
+
+
+def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise `InputError`, with the nearest choice, unless the setting is one of them."""
+    options = list(choices)
+    if value not in options:
+        raise InputError(f"{name} is {value!r}{suggestion(str(value), options)}")
+
+
+def require_whole(name: str, value: object, least: int) -> None:
+    """Raise `InputError` unless the setting is a whole number of at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, name, value, f"a whole number of at least {least}")  # type: ignore[operator]
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise `InputError` unless the setting is a finite number above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number and math.isfinite(value) and value > 0, name, value, "positive and finite")
