@@ -18,7 +18,7 @@ from mergekit_lab import merging
 from mergekit_lab.backbones import Backbone, Parametrization
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import Method, resolve_device
-from mergekit_lab.merging.devices import device_names
+from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.runs.published_experts import expert_source, imported_content
 from mergekit_lab.schema.check import build, with_floats, without_null_coefficient
@@ -351,7 +351,7 @@ class Setup:
 def devices_of(device: object) -> list[str]:
     """The devices that a configuration names, `auto` resolved."""
     if device != []:
-        device = device_names(device)
+        device = parse_devices(device)
     if isinstance(device, list):
         if not device:
             raise InputError("device is an empty list")

@@ -301,7 +301,7 @@ class CurvatureGain(Analysis):
         chosen: dict[str, Sample] = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
         kept = resume / "merges.jsonl"
         done: dict[str, Any] = dict(resumed(kept))
-        for name, method in (("curved", merger.method), ("flat", replace(merger.method, eps=_FLAT))):
+        for name, method in (("curved", merger.method), ("flat", replace(merger.method, floor=_FLAT))):
             if name in done:
                 continue
             notes: dict[str, dict[str, Any]] = {}
