@@ -32,7 +32,7 @@ SHARED = [*TINY, *LARGE, "joint=false"]
 PHASES = {
     "training": ("experts", ["stage=finetune", "training.steps=60", "training.validations=3"]),
     "search": ("searches", ["stage=merge", "merger=task_arithmetic", "search.prune=false"]),
-    "merge": ("merged", ["stage=merge", "merger=wudi", "merger.coefficient=1.0", "merger.iterations=1000"]),
+    "merge": ("merged", ["stage=merge", "merger=wudi", "merger.coefficient=1.0", "merger.steps=1000"]),
     "evaluation": ("evaluations", ["stage=evaluate", "merger=average"]),
     "sweep": (
         "experts",

@@ -95,7 +95,7 @@ def methods() -> dict[str, Method]:
         "fisher": Fisher(),
         "ties": TIES(density=0.2),
         "ties_mergekit": TIES(density=0.2, preset="mergekit"),
-        "dare": DARE(drop=0.9),
+        "dare": DARE(),
         "tsvm": TSVM(),
         "epimer": EpiMer(rank=32),
         "iso_c": IsoC(),

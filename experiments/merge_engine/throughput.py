@@ -25,7 +25,7 @@ from mergekit_lab.merging import DARE, TIES, TaskArithmetic, WeightAverage
 METHODS = {
     "average": WeightAverage(),
     "task_arithmetic": TaskArithmetic(coefficient=0.3),
-    "dare": DARE(drop=0.5),
+    "dare": DARE(density=0.5),
     "ties_mergekit": TIES(density=0.2, preset="mergekit"),
     "ties": TIES(density=0.2),
 }

@@ -112,7 +112,7 @@ def _scales(found: Interference) -> list[Advice]:
     factor = high / max(low, 1e-300)
     return [
         Advice(
-            text="merger.normalize=trace where Fishers are read (epimer), or merger.normalize=true (fisher)",
+            text="merger.normalize=trace where Fishers are read (epimer, fisher)",
             because=f"the Fishers' traces differ by a factor of {factor:.1f}, and the largest decides",
             evidence="EpiMer 92.1 with normalize=trace and 68.5 without; the Fisher average 64.6 without, "
             "below the plain average's 77.5 (README)",

@@ -36,9 +36,9 @@ from mergekit_lab.checkpoints import (
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.commands.write import input_files
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import TIES, Method, factor_method, factor_specs, merge_state_dicts, resolve_device
+from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
-from mergekit_lab.merging.inputs import check_real, check_same_names, selected
+from mergekit_lab.merging.inputs import check_real, check_same_names, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod
@@ -87,7 +87,7 @@ def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]
     shapes = {name: prepared.base.specs[name].shape for name in merged}
     double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
     kind = torch.float64 if double else torch.float32
-    return factor_specs(shapes, len(prepared.experts), factor_method(prepared.method), kind)
+    return plan_factors(shapes, len(prepared.experts), require_factors(prepared.method), kind)
 
 
 def _is_double(checkpoint: Checkpoint) -> bool:
@@ -122,7 +122,7 @@ def _side_problems(prepared: Prepared) -> list[str]:
         if kind not in prepared.side:
             problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
             continue
-        own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n}
+        own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n}
         if own:
             sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
             problems += disagreements(own, sides)
@@ -134,7 +134,9 @@ def _side_problems(prepared: Prepared) -> list[str]:
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
-        found = selected(prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out)
+        found = select_tensors(
+            prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out
+        )
     except InputError as error:
         result.problems.append(str(error))
         return []
@@ -249,7 +251,7 @@ def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[
     others = {e: {name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for e in experts}
     statistics = {}
     for kind in method.side_inputs:
-        key = method.side_name(kind, name)
+        key = method.name_side(kind, name)
         statistics[kind] = [
             {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in experts
         ]

@@ -16,7 +16,7 @@ from mergekit_lab.commands.recipe import read_recipe
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import Method
-from mergekit_lab.merging.devices import device_names
+from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.schema.check import TopLevel, build, without_null_coefficient
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _prepare(given: MergeCheckpoints, cfg: DictConfig) -> tuple[Prepared, str | 
         },
         "include": given.include,
         "exclude": given.exclude,
-        "device": device_names(given.device),
+        "device": parse_devices(given.device),
         "max_shard_bytes": given.max_shard_bytes,
         "read": not given.dry_run,
     }

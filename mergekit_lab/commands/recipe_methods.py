@@ -24,11 +24,12 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import DARE, SLERP, TIES, Method, ModelStock, Site, TaskArithmetic, WeightAverage
-from mergekit_lab.merging.breadcrumbs import SparsifiedMethod, keep_middle
+from mergekit_lab.merging.breadcrumbs import keep_middle
 from mergekit_lab.merging.contract import Blocks
-from mergekit_lab.merging.della import keep_probabilities
-from mergekit_lab.merging.dropping import Counters, counter_uniform, counters, drop_and_rescale
+from mergekit_lab.merging.della import assign_probabilities
+from mergekit_lab.merging.dropping import Counters, draw_uniform, drop_and_rescale, make_counters
 from mergekit_lab.merging.selection import keep_largest
+from mergekit_lab.merging.sparsified import SparsifiedMethod
 
 REQUIRED = object()
 """The default of a parameter that a recipe must give."""
@@ -71,7 +72,7 @@ class PerTensor(Method):
     by_tensor: Mapping[str, Method] = field(repr=False)
 
     @property
-    def elementwise(self) -> bool:
+    def elementwise(self) -> bool:  # type: ignore[override]
         return all(method.elementwise for method in self.by_tensor.values())
 
     @property
@@ -89,7 +90,7 @@ class PerTensor(Method):
         method = self.by_tensor[name]
         if method.elementwise and not self.elementwise:
             flat = deltas.reshape(len(deltas), -1)
-            found = method.survey_tensor(name, base.numel(), lambda: iter([(flat, site)]))
+            found = method.survey_tensor(name, base.numel(), lambda: iter([(base.reshape(-1), flat, site)]))
             merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=found)).view(base.shape)
         else:
             merged = method.merge(name, base, deltas, site)
@@ -123,13 +124,13 @@ def method_for(
         density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
         return TIES(
             preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
-            normalize=bool(shared["normalize"]),
+            aggregator="mean" if shared["normalize"] else "sum",
         )  # fmt: skip
     inner = _inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
     if thinned is None or (even and densities[0] >= 1):
         return inner
     if thinned == "chance" and even and densities[0] > 0 and shared["rescale"]:
-        return DARE(drop=1 - float(densities[0]), seed=seed, rescale="l1", inner=inner)
+        return DARE(density=float(densities[0]), seed=seed, rescale="l1", inner=inner)
     return Thinned(
         inner=inner,
         by=thinned,
@@ -143,7 +144,8 @@ def method_for(
 
 def _inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
     if elects:
-        return TIES(preset="mergekit", density=1.0, coefficient=scale, weights=weights, normalize=normalize)
+        aggregator = "mean" if normalize else "sum"
+        return TIES(preset="mergekit", density=1.0, coefficient=scale, weights=weights, aggregator=aggregator)
     total = sum(weights)
     if normalize and abs(total) >= _SMALL:
         scale /= total
@@ -156,9 +158,7 @@ class Linear(Method):
 
     normalize: bool = True
 
-    @property
-    def elementwise(self) -> bool:
-        return True
+    elementwise = True
 
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.normalize:
@@ -207,7 +207,7 @@ class Thinned(SparsifiedMethod):
             elif density <= 0:
                 rows.append(torch.zeros_like(delta))
             else:
-                kept = self._kept(place, delta, counters(self.seed, expert, site.segments))
+                kept = self._kept(place, delta, make_counters(self.seed, expert, site.segments))
                 rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
         return torch.stack(rows)
 
@@ -218,8 +218,8 @@ class Thinned(SparsifiedMethod):
             return keep_largest(delta[None], max(1, int(density * delta.numel())))[0] != 0
         if self.by == "middle":
             return keep_middle(delta[None], density, self.gammas[place])[0] != 0
-        chance = counter_uniform(draws, delta.device).view_as(delta)
-        stay = keep_probabilities(delta, density, self.epsilons[place]) if self.by == "rank" else density
+        chance = draw_uniform(draws, delta.device).view_as(delta)
+        stay = assign_probabilities(delta, density, self.epsilons[place]) if self.by == "rank" else density
         return chance >= 1 - stay
 
 

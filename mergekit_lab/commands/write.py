@@ -34,10 +34,10 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging import Method, factor_method, merged_factors, merged_tensors
+from mergekit_lab.merging import Method, merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.blocks import Notes
-from mergekit_lab.merging.devices import device_names
-from mergekit_lab.merging.inputs import Source, Sources, name_patterns
+from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 
 
 def merge(
@@ -96,8 +96,8 @@ def merge(
         if given is not None:
             statistics = {**(statistics or {}), kind: given}
     prepared = prepare(
-        base, experts, method, statistics=statistics, include=include, exclude=name_patterns(exclude),
-        dtype=dtype, device=device_names(device), embeddings=embeddings, tokenizer_from=tokenizer_from,
+        base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
+        dtype=dtype, device=parse_devices(device), embeddings=embeddings, tokenizer_from=tokenizer_from,
         max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     return write(
@@ -122,9 +122,9 @@ def write(
     notes: Notes = {}
     if format == "dense":
         specs, limit, stem = prepared.plan(list(prepared.base.tied()))
-        tensors = merged_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
+        tensors = merge_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
     else:
-        specs, tensors = merged_factors(**_arguments(prepared), notes=notes)
+        specs, tensors = merge_factors(**_arguments(prepared), notes=notes)
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     _check_room(out, sum(spec.nbytes for spec in specs.values()))
     with new_folder(out, overwrite) as folder:
@@ -165,7 +165,7 @@ def check_format(prepared: Prepared, format: str) -> None:
     if format not in _FORMATS:
         raise InputError(f"format is {format!r}{suggestion(format, _FORMATS)}")
     if format == "low_rank":
-        factor_method(prepared.method)
+        require_factors(prepared.method)
         if prepared.vocabulary is not None:
             raise InputError("format=low_rank adds to the base as it is: its vocabulary cannot grow")
 

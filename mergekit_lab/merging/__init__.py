@@ -15,11 +15,11 @@ from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
-from mergekit_lab.merging.low_rank import factor_method, factor_specs, merged_factors
+from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.slerp import SLERP
-from mergekit_lab.merging.stream import merge_state_dicts, merged_tensors
+from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.merging.tsvm import TSVM
@@ -48,11 +48,11 @@ __all__ = [
     "Stream",
     "TaskArithmetic",
     "WeightAverage",
-    "factor_method",
-    "factor_specs",
     "learn_coefficients",
+    "merge_factors",
     "merge_state_dicts",
-    "merged_factors",
-    "merged_tensors",
+    "merge_tensors",
+    "plan_factors",
+    "require_factors",
     "resolve_device",
 ]

@@ -75,16 +75,9 @@ class AdaMerging(Method):
         if self.learn is not None and self.weights is not None:
             raise InputError("AdaMerging's weights are given: set learn to null, or weights to null")
 
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def propagates(self) -> bool:
-        return True
-
-    def default_weight(self, experts: int) -> float:
-        return _START
+    elementwise = True
+    propagates = True
+    default_weight = _START
 
     def check_tensors(self, names: Sequence[str]) -> None:
         super().check_tensors(names)
@@ -147,7 +140,7 @@ def learn_coefficients(
         for row, name in zip(used, inputs.merged, strict=True):
             state[name] = (wide[name] + torch.tensordot(row, deltas[name], dims=1)).to(fixed[name].dtype)
         state |= {name: state[first] for name, first in inputs.tied.items()}
-        entropy = torch.stack([_entropy(out) for out in logits(state, batch)]).sum()
+        entropy = torch.stack([_measure_entropy(out) for out in logits(state, batch)]).sum()
         entropies.append(float(entropy.detach()))
         if not math.isfinite(entropies[-1]):
             raise InputError(
@@ -166,7 +159,7 @@ def learn_coefficients(
     return AdaMerging(weights={t: column[0] for t, column in columns.items()}), entropies
 
 
-def _entropy(logits: Tensor) -> Tensor:
+def _measure_entropy(logits: Tensor) -> Tensor:
     """Mean entropy in nats of the softmax of `[n, classes]`."""
     log_probabilities = logits.log_softmax(dim=-1)
     return -(log_probabilities.exp() * log_probabilities).sum(dim=-1).mean()

@@ -26,17 +26,9 @@ class WeightAverage(Method):
         InputError: the weights sum to zero.
     """
 
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def propagates(self) -> bool:
-        return True
-
-    @property
-    def pools(self) -> bool:
-        return True
+    elementwise = True
+    propagates = True
+    pools = True
 
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         found = super().expert_weights(experts, name)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import Flat, fill, sent
+from mergekit_lab.merging.flat import Flat, fill, send
 from mergekit_lab.merging.inputs import Inputs
 
 CPU_BLOCK = 1 << 18
@@ -30,7 +30,7 @@ DEVICE_BLOCK = 1 << 23
 it where the host feeds it, because many workers hold a block each."""
 
 
-def block_entries(device: torch.device) -> int:
+def size_block(device: torch.device) -> int:
     """Entries of a tensor that are worked on at a time."""
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
@@ -52,7 +52,7 @@ class Reader:
         changes: made to the task vectors of every block of a survey.
         notes: the method's diagnostics.
         sharing: the devices among which a survey may be split; one may be named more than once.
-        own: the tensors that a survey goes through; None for all that are merged.
+        subset: the tensors that a survey goes through; None for all that are merged.
         turn: held by whoever factorizes on the device; its workers read meanwhile.
     """
 
@@ -62,7 +62,7 @@ class Reader:
     changes: tuple[Callable[[str, Tensor, Site], Tensor], ...] = ()
     notes: Notes = field(default_factory=dict)
     sharing: tuple[torch.device, ...] = ()
-    own: tuple[str, ...] | None = None
+    subset: tuple[str, ...] | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
 
@@ -81,12 +81,12 @@ class Reader:
     @cached_property
     def block(self) -> int:
         """Entries of a flat block at most."""
-        return block_entries(self.device) >> self.fed
+        return size_block(self.device) >> self.fed
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))
 
-    def shares(self) -> list[Reader]:
+    def divide(self) -> list[Reader]:
         if len(self.sharing) < 2:
             return [self]
         specs = self.inputs.base.specs
@@ -97,36 +97,36 @@ class Reader:
             parts[place].append(name)
             sizes[place] += specs[name].numel
         return [
-            replace(self, device=device, sharing=(), own=tuple(part))
+            replace(self, device=device, sharing=(), subset=tuple(part))
             for device, part, size in zip(self.sharing, parts, sizes, strict=True)
             if size
         ]
 
     @property
     def names(self) -> Sequence[str]:
-        return self.inputs.merged if self.own is None else self.own
+        return self.inputs.merged if self.subset is None else self.subset
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        for piece, deltas in self._deltas():
-            site = self.site(piece)
+        for piece, deltas in self._read_blocks():
+            site = self.make_site(piece)
             for change in self.changes:
                 deltas = change(piece[0].name, deltas, site)
             yield piece[0].name, deltas, site
 
-    def _deltas(self) -> Iterator[tuple[list[Segment], Tensor]]:
+    def _read_blocks(self) -> Iterator[tuple[list[Segment], Tensor]]:
         """Every block's task vectors; an accelerator's are read from the host while it works on others."""
-        pieces = self.pieces(self.names)
+        pieces = self.cut(self.names)
         if not self.fed:
-            flat = self.flat()
+            flat = self.open_flat()
             for piece in pieces:
                 yield piece, self.read(piece, flat)[1]
             return
         flats = threading.local()
 
         def read(piece: list[Segment]) -> Tensor:
-            if not hasattr(flats, "own"):
-                flats.own = self.flat()
-            return self.read(piece, flats.own)[1]
+            if not hasattr(flats, "mine"):
+                flats.mine = self.open_flat()
+            return self.read(piece, flats.mine)[1]
 
         with ThreadPoolExecutor(_AHEAD, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             coming = ((piece, pool.submit(read, piece)) for piece in pieces)
@@ -137,8 +137,8 @@ class Reader:
                 yield piece, deltas.result()
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
-        for piece in self.pieces(self.names):
-            yield self._side(piece)[kind]
+        for piece in self.cut(self.names):
+            yield self._read_sides(piece)[kind]
 
     @cached_property
     def fed(self) -> bool:
@@ -146,14 +146,14 @@ class Reader:
         first = next(iter(self.inputs.merged), None)
         return first is not None and self.device.type != "cpu" and self.inputs.base[first].device.type == "cpu"
 
-    def flat(self) -> Flat:
+    def open_flat(self) -> Flat:
         """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
         return self._resident or Flat(self.inputs, keep=False)
 
     @cached_property
-    def own_flat(self) -> Flat:
+    def flat(self) -> Flat:
         """One for whoever works with this reader alone, a block at a time: its memory serves all tensors."""
-        return self.flat()
+        return self.open_flat()
 
     @cached_property
     def _resident(self) -> Flat | None:
@@ -161,7 +161,7 @@ class Reader:
         here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
         return Flat(self.inputs, keep=True) if here else None
 
-    def pieces(self, names: Sequence[str]) -> Iterator[list[Segment]]:
+    def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
         block, pools = self.block, self.pools
         pool: list[Segment] = []
@@ -187,10 +187,10 @@ class Reader:
 
     def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
         """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
-        first, *rows = zip(*(flat.parts(segment) for segment in piece), strict=True)
-        size, where = _length(piece), (self.inputs.compute, self.device)
-        base = flat.empty("base", 1, size, *where)
-        deltas = flat.empty("deltas", len(rows), size, *where)
+        first, *rows = zip(*(flat.read(segment) for segment in piece), strict=True)
+        size, where = _count_entries(piece), (self.inputs.compute, self.device)
+        base = flat.allocate("base", 1, size, *where)
+        deltas = flat.allocate("deltas", len(rows), size, *where)
         fill(base, [first])
         if len(piece) == 1 and all(row[0].dtype == base.dtype and row[0].device == base.device for row in rows):
             for slot, parts in zip(deltas, rows, strict=True):
@@ -199,46 +199,50 @@ class Reader:
         fill(deltas, rows)
         return base[0], deltas.sub_(base)
 
-    def base(self, name: str) -> Tensor:
+    def read_base(self, name: str) -> Tensor:
         """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
         value = self.inputs.base[name]
-        return value if value.device == self.device else sent([value], self.device).view(value.shape)
+        return value if value.device == self.device else send([value], self.device).view(value.shape)
 
-    def deltas(self, name: str, base: Tensor) -> Tensor:
+    def read_deltas(self, name: str, base: Tensor) -> Tensor:
         """`δ [T, *S]` of a tensor from its `θ0`."""
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1).to(deltas.dtype))
         self.expect_finite([name], deltas)
         return deltas.view(len(deltas), *base.shape)
 
-    def site(self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False) -> Site:
+    def make_site(
+        self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False
+    ) -> Site:
         """What belongs to a block; `side` reads the side inputs too."""
-        sides = self._side(piece) if side else {}
-        return self._site(piece, sides, survey, tensor)
+        sides = self._read_sides(piece) if side else {}
+        return self._make_site(piece, sides, survey, tensor)
 
-    def whole_site(self, name: str, survey: Any) -> Site:
-        sides: Mapping[str, Tensor] = _Sides(self.inputs.sides(name), partial(self._whole_side, name))
+    def make_whole_site(self, name: str, survey: Any) -> Site:
+        sides: Mapping[str, Tensor] = _Sides(self.inputs.read_sides(name), partial(self._read_whole_side, name))
         if self.device.type != "cpu":
             sides = dict(sides)
         whole = Segment(name, 0, self.inputs.base.specs[name].numel)
-        return self._site([whole], sides, survey, None)
+        return self._make_site([whole], sides, survey, None)
 
-    def _whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
+    def _read_whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
         values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
         self._check_side(kind, [name], values)
         return values
 
-    def _site(self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any) -> Site:
+    def _make_site(
+        self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any
+    ) -> Site:
         name = segments[0].name
 
         def note(key: str, value: object) -> None:
             self.notes.setdefault(name, {})[key] = value
 
-        weights, unit = self._weights(name)
+        weights, unit = self._resolve_weights(name)
         transposed = name in self.inputs.transposed
         return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit, transposed)
 
-    def _weights(self, name: str) -> tuple[Tensor, bool]:
+    def _resolve_weights(self, name: str) -> tuple[Tensor, bool]:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
         key = name if self.method.weights_by_tensor else ""
         if key not in self._known_weights:
@@ -251,8 +255,8 @@ class Reader:
     def _known_weights(self) -> dict[str, tuple[Tensor, bool]]:
         return {}
 
-    def _side(self, piece: list[Segment]) -> dict[str, Tensor]:
-        by_segment = [self.inputs.sides(s.name) for s in piece]
+    def _read_sides(self, piece: list[Segment]) -> dict[str, Tensor]:
+        by_segment = [self.inputs.read_sides(s.name) for s in piece]
         experts = range(len(self.experts))
         sides = {
             kind: self._stack(
@@ -342,5 +346,5 @@ class _Sides(Mapping[str, Tensor]):
         return len(self._rows)
 
 
-def _length(piece: Sequence[Segment]) -> int:
+def _count_entries(piece: Sequence[Segment]) -> int:
     return sum(segment.stop - segment.start for segment in piece)

@@ -50,27 +50,22 @@ class ConsensusTA(ScaledMethod):
             values = list(self.tall) if isinstance(self.tall, Sequence) else [self.tall]
         require(all(value >= 0 for value in values), "tall", self.tall, "at least 0")
 
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def propagates(self) -> bool:
-        return True
+    elementwise = True
+    propagates = True
 
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.k > len(experts):
             raise InputError(f"k is {self.k}, and {len(experts)} experts have no more masks than that to agree")
-        self._thresholds(experts, name)
+        self._resolve_thresholds(experts, name)
         return super().expert_weights(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         total = site.weights @ deltas
-        thresholds = deltas.new_tensor(self._thresholds(site.experts, name))[:, None]
+        thresholds = deltas.new_tensor(self._resolve_thresholds(site.experts, name))[:, None]
         masks = deltas.abs() > thresholds * (total - deltas).abs()
         return total * (masks.sum(dim=0) >= self.k)
 
-    def _thresholds(self, experts: Sequence[str], name: str) -> list[float]:
+    def _resolve_thresholds(self, experts: Sequence[str], name: str) -> list[float]:
         if isinstance(self.tall, Mapping | Sequence):
             try:
                 return Method(weights=self.tall).expert_weights(experts, name)

@@ -21,7 +21,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError, listing, suggestion
 
 
-def _no_note(key: str, value: object) -> None:
+def _ignore_note(key: str, value: object) -> None:
     pass
 
 
@@ -42,7 +42,7 @@ class Site:
         weights: `λ`, shape `[T]`.
         segments: what was handed over, end to end: the whole tensor, or the ranges of a block.
         side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors
-            where the side input has the tensor's own name (see `Method.side_name`).
+            where the side input has the tensor's own name (see `Method.name_side`).
         survey: what the method's own `survey` returned.
         tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
@@ -56,7 +56,7 @@ class Site:
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
-    note: Callable[[str, object], None] = _no_note
+    note: Callable[[str, object], None] = _ignore_note
     unit: bool = False
     transposed: bool = False
 
@@ -71,12 +71,12 @@ class Site:
             return deltas
         return deltas * self.weights.view(-1, *[1] * (deltas.dim() - 1))
 
-    def upright(self, weights: Tensor) -> Tensor:
+    def orient(self, weights: Tensor) -> Tensor:
         """`[…, out, in]` from weights as they are stored, and the other way round: a view."""
         return weights.mT if self.transposed else weights
 
 
-Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
+Blocks = Callable[[], Iterator[tuple[Tensor, Tensor, Site]]]
 
 
 class Stream(Protocol):
@@ -108,9 +108,9 @@ class Stream(Protocol):
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
         """The same stream with every block of task vectors changed."""
 
-    def shares(self) -> Sequence[Stream]:
-        """This stream cut into some for `at_once`, by tensors: one for each device that takes part, a few on a
-        CPU. For surveys whose result does not depend on the order of blocks, as counts do not and sums of
+    def divide(self) -> Sequence[Stream]:
+        """This stream cut into some for `run_at_once`, by tensors: one for each device that takes part, a few
+        on a CPU. For surveys whose result does not depend on the order of blocks, as counts do not and sums of
         rounded numbers do."""
 
 
@@ -127,24 +127,17 @@ class Method:
     weights: Sequence[float] | Mapping[str, float | Mapping[str, float]] | None = None
 
     side_inputs: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether `merge` takes flat blocks: an entry of the result depends on that entry of the inputs, and on
-        the site, alone."""
-        return False
-
-    @property
-    def pools(self) -> bool:
-        """Whether a block may hold entries of several tensors (`site.segments`): `name` and `site.tensor` do
-        not matter then."""
-        return False
-
-    @property
-    def propagates(self) -> bool:
-        """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at
-        then, of an elementwise method."""
-        return False
+    elementwise: ClassVar[bool] = False
+    """Whether `merge` takes flat blocks: an entry of the result depends on that entry of the inputs, and on the
+    site, alone."""
+    pools: ClassVar[bool] = False
+    """Whether a block may hold entries of several tensors (`site.segments`): `name` and `site.tensor` do not
+    matter then."""
+    propagates: ClassVar[bool] = False
+    """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at then,
+    of an elementwise method."""
+    default_weight: ClassVar[float] = 1.0
+    """`λ_t` where `weights` is None."""
 
     @property
     def scale(self) -> float:
@@ -159,17 +152,13 @@ class Method:
         """
         raise InputError(f"{type(self).__name__} has no coefficient to set")
 
-    def default_weight(self, experts: int) -> float:
-        """`λ_t` where `weights` is None."""
-        return 1.0
-
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         """`λ_t` of the tensor `name` for these experts, in their order.
 
         Raises:
             InputError: too many, too few, or a name that is no expert.
         """
-        default = self.default_weight(len(experts))
+        default = self.default_weight
         if self.weights is None:
             return [default] * len(experts)
         if isinstance(self.weights, Mapping):
@@ -190,7 +179,7 @@ class Method:
         if len(given) != len(experts):
             raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
         found = [
-            _matching(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
+            _match(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
         ]
         require(all(map(math.isfinite, found)), "weights", self.weights, "finite")
         return found
@@ -208,22 +197,22 @@ class Method:
         Raises:
             InputError: a pattern of `weights` matches none of them; methods add their own reasons.
         """
-        for patterns in self._given_weights():
+        for patterns in self._list_weights():
             for pattern in patterns if isinstance(patterns, Mapping) else ():
                 require(
                     any(fnmatchcase(name, pattern) for name in names),
                     "a pattern of weights", pattern, "one that matches a tensor that is merged",
                 )  # fmt: skip
 
-    def _given_weights(self) -> Iterable[Any]:
+    def _list_weights(self) -> Iterable[Any]:
         return self.weights.values() if isinstance(self.weights, Mapping) else self.weights or ()
 
     @property
     def weights_by_tensor(self) -> bool:
         """Whether `λ` differs between tensors."""
-        return any(isinstance(value, Mapping) for value in self._given_weights())
+        return any(isinstance(value, Mapping) for value in self._list_weights())
 
-    def side_name(self, kind: str, name: str) -> str | None:
+    def name_side(self, kind: str, name: str) -> str | None:
         """What a side input of this kind calls the tensor `name`; None if it has nothing for it.
 
         Under the tensor's own name it must be there and shaped like the tensor; under another, where the side
@@ -241,8 +230,8 @@ class Method:
         Args:
             name: the tensor's name.
             entries: how many it has.
-            blocks: starts a pass over its task vectors `[T, n]` and their sites, in order; each is valid until
-                the next one is asked for.
+            blocks: starts a pass over its `θ0` `[n]`, task vectors `[T, n]` and sites, in order; each is valid
+                until the next one is asked for.
         """
         return None
 
@@ -291,7 +280,7 @@ def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
         raise InputError(f"{what} is {value!r}{suggestion(str(value), choices)}")
 
 
-def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:
+def _match(patterns: Mapping[str, float], name: str, default: float) -> float:
     return next((_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.blocks import block_entries
-from mergekit_lab.merging.breadcrumbs import SparsifiedMethod
+from mergekit_lab.merging.blocks import size_block
 from mergekit_lab.merging.contract import Method, Segment, Site, require, require_choice
-from mergekit_lab.merging.dropping import counter_uniform, counters, drop_and_rescale
+from mergekit_lab.merging.dropping import draw_uniform, drop_and_rescale, make_counters
+from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.ties import TIES
 
 
@@ -60,9 +60,9 @@ class DELLA(SparsifiedMethod):
         out = torch.empty_like(deltas)
         for expert, delta, row in zip(site.experts, deltas, out, strict=True):
             keep = torch.empty_like(delta, dtype=torch.bool)
-            for part, places in _rows_at_a_time(name, delta):
-                stay = keep_probabilities(delta[part], self.density, self.epsilon)
-                drawn = counter_uniform(counters(self.seed, expert, [places]), delta.device)
+            for part, places in _cut_rows(name, delta):
+                stay = assign_probabilities(delta[part], self.density, self.epsilon)
+                drawn = draw_uniform(make_counters(self.seed, expert, [places]), delta.device)
                 torch.ge(drawn.view_as(stay), 1 - stay, out=keep[part])
                 if self.rescale == "inverse":
                     row[part] = drop_unlikely(delta[part], keep[part], stay)
@@ -71,19 +71,19 @@ class DELLA(SparsifiedMethod):
         return out
 
 
-def _rows_at_a_time(name: str, delta: Tensor) -> Iterator[tuple[Any, Segment]]:
+def _cut_rows(name: str, delta: Tensor) -> Iterator[tuple[Any, Segment]]:
     """Some rows of a tensor, and which of its entries these are; of a vector, or a number, it is all."""
     if delta.dim() < 2:
         yield ..., Segment(name, 0, delta.numel())
         return
     size = delta[0].numel()
-    step = max(1, block_entries(delta.device) // max(1, size))
+    step = max(1, size_block(delta.device) // max(1, size))
     for start in range(0, len(delta), step):
         stop = min(start + step, len(delta))
         yield slice(start, stop), Segment(name, start * size, stop * size)
 
 
-def keep_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
+def assign_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
     """The probability that each entry stays, float64, from its rank of magnitude within its row.
 
     Args:

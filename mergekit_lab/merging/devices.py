@@ -12,18 +12,18 @@ Devices = str | torch.device | Sequence[str | torch.device]
 """One device, or several that share the work."""
 
 
-def device_names(device: object) -> str | list[str]:
+def parse_devices(device: object) -> str | list[str]:
     """One device or several by name; a number is a CUDA device's, as in torch.
 
     Raises:
         InputError: no name, or no list of them.
     """
     if isinstance(device, list | tuple) and device:
-        return [_device_name(each) for each in device]
-    return _device_name(device)
+        return [_parse_device(each) for each in device]
+    return _parse_device(device)
 
 
-def _device_name(device: object) -> str:
+def _parse_device(device: object) -> str:
     if isinstance(device, int) and not isinstance(device, bool):
         return f"cuda:{device}"
     if not isinstance(device, str | torch.device):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Segment
-from mergekit_lab.merging.kernels import gpu_kernels
+from mergekit_lab.merging.kernels import load_gpu_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     """A 64-bit pattern as the int64 that has it."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
@@ -37,7 +37,7 @@ def _signed(value: int) -> int:
 def hash_key(*parts: object) -> int:
     """A 64-bit integer (as int64) that depends on every part and on nothing else."""
     text = "\x1f".join(str(part) for part in parts)
-    return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+    return _to_signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,29 @@ class Counters:
     count: int
 
 
-def counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
+def make_counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
     """The draws of one expert for a block, from the names and places alone."""
     return [Counters(hash_key(seed, expert, s.name), s.start, s.stop - s.start) for s in segments]
 
 
-def counter_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
+def draw_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), 32 bits each: float64, the counters' entries end to end."""
     out = torch.empty(sum(each.count for each in draws), dtype=torch.float64, device=device)
     if device.type == "cpu":
-        for place, bits in _bits_in_cache(draws):
+        for place, bits in draw_bits_in_cache(draws):
             numpy.multiply(bits, 2.0**-32, out=out.numpy()[place])
-    elif not _drawn_by_kernel([draws], out[None], 0):
-        out.copy_(_uniform(_random_bits(draws, device)))
+    elif not _draw_by_kernel([draws], out[None], 0):
+        out.copy_(to_uniform(draw_bits(draws, device)))
     return out
 
 
-def _uniform(bits: Tensor) -> Tensor:
+def to_uniform(bits: Tensor) -> Tensor:
     """What 32 bits are as a number in [0, 1): in float64, where torch would compute in float32."""
     return bits.double().mul_(2.0**-32)
 
 
-def counter_keep(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) -> None:
-    """Make rows true where `counter_uniform` of the row's counters is at least `drop`.
+def draw_mask(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) -> None:
+    """Make rows true where `draw_uniform` of the row's counters is at least `drop`.
 
     Args:
         draws: of each row; starts and counts are the same for all.
@@ -88,14 +88,14 @@ def counter_keep(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) 
         rows.zero_()
     elif out.device.type == "cpu":
         for each, row in zip(draws, rows.numpy(), strict=True):
-            for place, bits in _bits_in_cache(each):
+            for place, bits in draw_bits_in_cache(each):
                 numpy.greater_equal(bits, numpy.uint32(bound), out=row[place])
-    elif not _drawn_by_kernel(draws, rows, bound):
+    elif not _draw_by_kernel(draws, rows, bound):
         for each, kept in zip(draws, rows, strict=True):
-            torch.ge(_random_bits(each, out.device), bound, out=kept)
+            torch.ge(draw_bits(each, out.device), bound, out=kept)
 
 
-def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
+def apply_mask(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
     """`values` where the booleans `keep` are true, else 0 times them, in `out`, which may be `values`.
 
     A CPU does it with NumPy, which makes numbers of a few booleans at a time, where torch makes them of all.
@@ -107,13 +107,13 @@ def masked(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def pack(keep: Tensor, bits: Tensor, offset: int) -> None:
+def pack_mask(keep: Tensor, bits: Tensor, offset: int) -> None:
     """Write booleans on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
     found = numpy.packbits(keep.numpy(), axis=1)
     bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
 
 
-def thinned(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tensor:
+def apply_packed(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tensor:
     """`deltas` `[T, n]` times `factors` `[T]` where what was packed at their flat index is true, else 0."""
     out = torch.empty_like(deltas)
     size = deltas.shape[1]
@@ -131,37 +131,37 @@ def thinned(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tenso
     return out
 
 
-_IN_CACHE = 1 << 15
+CACHED_OUTPUTS = 1 << 15
 """Outputs that a CPU computes at a time: three times so many 64-bit numbers stay in a core's own cache."""
 _ROUNDS = ((30, _MIX_1), (27, _MIX_2), (31, None))
 """SplitMix64's: how far a state is shifted before it is combined with itself, and what it is multiplied by."""
 
 
 @lru_cache(maxsize=1)
-def _first_states() -> Any:
-    return numpy.arange(1, _IN_CACHE + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN_GAMMA)
+def _make_states() -> Any:
+    return numpy.arange(1, CACHED_OUTPUTS + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN_GAMMA)
 
 
 class _Scratch(threading.local):
     """Memory that a CPU's threads draw random bits in, again and again: new pages cost as much as drawing."""
 
     def __init__(self) -> None:
-        self.state, self.other = numpy.empty((2, _IN_CACHE), dtype=numpy.uint64)
+        self.state, self.other = numpy.empty((2, CACHED_OUTPUTS), dtype=numpy.uint64)
 
 
 _scratch = _Scratch()
 
 
-def _bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
+def draw_bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
     """The bits of entries on a CPU, as NumPy's uint32, and their place among all; valid until the next."""
     first = 0
     for each in draws:
         stop = each.start + each.count
-        for output in range(each.start // 2, -(-stop // 2), _IN_CACHE):
-            count = min(_IN_CACHE, -(-stop // 2) - output)
+        for output in range(each.start // 2, -(-stop // 2), CACHED_OUTPUTS):
+            count = min(CACHED_OUTPUTS, -(-stop // 2) - output)
             shift = (each.key + output * _GOLDEN_GAMMA) % (1 << 64)
             state, other = _scratch.state[:count], _scratch.other[:count]
-            numpy.add(_first_states()[:count], numpy.uint64(shift), out=state)
+            numpy.add(_make_states()[:count], numpy.uint64(shift), out=state)
             for places, factor in _ROUNDS:
                 numpy.right_shift(state, numpy.uint64(places), out=other)
                 numpy.bitwise_xor(state, other, out=state)
@@ -173,18 +173,18 @@ def _bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
             first += len(bits)
 
 
-def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
+def draw_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """The bits of entries, as int64, by torch's operations."""
     lengths = torch.tensor([each.count for each in draws], device=device)
     total, before = sum(each.count for each in draws), 0
     keys, shifts = [], []
     for each in draws:
-        keys.append(_signed(each.key))
+        keys.append(_to_signed(each.key))
         shifts.append(each.start - before)
         before += each.count
     index = torch.tensor(shifts, device=device).repeat_interleave(lengths, output_size=total)
     index += torch.arange(total, device=device)
-    state = (index >> 1).add_(1).mul_(_signed(_GOLDEN_GAMMA))
+    state = (index >> 1).add_(1).mul_(_to_signed(_GOLDEN_GAMMA))
     state += torch.tensor(keys, device=device).repeat_interleave(lengths, output_size=total)
     other = torch.empty_like(state)
     for places, factor in _ROUNDS:
@@ -192,7 +192,7 @@ def _random_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
         other &= (1 << (64 - places)) - 1  # zeros come in at the left
         state ^= other
         if factor is not None:
-            state *= _signed(factor)
+            state *= _to_signed(factor)
     return (state >> (index & 1).mul_(32)) & 0xFFFFFFFF
 
 
@@ -200,26 +200,26 @@ _FOR_A_KERNEL = 1 << 18
 """Entries of a `Counters` in all rows, in the mean, from which on a kernel for each is worth its start."""
 
 
-def _drawn_by_kernel(draws: Sequence[Sequence[Counters]], out: Tensor, bound: int) -> bool:
+def _draw_by_kernel(draws: Sequence[Sequence[Counters]], out: Tensor, bound: int) -> bool:
     """Fill rows as `gpu_kernels.draw` does, if it can and there are enough entries for it."""
-    if out.device.type != "cuda" or out.numel() < _FOR_A_KERNEL * len(draws[0]) or not (draw := _gpu_draw()):
+    if out.device.type != "cuda" or out.numel() < _FOR_A_KERNEL * len(draws[0]) or not (draw := _load_draw()):
         return False
-    keys = torch.tensor([[_signed(each.key) for each in row] for row in draws]).pin_memory()
+    keys = torch.tensor([[_to_signed(each.key) for each in row] for row in draws]).pin_memory()
     keys = keys.to(out.device, non_blocking=True)
     first = 0
     for number, each in enumerate(draws[0]):
-        draw(out[:, first : first + each.count], keys[:, number], each.start, bound, _FACTORS)
+        draw(out[:, first : first + each.count], keys[:, number], each.start, bound, FACTORS)
         first += each.count
     return True
 
 
-_FACTORS = (_signed(_GOLDEN_GAMMA), _signed(_MIX_1), _signed(_MIX_2))
+FACTORS = (_to_signed(_GOLDEN_GAMMA), _to_signed(_MIX_1), _to_signed(_MIX_2))
 
 
 @cache
-def _gpu_draw() -> Callable[..., None] | None:
+def _load_draw() -> Callable[..., None] | None:
     """`gpu_kernels.draw`, if this machine's compiler makes of it what torch's operations give."""
-    found = gpu_kernels()
+    found = load_gpu_kernels()
     if found is None:
         return None
     try:
@@ -228,9 +228,9 @@ def _gpu_draw() -> Callable[..., None] | None:
         keep = torch.empty(2, 100, dtype=torch.bool, device="cuda")
         uniform = torch.empty(2, 100, dtype=torch.float64, device="cuda")
         for out in (keep, uniform):
-            found.draw(out, keys, few[0][0].start, 1 << 31, _FACTORS)
-        bits = torch.stack([_random_bits(each, keep.device) for each in few])
-        same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, _uniform(bits))
+            found.draw(out, keys, few[0][0].start, 1 << 31, FACTORS)
+        bits = torch.stack([draw_bits(each, keep.device) for each in few])
+        same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, to_uniform(bits))
     except Exception as error:  # the compiler does not know this kernel or this GPU
         logger.warning("drawing without Triton, which is slower: %s: %s", type(error).__name__, error)
         return None

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream, require, require_choice
-from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, whitened_atoms
+from mergekit_lab.merging.fisher import SCALES, sum_fishers
+from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
 
 _COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25
@@ -34,7 +35,7 @@ class EpiMer(AtomMethod):
     Args:
         rank: cap on the triplets an expert keeps of a matrix, at least 1; None keeps `int(r/T)`.
         coefficient: `α`.
-        eps: `ε > 0`, added to every curvature; large values recover TSV-M.
+        floor: `ε > 0`, added to every curvature; large values recover TSV-M.
         aggregator: `"sum"` scales the mean by T, as a sum of task vectors would be; `"mean"` does not.
         coordinates: `"tagged"`, `"full"` or `"own"`, see the module.
         normalize: bring the experts' Fishers to one scale first: `"none"`, `"trace"` (mean entry 1) or
@@ -46,7 +47,7 @@ class EpiMer(AtomMethod):
     """
 
     rank: int | None = 32
-    eps: float = 1e-8
+    floor: float = 1e-8
     aggregator: str = "sum"
     coordinates: str = "tagged"
     normalize: str = "none"
@@ -55,10 +56,10 @@ class EpiMer(AtomMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.eps > 0, "eps", self.eps, "positive")
+        require(self.floor > 0, "floor", self.floor, "positive")
         require_choice("aggregator", self.aggregator, ("sum", "mean"))
         require_choice("coordinates", self.coordinates, _COORDINATES)
-        require_choice("normalize", self.normalize, ("none", "trace", "norm"))
+        require_choice("normalize", self.normalize, SCALES)
 
     def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
         weights = super().expert_weights(experts, name)
@@ -68,23 +69,20 @@ class EpiMer(AtomMethod):
     def survey(self, stream: Stream) -> Any:
         if self.normalize == "none":
             return None
-        totals = torch.zeros(len(stream.experts), dtype=torch.float64)
-        for fisher in stream.side_blocks("fisher"):
-            values = fisher.double()
-            totals += (values if self.normalize == "trace" else values.square()).sum(dim=1).cpu()
+        totals = sum_fishers(stream, self.normalize)
         require(
             bool((totals > 0).all()), "a Fisher's sum", totals.tolist(), "positive to be brought to one scale"
         )
         means = totals / stream.entries
         return means if self.normalize == "trace" else means.sqrt()
 
-    def divisor(self, site: Site) -> Tensor:
+    def find_divisor(self, site: Site) -> Tensor:
         return site.weights.sum()
 
-    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+    def merge_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         experts = deltas.shape[1]
-        rank = noted_rank(deltas.shape[2:], experts, self.rank, sites)
-        atoms = whitened_atoms(deltas, rank, sites)
+        rank = note_rank(deltas.shape[2:], experts, self.rank, sites)
+        atoms = whiten_atoms(deltas, rank, sites)
         if rank == 0:
             atoms = atoms.to(deltas.dtype)
             return atoms, atoms.sigma
@@ -92,8 +90,8 @@ class EpiMer(AtomMethod):
         curvature = torch.stack(fishers) if len(fishers) > 1 else fishers[0][None]
         shares = torch.stack([self._shares(site) for site in sites]).double()
         scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
-        merged, eta = frechet_mean(
-            atoms, self._coordinates(atoms, deltas), curvature, shares, self.eps, scales.to(shares)
+        merged, eta = solve_mean(
+            atoms, self._choose_coordinates(atoms, deltas), curvature, shares, self.floor, scales.to(shares)
         )
         for site, gain in zip(sites, eta.tolist(), strict=True):
             site.note("eta", gain)
@@ -103,7 +101,7 @@ class EpiMer(AtomMethod):
     def _shares(self, site: Site) -> Tensor:
         return site.weights / site.weights.sum()
 
-    def _coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:
+    def _choose_coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:
         """`d`, `[B, T, p]`."""
         experts, device = deltas.shape[1], deltas.device
         own = torch.eye(experts, dtype=torch.bool, device=device)
@@ -114,8 +112,8 @@ class EpiMer(AtomMethod):
         return projected if self.coordinates == "full" else torch.where(own, projected, 0)
 
 
-def frechet_mean(
-    atoms: Atoms, coordinates: Tensor, curvature: Tensor, shares: Tensor, eps: float, scales: Tensor
+def solve_mean(
+    atoms: Atoms, coordinates: Tensor, curvature: Tensor, shares: Tensor, floor: float, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`H̄⁻¹ b` `[B, p]` and `η` `[B]` of `B` matrices.
 
@@ -124,7 +122,7 @@ def frechet_mean(
         coordinates: `d`, `[B, T, p]`.
         curvature: `v`, `[B, T, m, n]`, non-negative.
         shares: `λ`, `[B, T]`, summing to 1 over T.
-        eps: `ε`.
+        floor: `ε`.
         scales: what each expert's curvature is divided by, `[T]`.
     """
     mean = atoms.u.new_zeros(curvature.shape[0], *curvature.shape[2:])
@@ -133,12 +131,12 @@ def frechet_mean(
         own = curvature[:, t].to(torch.float64, copy=True).div_(scales[t])
         share = shares[:, t, None, None]
         mean.addcmul_(own, share)
-        pull.addcmul_(own.add_(eps).mul_(atoms.lift(coordinates[:, t])), share)
+        pull.addcmul_(own.add_(floor).mul_(atoms.lift(coordinates[:, t])), share)
         del own
     b = _project(atoms, pull)
     del pull
-    gram = projected_gram(atoms, mean)
-    gram.diagonal(dim1=-2, dim2=-1).add_(eps)
+    gram = project_curvature(atoms, mean)
+    gram.diagonal(dim1=-2, dim2=-1).add_(floor)
     factor = torch.linalg.cholesky(gram)
     merged = torch.cholesky_solve(b[..., None], factor)[..., 0]
     flat = torch.einsum("bt,btp->bp", shares, coordinates)
@@ -152,7 +150,7 @@ def _project(atoms: Atoms, matrices: Tensor) -> Tensor:
     return ((atoms.u.mT @ matrices) * atoms.v.mT).sum(dim=-1)
 
 
-def projected_gram(atoms: Atoms, curvature: Tensor) -> Tensor:
+def project_curvature(atoms: Atoms, curvature: Tensor) -> Tensor:
     """`Sᵀ diag(v) S` `[B, p, p]` for `v` `[B, m, n]`: `H_ij = Σ_ab v_ab U_ai V_bi U_aj V_bj`.
 
     In blocks of `i`, contracting the larger dimension first: `W_i = v (V ∘ v_i)`, `H_i = Σ_a U_ai (U ∘ W_i)`,

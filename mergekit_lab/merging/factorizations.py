@@ -24,7 +24,7 @@ def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, vh.mT
 
 
-def top_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def solve_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The `rank` largest singular triplets of a batch `[B, m, n]`, in float64: `U` `[B, m, k]`, `S`, `V`.
 
     On a CUDA device single-precision matrices go through cuSOLVER's batched `gesvda`, thirty times faster
@@ -32,34 +32,34 @@ def top_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[
     `overwrite` gives the matrices' memory away.
     """
     if not matrices.is_cuda or matrices.dtype == torch.float64:
-        return _first_triplets(matrices, rank, overwrite)
+        return _solve_each(matrices, rank, overwrite)
     if matrices.shape[1] < matrices.shape[2]:
-        v, s, u = top_triplets(matrices.mT, rank)
+        v, s, u = solve_triplets(matrices.mT, rank)
         return u, s, v
     if matrices.shape[1] > _TALL * matrices.shape[2]:
-        return _tall_triplets(matrices, rank)
-    u, s, v = (torch.cat(x) for x in zip(*(_batched_triplets(x, rank) for x in _chunks(matrices)), strict=True))
+        return solve_tall_triplets(matrices, rank)
+    u, s, v = (torch.cat(x) for x in zip(*(_solve_batch(x, rank) for x in _chunk(matrices)), strict=True))
     return u, s, v
 
 
-def _first_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _solve_each(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """By `svd`, one matrix at a time: all triplets of one are in memory, and the first ones of all."""
     batch, m, n = matrices.shape
     u, v = (matrices.new_empty(batch, rank, size, dtype=torch.float64).mT for size in (m, n))
     s = matrices.new_empty(batch, rank, dtype=torch.float64)
     for i, matrix in enumerate(matrices):
         if m < n:
-            v[i], s[i], u[i] = _leading_triplets(matrix.mT, rank, overwrite)
+            v[i], s[i], u[i] = _solve_one(matrix.mT, rank, overwrite)
         else:
-            u[i], s[i], v[i] = _leading_triplets(matrix, rank, overwrite)
+            u[i], s[i], v[i] = _solve_one(matrix, rank, overwrite)
     return u, s, v
 
 
-def _leading_triplets(matrix: Tensor, rank: int, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _solve_one(matrix: Tensor, rank: int, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of one matrix `[m, n]`, `m ≥ n`."""
     triangle = _Triangle(matrix, overwrite)
     u, s, v = svd(triangle.factor)
-    return triangle.raised(u[:, :rank]), s[:rank], v[:, :rank]
+    return triangle.expand_back(u[:, :rank]), s[:rank], v[:, :rank]
 
 
 class _Triangle:
@@ -82,7 +82,7 @@ class _Triangle:
         self._reflections = columns, scales
         self.factor = columns[:n].triu()
 
-    def raised(self, x: Tensor) -> Tensor:
+    def expand_back(self, x: Tensor) -> Tensor:
         """`Q x` `[m, k]` for `x` `[n, k]`."""
         if self._reflections is None:
             return x
@@ -96,7 +96,7 @@ _UPRIGHT = 1.5
 """Rows a column from which a matrix is reduced to its triangle first."""
 
 
-def _chunks(matrices: Tensor) -> tuple[Tensor, ...]:
+def _chunk(matrices: Tensor) -> tuple[Tensor, ...]:
     """A batch in parts of about equal size that `gesvda` takes."""
     batch = len(matrices)
     return matrices.tensor_split(min(batch, -(-batch * matrices.shape[2] // _GESVDA_COLUMNS)))
@@ -109,20 +109,20 @@ _ACCURACY = 1e-5
 """Largest residual and departure from orthonormality of triplets that are taken as solved."""
 
 
-def _tall_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def solve_tall_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of matrices with many more rows than columns (vocabularies), by the triangular factor of each."""
     small = torch.stack([torch.linalg.qr(x.double(), mode="r").R for x in matrices])
-    _, s, v = top_triplets(small.to(matrices.dtype), rank)
+    _, s, v = solve_triplets(small.to(matrices.dtype), rank)
     inverse = torch.where(s > 0, 1 / s, 0)
     u = torch.stack([x.double() @ (w * i) for x, w, i in zip(matrices, v, inverse, strict=True)])
     return u, s, v
 
 
-def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _solve_batch(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     try:
         u, s, vh = torch.linalg.svd(matrices, full_matrices=False, driver="gesvda")
     except RuntimeError:
-        return _first_triplets(matrices, rank)
+        return _solve_each(matrices, rank)
     u, s, v = u[..., :rank].double(), s[..., :rank].double(), vh[..., :rank, :].mT.double()
     residual = (matrices.double() @ v - u * s[:, None]).flatten(1).norm(dim=1)
     eye = torch.eye(rank, dtype=u.dtype, device=u.device)
@@ -130,48 +130,48 @@ def _batched_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tens
     scale = matrices.flatten(1).norm(dim=1).double()
     solved = (residual <= _ACCURACY * scale) & (skew <= _ACCURACY)
     if not bool(solved.all()):
-        again = _first_triplets(matrices[~solved], rank)
+        again = _solve_each(matrices[~solved], rank)
         for target, source in zip((u, s, v), again, strict=True):
             target[~solved] = source
     return u, s, v
 
 
-def precise_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`top_triplets` where small ones count as much as large ones, of a batch `[B, m, n]` in float64.
+def solve_precise_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`solve_triplets` where small ones count as much as large ones, of a batch `[B, m, n]` in float64.
 
     `gesvda` works on squares: a direction whose singular value is a tenth of the largest is off by a hundred
     times single precision. On a CUDA device its directions are the start of a refinement by products in
     float64; matrices for which that does not converge are solved by `svd`.
     """
     if not matrices.is_cuda:
-        return _first_triplets(matrices, rank)
+        return _solve_each(matrices, rank)
     if matrices.shape[1] < matrices.shape[2]:
-        v, s, u = precise_triplets(matrices.mT, rank)
+        v, s, u = solve_precise_triplets(matrices.mT, rank)
         return u, s, v
     small = matrices
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         small = torch.stack([torch.linalg.qr(x, mode="r").R for x in matrices])
-    parts = [_refined_directions(part, rank) for part in _chunks(small)]
+    parts = [_refine_directions(part, rank) for part in _chunk(small)]
     v = torch.cat(parts)
     u = matrices @ v
     s = u.norm(dim=1)
     return u * torch.where(s > 0, 1 / s, 0)[:, None], s, v
 
 
-def _refined_directions(matrices: Tensor, rank: int) -> Tensor:
+def _refine_directions(matrices: Tensor, rank: int) -> Tensor:
     gram = matrices.mT @ matrices
     try:
         start = torch.linalg.svd(matrices.float(), full_matrices=False, driver="gesvda").Vh.mT.double()
     except RuntimeError:
         start = torch.zeros_like(gram)
-    v, solved = refined_eigenvectors(gram, start, rank)
+    v, solved = refine_eigenvectors(gram, start, rank)
     v = v[..., :rank]
     if not bool(solved.all()):
-        v[~solved] = _first_triplets(matrices[~solved], rank)[2]
+        v[~solved] = _solve_each(matrices[~solved], rank)[2]
     return v
 
 
-def refined_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def refine_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Eigenvectors of symmetric matrices from approximate ones, by products alone.
 
     Ogita & Aishima 2018, "Iterative refinement for symmetric eigenvalue decomposition", Algorithm 1: errors
@@ -205,7 +205,7 @@ def refined_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Te
 _REFINEMENTS = 4
 
 
-def polar_factor(matrices: Tensor, precision: torch.dtype, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+def orthogonalize(matrices: Tensor, precision: torch.dtype, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """The orthonormal factors `U Vᵀ` of `matrices = U S Vᵀ` `[B, m, p]`, and their numerical ranks.
 
     Directions with `s ≤ tol·s_max` (tol 1e-12 where `precision`, the dtype of the data, is float64; else
@@ -216,27 +216,27 @@ def polar_factor(matrices: Tensor, precision: torch.dtype, overwrite: bool = Fal
         Factors in float64 `[B, m, p]`, ranks `[B]`.
     """
     if matrices.shape[1] < matrices.shape[2]:
-        factors, ranks = polar_factor(matrices.mT, precision, overwrite)
+        factors, ranks = orthogonalize(matrices.mT, precision, overwrite)
         return factors.mT, ranks
     tolerance = 1e-12 if precision == torch.float64 else 1e-6
     matrices = matrices.double()
     ranks = torch.full(matrices.shape[:1], matrices.shape[2], device=matrices.device)
     if not matrices.is_cuda:
-        return _polar_by_svd(matrices, tolerance, overwrite)
-    out, regular = polar_by_iteration(matrices, max(tolerance, 1e-7))
+        return _orthogonalize_by_svd(matrices, tolerance, overwrite)
+    out, regular = orthogonalize_by_iteration(matrices, max(tolerance, 1e-7))
     if not bool(regular.all()):
-        out[~regular], ranks[~regular] = _polar_by_svd(matrices[~regular], tolerance)
+        out[~regular], ranks[~regular] = _orthogonalize_by_svd(matrices[~regular], tolerance)
     return out, ranks
 
 
-def _polar_by_svd(matrices: Tensor, tolerance: float, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+def _orthogonalize_by_svd(matrices: Tensor, tolerance: float, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """Of `[B, m, p]`, `m ≥ p`, one at a time."""
     out, ranks = torch.empty_like(matrices), matrices.new_empty(len(matrices), dtype=torch.int64)
     for i, matrix in enumerate(matrices):
         triangle = _Triangle(matrix, overwrite)
         u, s, v = svd(triangle.factor)
         keep = s > tolerance * s.amax()
-        out[i], ranks[i] = triangle.raised(u.mul_(keep) @ v.mT), keep.sum()
+        out[i], ranks[i] = triangle.expand_back(u.mul_(keep) @ v.mT), keep.sum()
     return out, ranks
 
 
@@ -246,7 +246,7 @@ _EXACT = (1.875, -1.25, 0.375)
 """Newton–Schulz of order 5: converges cubically to 1."""
 
 
-def polar_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+def orthogonalize_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
     """Polar factors by matrix products alone, and where they may be trusted.
 
     A steep polynomial lifts the singular values to order 1, as often as the smallest one needs; Newton–Schulz
@@ -263,7 +263,7 @@ def polar_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tenso
     bound = gram.abs().sum(dim=-1).amax(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     x, gram = matrices / bound.sqrt()[:, None, None], gram / bound[:, None, None]
     factor, info = torch.linalg.cholesky_ex(gram)
-    least = _smallest_eigenvalue(factor).sqrt()
+    least = _estimate_smallest_eigenvalue(factor).sqrt()
     solvable = (info == 0) & (least > smallest)
     lowest = float(least[solvable].min()) if bool(solvable.any()) else 1.0
     steps = max(0, math.ceil(math.log(0.4 / lowest) / math.log(_STEEP[0]))) + 1
@@ -282,7 +282,7 @@ _EXACT_STEPS = 10
 _ORTHONORMAL = 1e-12
 
 
-def _smallest_eigenvalue(cholesky: Tensor) -> Tensor:
+def _estimate_smallest_eigenvalue(cholesky: Tensor) -> Tensor:
     """Of `L Lᵀ`, `[B]`, by inverse iteration: right to a factor of 2 unless the start is unlucky."""
     batch, size = cholesky.shape[:2]
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,18 @@ from torch import Tensor
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
 
+SCALES = ("none", "trace", "norm")
+"""How the experts' Fishers are brought to one scale: not at all, by their sums, by their L2 norms."""
+
+
+def sum_fishers(stream: Stream, normalize: str) -> Tensor:
+    """The sum of every expert's Fisher over the whole model (`"norm"`: of its squares), `[T]`, in float64."""
+    totals = torch.zeros(len(stream.experts), dtype=torch.float64)
+    for fisher in stream.side_blocks("fisher"):
+        values = fisher.double()
+        totals += (values.square() if normalize == "norm" else values).sum(dim=1).cpu()
+    return totals
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fisher(Method):
@@ -25,8 +37,9 @@ class Fisher(Method):
     Args:
         preset: `"matena"`: `W_t = λ_t max(F_t, floor)`; `"mergelm"`: `W_t = λ_t (F_t + floor)`.
         floor: ≥ 0.
-        normalize: divide `W_t` by `‖F_t‖`, the L2 norm over all floating-point entries of the model
-            (`mergelm`: by `‖F_t‖ + floor`).
+        normalize: bring the experts' Fishers to one scale: `"norm"` divides `W_t` by the L2 norm of `F_t` over
+            all floating-point entries of the model, `"trace"` by their sum (`mergelm`: plus the floor),
+            `"none"` by nothing.
         favor_target: `matena` only: floor the first expert's Fisher alone, as the original does.
         weights: `λ_t`, 1 by default.
 
@@ -38,13 +51,14 @@ class Fisher(Method):
 
     preset: str = "matena"
     floor: float = 1e-6
-    normalize: bool = False
+    normalize: str = "none"
     favor_target: bool = False
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 
     def __post_init__(self) -> None:
         require_choice("preset", self.preset, ("matena", "mergelm"))
+        require_choice("normalize", self.normalize, SCALES)
         require(self.floor >= 0, "floor", self.floor, "at least 0")
         require(
             not self.favor_target or self.preset == "matena",
@@ -53,25 +67,17 @@ class Fisher(Method):
             "False for the preset 'mergelm'",
         )
 
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def propagates(self) -> bool:
-        return True
-
-    @property
-    def pools(self) -> bool:
-        return True
+    elementwise = True
+    propagates = True
+    pools = True
 
     def survey(self, stream: Stream) -> Any:
-        if not self.normalize:
+        if self.normalize == "none":
             return None
-        squares = torch.zeros(len(stream.experts), dtype=torch.float64)
-        for fisher in stream.side_blocks("fisher"):
-            squares += fisher.double().square().sum(dim=1).cpu()
-        norms = squares.sqrt() + (self.floor if self.preset == "mergelm" else 0)
+        totals = sum_fishers(stream, self.normalize)
+        norms = (totals.sqrt() if self.normalize == "norm" else totals) + self.floor * (
+            self.preset == "mergelm"
+        )
         zero = [expert for expert, norm in zip(stream.experts, norms.tolist(), strict=True) if norm == 0]
         if zero:
             raise InputError(f"the fisher of {listing(zero)} is 0 everywhere and has no norm to divide by")
@@ -86,9 +92,9 @@ class Fisher(Method):
         else:
             importance = fisher.clamp(min=self.floor)
         share = site.weights.clone()
-        if self.normalize:
+        if site.survey is not None:
             share *= site.survey.to(share)
-        if self.normalize or not site.unit:
+        if site.survey is not None or not site.unit:
             importance = importance * share.view(-1, *[1] * base.dim())
         total = importance.sum(dim=0)
         merged = (importance * deltas).sum(dim=0) / total

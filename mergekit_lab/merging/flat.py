@@ -28,7 +28,7 @@ class Flat:
         self._rows: dict[str, list[Tensor]] = {}
         self._memory: dict[str, Tensor] = {}
 
-    def empty(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
         """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than what is
         done with them."""
         if device.type != "cpu":
@@ -37,7 +37,7 @@ class Flat:
             self._memory[use] = torch.empty(rows * size, dtype=compute)
         return self._memory[use][: rows * size].view(rows, size)
 
-    def parts(self, segment: Segment) -> list[Tensor]:
+    def read(self, segment: Segment) -> list[Tensor]:
         """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
         rows = self._rows.get(segment.name)
         if rows is None:
@@ -62,7 +62,7 @@ def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:
             if row[0].device == out.device:
                 fill(slot[None], [row])
             else:
-                slot.copy_(sent(row, out.device))
+                slot.copy_(send(row, out.device))
         return
     parts = [part.reshape(-1) for row in rows for part in row]
     if all(part.dtype == out.dtype for part in parts):
@@ -71,7 +71,7 @@ def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:
         torch._foreach_copy_(out.view(-1).split([len(part) for part in parts]), parts)
 
 
-def sent(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The parts, end to end, on another device, in their own dtype: converted there, half as much is sent.
 
     From the host they go through pinned memory, so that nobody waits for the transfer.
@@ -87,6 +87,6 @@ def sent(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return whole.to(device, non_blocking=from_host)
 
 
-def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def view_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of the flat tensor, end to end, in the shapes of others."""
     return list(_unflatten_dense_tensors(flat, like))

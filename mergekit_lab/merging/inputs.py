@@ -34,7 +34,7 @@ class Inputs:
         base: `θ0`.
         experts: `θ_t` by name, in order.
         side: side inputs by kind, in the experts' order.
-        side_name: see `Method.side_name`.
+        name_side: see `Method.name_side`.
         tied: names that are another name for the same weights, each with the first.
         merged: the tensors that are merged, in the base's order: floating-point ones, tied ones once.
         transposed: the weights that are stored as [in, out].
@@ -44,17 +44,17 @@ class Inputs:
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     side: Mapping[str, tuple[Checkpoint, ...]]
-    side_name: Callable[[str, str], str | None]
+    name_side: Callable[[str, str], str | None]
     tied: Mapping[str, str]
     merged: tuple[str, ...]
     transposed: frozenset[str]
     compute: torch.dtype
 
-    def sides(self, name: str) -> dict[str, list[Tensor]]:
+    def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""
         found = {}
         for kind, checkpoints in self.side.items():
-            key = self.side_name(kind, name)
+            key = self.name_side(kind, name)
             if key is not None and all(key in checkpoint for checkpoint in checkpoints):
                 found[kind] = [checkpoint[key] for checkpoint in checkpoints]
         return found
@@ -75,7 +75,7 @@ class Inputs:
         """Raise for the first side input of these tensors that may not be used, naming the expert."""
         for position, expert in enumerate(self.experts):
             for name in names:
-                values = self.sides(name)[kind][position].to(self.compute)
+                values = self.read_sides(name)[kind][position].to(self.compute)
                 finite = bool(values.isfinite().all())
                 if not finite or (kind == "fisher" and bool((values < 0).any())):
                     found = "negative" if finite else "NaN or infinite"
@@ -96,7 +96,7 @@ def open_inputs(
         InputError: see `merge_state_dicts`.
     """
     origin = open_checkpoint(base, "the base")
-    opened = {name: open_checkpoint(source, name) for name, source in _named(experts, "experts").items()}
+    opened = {name: open_checkpoint(source, name) for name, source in _name_sources(experts, "experts").items()}
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
@@ -107,14 +107,14 @@ def open_inputs(
     tied = origin.tied()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
-    merged = selected(origin.specs, tied, include, exclude)
+    merged = select_tensors(origin.specs, tied, include, exclude)
     method.check_tensors(merged)
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
         base=origin,
         experts=opened,
         side=_open_side(origin, method, tuple(opened), statistics),
-        side_name=method.side_name,
+        name_side=method.name_side,
         tied=tied,
         merged=merged,
         transposed=conv1d_weights(origin),
@@ -129,12 +129,12 @@ def check_real(specs: Mapping[str, TensorSpec]) -> None:
         raise InputError(f"complex tensors cannot be merged ({listing(names)})")
 
 
-def name_patterns(patterns: str | Sequence[str]) -> list[str]:
+def list_patterns(patterns: str | Sequence[str]) -> list[str]:
     """Name patterns as a list; a string is one pattern."""
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def selected(
+def select_tensors(
     specs: Mapping[str, TensorSpec],
     tied: Mapping[str, str],
     include: str | Sequence[str] | None,
@@ -147,8 +147,8 @@ def selected(
     Raises:
         InputError: a pattern that matches no floating-point tensor, or nothing that is left to merge.
     """
-    exclude = name_patterns(exclude)
-    include = None if include is None else name_patterns(include)
+    exclude = list_patterns(exclude)
+    include = None if include is None else list_patterns(include)
     names_of: dict[str, list[str]] = {}
     for name, spec in specs.items():
         if spec.dtype.is_floating_point:
@@ -158,13 +158,13 @@ def selected(
         if not any(fnmatchcase(name, pattern) for name in floating):
             raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
 
-    def matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    def match(names: Sequence[str], patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
     found = tuple(
         first
         for first, names in names_of.items()
-        if (include is None or matched(names, include)) and not matched(names, exclude)
+        if (include is None or match(names, include)) and not match(names, exclude)
     )
     if not found:
         raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
@@ -204,7 +204,7 @@ def _check_alike(
             problems.append(f"has other kinds of numbers ({listing(kinds)})")
         if problems:
             way_out = "was it saved from another backbone?"
-            if base is not None and _shapes(align(base, other, read=False)) == _shapes(base):
+            if base is not None and _list_shapes(align(base, other, read=False)) == _list_shapes(base):
                 way_out = (
                     "these are the base's tensors under other names, which mergekit_lab.merge reads; "
                     "here, open both and give mergekit_lab.checkpoints.align(base, expert)"
@@ -212,7 +212,7 @@ def _check_alike(
             raise InputError(f"{what} {other.label!r} {'; '.join(problems)}: {way_out}")
 
 
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in checkpoint.specs.items()}
 
 
@@ -237,7 +237,7 @@ def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
             )
 
 
-def _named(sources: Sources, what: str) -> dict[str, Source]:
+def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
     if isinstance(sources, str | Path | Checkpoint):
         raise InputError(f"{what} must be a mapping from name to checkpoint or a list of checkpoints")
     if isinstance(sources, Mapping):
@@ -268,7 +268,7 @@ def _open_side(
                 f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
                 f"statistics={{{kind!r}: …}}"
             )
-        by_name = _named(given[kind], kind)
+        by_name = _name_sources(given[kind], kind)
         if not isinstance(given[kind], Mapping) and len(by_name) == len(experts):
             by_name = dict(zip(experts, by_name.values(), strict=True))
         if by_name.keys() != set(experts):
@@ -277,7 +277,7 @@ def _open_side(
             )
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {
-            n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.side_name(kind, n) == n
+            n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n
         }
         if own:
             _check_alike(own, opened[kind], f"the {kind}", optional=base.specs)
@@ -288,7 +288,7 @@ def _open_side(
 
 def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
     """Refuse side inputs, under names of their own, that match none of the model's, or not the same ones."""
-    wanted = {key for name in base.specs if (key := method.side_name(kind, name)) is not None}
+    wanted = {key for name in base.specs if (key := method.name_side(kind, name)) is not None}
     found = [wanted & checkpoint.keys() for checkpoint in side]
     if side[0] and not found[0]:
         raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")

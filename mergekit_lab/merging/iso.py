@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.factorizations import polar_factor, precise_triplets, top_triplets
+from mergekit_lab.merging.factorizations import orthogonalize, solve_precise_triplets, solve_triplets
 from mergekit_lab.merging.spectral import SpectralMethod
 
 
@@ -38,8 +38,8 @@ class IsoC(SpectralMethod):
     """
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        total = reduce(Tensor.add_, _scaled(deltas, sites))
-        polar, ranks = polar_factor(total, deltas.dtype)
+        total = reduce(Tensor.add_, _weigh_each(deltas, sites))
+        polar, ranks = orthogonalize(total, deltas.dtype)
         directions = min(total.shape[1:])
         for site, rank in zip(sites, ranks.tolist(), strict=True):
             if rank < directions:
@@ -52,7 +52,7 @@ class IsoC(SpectralMethod):
 class IsoCTS(SpectralMethod):
     """Iso-C on a basis of common directions and an equal number of directions of each expert.
 
-    Of a matrix's `r` directions, `q` an expert and `r − qT` common ones (`direction_budget`). The result
+    Of a matrix's `r` directions, `q` an expert and `r − qT` common ones (`split_directions`). The result
     is `mean(σ)·polar(U)·polar(V)ᵀ`, `σ` the singular values of all `r`.
 
     Args:
@@ -69,58 +69,58 @@ class IsoCTS(SpectralMethod):
         require(0 <= self.common <= 1, "common", self.common, "in [0, 1]")
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        deltas = sites[0].upright(deltas)
+        deltas = sites[0].orient(deltas)
         experts, r = deltas.shape[1], min(deltas.shape[2:])
-        own, common = direction_budget(r, experts, self.common)
-        u, s, v = precise_triplets(reduce(Tensor.add_, _scaled(deltas, sites)), common)
+        own, common = split_directions(r, experts, self.common)
+        u, s, v = solve_precise_triplets(reduce(Tensor.add_, _weigh_each(deltas, sites)), common)
         if own:
-            own_u, own_s, own_v = _own_triplets(deltas, sites, u, own)
+            own_u, own_s, own_v = _solve_own_triplets(deltas, sites, u, own)
             u = torch.cat([own_u.mT.flatten(1, 2), u.mT], dim=1).mT
             s = torch.cat([own_s.flatten(1), s], dim=1)
             v = torch.cat([own_v.mT.flatten(1, 2), v.mT], dim=1).mT
         tolerance = 1e-12 if deltas.dtype == torch.float64 else 1e-6
         real = (s > tolerance * s.amax(dim=-1, keepdim=True))[:, None]
-        white_u, u_rank = polar_factor(u.mul_(real), deltas.dtype, overwrite=True)
+        white_u, u_rank = orthogonalize(u.mul_(real), deltas.dtype, overwrite=True)
         del u
-        white_v, v_rank = polar_factor(v.mul_(real), deltas.dtype, overwrite=True)
+        white_v, v_rank = orthogonalize(v.mul_(real), deltas.dtype, overwrite=True)
         del v
         for site, *ranks in zip(sites, u_rank.tolist(), v_rank.tolist(), strict=True):
             if min(ranks) < r:
                 site.note("rank_deficient", {"atoms": r, "u": ranks[0], "v": ranks[1]})
         merged = (white_u @ white_v.mT).mul_(s.mean(dim=-1)[:, None, None]).to(deltas.dtype)
-        return sites[0].upright(merged)
+        return sites[0].orient(merged)
 
 
-def _own_triplets(deltas: Tensor, sites: Sequence[Site], u: Tensor, rank: int) -> tuple[Tensor, ...]:
+def _solve_own_triplets(deltas: Tensor, sites: Sequence[Site], u: Tensor, rank: int) -> tuple[Tensor, ...]:
     """The `rank` largest triplets of each `λ_t δ_t` apart from the common left directions `u` `[B, m, c]`.
 
     Returns:
         `U` `[B, T, m, k]`, `S` and `V`, in float64.
     """
     batch, experts, m, n = deltas.shape
-    basis = _complement(u) if u.shape[2] and m <= n else None
-    apart = map(partial(_remainder, u=u, basis=basis, dtype=deltas.dtype), _scaled(deltas, sites))
+    basis = _complete_basis(u) if u.shape[2] and m <= n else None
+    apart = map(partial(_remove_common, u=u, basis=basis, dtype=deltas.dtype), _weigh_each(deltas, sites))
     if deltas.is_cuda:  # where many matrices are factorized together
-        found = top_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
+        found = solve_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
         own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
     else:
-        each = zip(*(top_triplets(matrices, rank, overwrite=True) for matrices in apart), strict=True)
+        each = zip(*(solve_triplets(matrices, rank, overwrite=True) for matrices in apart), strict=True)
         own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)
     return own_u if basis is None else basis[:, None] @ own_u, own_s, own_v
 
 
-def _remainder(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _remove_common(delta: Tensor, u: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`[B, m, n]` without what lies in the columns of `u`, or `[B, m−c, n]` in the coordinates of `basis`."""
-    apart = _apart(delta, u) if basis is None else basis.mT @ delta
+    apart = _project_out(delta, u) if basis is None else basis.mT @ delta
     return apart.to(dtype) if apart.is_cuda else apart
 
 
-def _apart(matrices: Tensor, u: Tensor) -> Tensor:
+def _project_out(matrices: Tensor, u: Tensor) -> Tensor:
     """`[B, m, n]`, column by column in memory, without what lies in the columns of `u` `[B, m, c]`."""
     return torch.baddbmm(matrices.mT, matrices.mT @ u, u.mT, alpha=-1).mT
 
 
-def _complement(u: Tensor) -> Tensor:
+def _complete_basis(u: Tensor) -> Tensor:
     """Orthonormal columns `[B, m, m−c]` apart from those of `u` `[B, m, c]`.
 
     In their coordinates the experts' matrices are small and of full rank, which is what factorizations on a
@@ -129,10 +129,10 @@ def _complement(u: Tensor) -> Tensor:
     rows, columns = u.shape[1:]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows, rows - columns, generator=generator, dtype=u.dtype).to(u.device)
-    return polar_factor(_apart(start[None], u), u.dtype)[0]
+    return orthogonalize(_project_out(start[None], u), u.dtype)[0]
 
 
-def direction_budget(r: int, experts: int, common: float) -> tuple[int, int]:
+def split_directions(r: int, experts: int, common: float) -> tuple[int, int]:
     """Directions of each expert, and common ones, of a matrix with `r`.
 
     `int(common·r)` are asked for; the rest is rounded to a multiple of `experts`, half to even, and down
@@ -142,7 +142,7 @@ def direction_budget(r: int, experts: int, common: float) -> tuple[int, int]:
     return own, r - own * experts
 
 
-def _scaled(deltas: Tensor, sites: Sequence[Site]) -> Iterator[Tensor]:
+def _weigh_each(deltas: Tensor, sites: Sequence[Site]) -> Iterator[Tensor]:
     """`λ_t δ_t` `[B, m, n]`, one expert after another, in float64: a flat spectrum amplifies what single
     precision loses."""
     weights = torch.stack([site.weights for site in sites]).double()[..., None, None]

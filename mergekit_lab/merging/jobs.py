@@ -13,7 +13,7 @@ STACK_BYTES = 1 << 30
 """Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
 
 
-def jobs_of(reader: Reader) -> list[list[str]]:
+def plan_jobs(reader: Reader) -> list[list[str]]:
     """The merged tensors in groups that are worked on together.
 
     They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
@@ -33,7 +33,7 @@ def jobs_of(reader: Reader) -> list[list[str]]:
         stacks = [
             list(part)
             for (shape, _), members in groups.items()
-            for part in _chunks(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
+            for part in _chunk(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
         ]
 
         def work(part: list[str]) -> int:
@@ -41,11 +41,11 @@ def jobs_of(reader: Reader) -> list[list[str]]:
             return len(part) * math.prod(shape) * min(shape)
 
         # the longest first, or several devices would wait for the one that has it
-        return [*sorted(stacks, key=work, reverse=True), *_pooled(others, reader)]
-    return _pooled(names, reader) if reader.pools else [[name] for name in names]
+        return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
+    return _pool(names, reader) if reader.pools else [[name] for name in names]
 
 
-def _pooled(names: Sequence[str], reader: Reader) -> list[list[str]]:
+def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
     """Neighbors together up to a block's size."""
     specs = reader.inputs.base.specs
     jobs: list[list[str]] = []
@@ -60,7 +60,7 @@ def _pooled(names: Sequence[str], reader: Reader) -> list[list[str]]:
     return jobs
 
 
-def _chunks(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
+def _chunk(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
     iterator = iter(names)
     while part := tuple(islice(iterator, max(1, size))):
         yield part

@@ -19,7 +19,7 @@ BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """The integers that have a number's bits."""
 
 
-def as_array(values: Tensor) -> Any:
+def to_array(values: Tensor) -> Any:
     """The values as NumPy sees them on a CPU, where it is many times as fast with bits; else themselves."""
     return values.numpy() if values.device.type == "cpu" else values
 
@@ -37,7 +37,7 @@ class DigitCounts:
 
     def __init__(self, prefix: Tensor, known: int, width: int) -> None:
         self._prefix, self._known, self._width = prefix, known, width
-        self._gpu = gpu_kernels() if prefix.is_cuda else None
+        self._gpu = load_gpu_kernels() if prefix.is_cuda else None
         copies = _COPIES if self._gpu and width <= _CROWDED else 1
         shape = (len(prefix), copies, 1 << width)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=prefix.device)
@@ -58,7 +58,7 @@ class DigitCounts:
 def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int) -> None:
     kind = BITS[row.dtype]
     size = torch.iinfo(kind).bits - 1
-    bits = as_array(row.view(kind)) & torch.iinfo(kind).max
+    bits = to_array(row.view(kind)) & torch.iinfo(kind).max
     if known == 0:
         counts += torch.bincount(torch.as_tensor(bits >> (size - width)), minlength=len(counts))
         return
@@ -74,7 +74,7 @@ _COPIES = 64
 
 
 @cache
-def gpu_kernels() -> ModuleType | None:
+def load_gpu_kernels() -> ModuleType | None:
     """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
     try:
         from mergekit_lab.merging import gpu_kernels as found

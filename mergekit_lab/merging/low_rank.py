@@ -20,11 +20,11 @@ from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.merging.spectral import AtomMethod, rank_budget
-from mergekit_lab.merging.stream import readers_of, results_of, stacked, survey_of
+from mergekit_lab.merging.spectral import AtomMethod, cap_rank
+from mergekit_lab.merging.stream import open_readers, read_stack, run_jobs, survey_model
 
 
-def factor_method(method: Method) -> AtomMethod:
+def require_factors(method: Method) -> AtomMethod:
     """The method as one whose result has factors.
 
     Raises:
@@ -37,7 +37,7 @@ def factor_method(method: Method) -> AtomMethod:
     return method
 
 
-def merged_factors(
+def merge_factors(
     base: Source,
     experts: Sources,
     method: Method,
@@ -57,27 +57,27 @@ def merged_factors(
     Raises:
         InputError: the method has no factors; and what `merge_state_dicts` refuses.
     """
-    found = factor_method(method)
+    found = require_factors(method)
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
-    readers = readers_of(inputs, method, device, notes)
-    survey = survey_of(readers)
+    readers = open_readers(inputs, method, device, notes)
+    survey = survey_model(readers)
 
     def run(reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
-        return [(name, value.cpu()) for name, value in _factors(found, reader, names, survey)]
+        return [(name, value.cpu()) for name, value in _factorize_job(found, reader, names, survey)]
 
-    made = (pair for results in results_of(readers, run) for pair in results)
+    made = (pair for results in run_jobs(readers, run) for pair in results)
     shapes = {name: inputs.base.specs[name].shape for name in inputs.merged}
-    return factor_specs(shapes, len(inputs.experts), found, inputs.compute), made
+    return plan_factors(shapes, len(inputs.experts), found, inputs.compute), made
 
 
-def factor_specs(
+def plan_factors(
     merged: Mapping[str, tuple[int, ...]], experts: int, method: AtomMethod, kind: torch.dtype
 ) -> dict[str, TensorSpec]:
     """What every factor will be, of the shapes that are merged, in the dtype of the arithmetic."""
     specs: dict[str, TensorSpec] = {}
     for name, shape in merged.items():
         if method.is_matrix(name, shape):
-            atoms = experts * rank_budget(shape, experts, method.rank)
+            atoms = experts * cap_rank(shape, experts, method.rank)
             shapes = {LEFT: (shape[0], atoms), RIGHT: (shape[1], atoms), COORDINATES: (atoms,)}
         else:
             shapes = {PARTS: (experts, *shape), DIVISOR: ()}
@@ -85,16 +85,18 @@ def factor_specs(
     return specs
 
 
-def _factors(method: AtomMethod, reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[str, Tensor]]:
+def _factorize_job(
+    method: AtomMethod, reader: Reader, names: list[str], survey: Any
+) -> Iterator[tuple[str, Tensor]]:
     shape = reader.inputs.base.specs[names[0]].shape
     if method.is_matrix(names[0], shape):
-        with stacked(reader, names, survey) as (_, deltas, sites):
-            atoms, coordinates = method.merged_atoms(deltas, sites)
+        with read_stack(reader, names, survey) as (_, deltas, sites):
+            atoms, coordinates = method.merge_atoms(deltas, sites)
         for name, u, v, d in zip(names, atoms.u, atoms.v, coordinates, strict=True):
             yield from ((name + LEFT, u), (name + RIGHT, v), (name + COORDINATES, d))
         return
     for name in names:
-        deltas = reader.deltas(name, reader.base(name))
-        site = reader.site([Segment(name, 0, deltas[0].numel())])
+        deltas = reader.read_deltas(name, reader.read_base(name))
+        site = reader.make_site([Segment(name, 0, deltas[0].numel())])
         reader.settle()
-        yield from ((name + PARTS, site.weigh(deltas)), (name + DIVISOR, method.divisor(site)))
+        yield from ((name + PARTS, site.weigh(deltas)), (name + DIVISOR, method.find_divisor(site)))

@@ -52,13 +52,13 @@ class ModelStock(Method):
         return super().expert_weights(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        deltas = site.upright(deltas)
+        deltas = site.orient(deltas)
         rows = deltas.shape[1] if self.filter_wise and base.dim() > 1 else 1
         filters = deltas.reshape(len(deltas), rows, -1)
         ratio = stock_ratio(filters)
         if float(ratio.min()) < 0:
             site.note("ratio", float(ratio.min()))
-        return site.upright((ratio[:, None] * filters.mean(dim=0)).view(deltas.shape[1:]))
+        return site.orient((ratio[:, None] * filters.mean(dim=0)).view(deltas.shape[1:]))
 
 
 def stock_ratio(filters: Tensor) -> Tensor:

@@ -51,17 +51,17 @@ class RegMean(Method):
         require(0 <= self.ratio <= 1, "ratio", self.ratio, "in [0, 1]")
         require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
 
-    def side_name(self, kind: str, name: str) -> str | None:
+    def name_side(self, kind: str, name: str) -> str | None:
         return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if "gram" not in site.side:
             return site.weigh(deltas).mean(dim=0)
-        total, pull = self._normal_equations(name, site.upright(deltas), site)
+        total, pull = self._build_equations(name, site.orient(deltas), site)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
-        return site.upright(_solve(total, pull, precision, name).mT).to(deltas.dtype)
+        return site.orient(_solve(total, pull, precision, name).mT).to(deltas.dtype)
 
-    def _normal_equations(self, name: str, weights: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+    def _build_equations(self, name: str, weights: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """`ΣG'_t` `[in, in]` and `ΣG'_t δ_tᵀ` `[in, out]` for `weights` `δ` `[T, out, in]`, in float64."""
         grams = site.side["gram"]
         inputs = weights.shape[-1] if weights.dim() == 3 else None
@@ -69,19 +69,19 @@ class RegMean(Method):
             layout = "[in, out]" if site.transposed else "[out, in]"
             raise InputError(
                 f"the gram of {name!r} is {list(grams.shape[1:])} and the tensor "
-                f"{list(site.upright(weights).shape[1:])}; a weight {layout} takes a gram [in, in]"
+                f"{list(site.orient(weights).shape[1:])}; a weight {layout} takes a gram [in, in]"
             )
         total = torch.zeros_like(grams[0], dtype=torch.float64)
         pull = total.new_zeros(weights.shape[-1], weights.shape[-2])
         mean = grams.diagonal(dim1=-2, dim2=-1).double().mean()
         for gram, delta, weight in zip(grams, weights, site.weights.double(), strict=True):
-            own = self._shrunk(gram, mean).mul_(weight)  # one expert at a time in float64
+            own = self._shrink(gram, mean).mul_(weight)  # one expert at a time in float64
             total += own
             pull.addmm_(own, delta.double().mT)
             del own
         return total, pull
 
-    def _shrunk(self, gram: Tensor, mean: Tensor) -> Tensor:
+    def _shrink(self, gram: Tensor, mean: Tensor) -> Tensor:
         """`G'_t` `[in, in]` in float64: off-diagonal entries times the ratio, the ridge times `mean` on the
         diagonal."""
         shrunk = gram.to(torch.float64, copy=True)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.kernels import BITS, DigitCounts, as_array
+from mergekit_lab.merging.kernels import BITS, DigitCounts, to_array
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Largest:
     below: list[float]
     cuts: list[float]
 
-    def of(self, deltas: Tensor, offset: int = 0) -> Tensor:
+    def trim(self, deltas: Tensor, offset: int = 0) -> Tensor:
         """The block `[T, n]` that starts at a flat index, with all other entries zero."""
         out = torch.empty_like(deltas)
         size = deltas.shape[1]
@@ -49,10 +49,10 @@ class Largest:
 
 Pass = Callable[[], Iterator[Tensor]]
 _Share = TypeVar("_Share")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
-def at_once(work: Callable[[_Share], _Found], shares: Sequence[_Share]) -> list[_Found]:
+def run_at_once(work: Callable[[_Share], _Result], shares: Sequence[_Share]) -> list[_Result]:
     """`work` of every share, a thread each: several devices, or cores, count at once."""
     if len(shares) == 1:
         return [work(shares[0])]
@@ -81,8 +81,8 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
         return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
     prefix, known = torch.zeros(experts, dtype=torch.int64, device=device), 0
     room = equal = torch.full((experts, 1), kept, device=device)
-    for width in _widths(dtype, entries):
-        found = at_once(partial(_counted, prefix, known, width), shares)
+    for width in _plan_widths(dtype, entries):
+        found = run_at_once(partial(_count, prefix, known, width), shares)
         counts = reduce(Tensor.add_, (each.to(device) for each in found))
         from_above = counts.flip(1).cumsum_(1)
         place = torch.searchsorted(from_above, room)
@@ -97,7 +97,7 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     below = torch.nextafter(exact, torch.tensor(-math.inf, dtype=dtype))
     cuts = [math.inf] * experts
     if not with_ties and not torch.equal(left, alike):
-        cuts = _cuts(shares[0], exact.tolist(), left.tolist(), alike.tolist())
+        cuts = _find_cuts(shares[0], exact.tolist(), left.tolist(), alike.tolist())
     return Largest(exact.tolist(), below.tolist(), cuts)
 
 
@@ -105,7 +105,7 @@ WIDE = 1 << 22
 """Entries from which a pass over them costs more than a million counters."""
 
 
-def _widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
+def _plan_widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
     """Bits that are settled in each pass, the sign left out.
 
     Few at first: where most numbers share an exponent, many threads of a GPU would count in one place.
@@ -115,7 +115,7 @@ def _widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
     return (11, 20) if entries > WIDE else (11, 10, 10)
 
 
-def _counted(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
+def _count(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
     """`DigitCounts.total` of a pass, on the device of its blocks."""
     digits: DigitCounts | None = None
     for block in blocks():
@@ -125,7 +125,7 @@ def _counted(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
     return digits.total()
 
 
-def _cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[int]) -> list[float]:
+def _find_cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[int]) -> list[float]:
     """The flat index from which entries equal to the threshold go, where there is `room` for so many."""
     cuts = [math.inf if places == count else -1.0 for places, count in zip(room, equal, strict=True)]
     left = list(room)
@@ -133,7 +133,7 @@ def _cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[in
     for block in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
-                places = torch.as_tensor(as_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
+                places = torch.as_tensor(to_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
                 if len(places) >= left[t]:
                     cuts[t] = offset + int(places[left[t] - 1]) + 1
                 left[t] -= len(places)
@@ -149,4 +149,4 @@ def keep_largest(values: Tensor, kept: int) -> Tensor:
     Of equal magnitudes the lowest flat index stays first.
     """
     rows = values.reshape(len(values), -1)
-    return select_largest([lambda: iter([rows])], kept, rows.shape[1]).of(rows).view_as(values)
+    return select_largest([lambda: iter([rows])], kept, rows.shape[1]).trim(rows).view_as(values)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import ScaledMethod, Site, require
-from mergekit_lab.merging.factorizations import polar_factor, top_triplets
+from mergekit_lab.merging.factorizations import orthogonalize, solve_triplets
 
 _NO_MATRIX = "text_projection"
 
@@ -51,7 +51,7 @@ class SpectralMethod(ScaledMethod):
         return self.merge_other(name, base, deltas, site)
 
 
-def weighed(deltas: Tensor, sites: Sequence[Site]) -> Tensor:
+def weigh(deltas: Tensor, sites: Sequence[Site]) -> Tensor:
     """`λ_t δ_t` of same-shaped matrices `[B, T, m, n]`; the input itself where every weight is 1."""
     if all(site.unit for site in sites):
         return deltas
@@ -72,22 +72,22 @@ class AtomMethod(SpectralMethod):
     def __post_init__(self) -> None:
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
 
-    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+    def merge_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         """The atoms of same-shaped matrices and their merged coordinates at `α = 1`, `[B, p]`.
 
         For the arguments see `merge_matrices`. Both are rounded to the precision of `deltas`.
         """
         raise NotImplementedError
 
-    def divisor(self, site: Site) -> Tensor:
+    def find_divisor(self, site: Site) -> Tensor:
         """What the sum of `λ_t δ_t` is divided by where a tensor is no matrix; 0-d."""
         return site.weights.new_tensor(len(site.experts))
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return site.weigh(deltas).sum(dim=0) / self.divisor(site)
+        return site.weigh(deltas).sum(dim=0) / self.find_divisor(site)
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        atoms, coordinates = self.merged_atoms(deltas, sites)
+        atoms, coordinates = self.merge_atoms(deltas, sites)
         return atoms.lift(coordinates).to(deltas.dtype)
 
 
@@ -113,15 +113,15 @@ class Atoms:
         return Atoms(*(x.to(dtype).contiguous() for x in (self.u, self.v, self.sigma)))
 
 
-def rank_budget(shape: Sequence[int], experts: int, cap: int | None) -> int:
+def cap_rank(shape: Sequence[int], experts: int, cap: int | None) -> int:
     """Singular triplets an expert may keep of an `m×n` matrix: `int(r·(1/T))`, at most `cap`."""
     share = int(min(shape) * (1 / experts))
     return share if cap is None else min(cap, share)
 
 
-def noted_rank(shape: Sequence[int], experts: int, cap: int | None, sites: Sequence[Site]) -> int:
-    """`rank_budget`, with a note where it is 0, or less than the cap asked for."""
-    rank = rank_budget(shape, experts, cap)
+def note_rank(shape: Sequence[int], experts: int, cap: int | None, sites: Sequence[Site]) -> int:
+    """`cap_rank`, with a note where it is 0, or less than the cap asked for."""
+    rank = cap_rank(shape, experts, cap)
     for site in sites:
         if rank == 0:
             site.note("rank", "0: more experts than the matrix has directions, the base stays")
@@ -130,7 +130,7 @@ def noted_rank(shape: Sequence[int], experts: int, cap: int | None, sites: Seque
     return rank
 
 
-def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
+def whiten_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
     """The top triplets of every `δ_t` in task order, `U` and `V` replaced by their polar factors; float64.
 
     Args:
@@ -144,13 +144,13 @@ def whitened_atoms(deltas: Tensor, rank: int, sites: Sequence[Site]) -> Atoms:
     if rank == 0:
         u, v, sigma = (deltas.new_zeros(batch, *shape, dtype=torch.float64) for shape in ((m, 0), (n, 0), (0,)))
         return Atoms(u, v, sigma)
-    u, s, v = (x.unflatten(0, (batch, experts)) for x in top_triplets(deltas.flatten(0, 1), rank))
+    u, s, v = (x.unflatten(0, (batch, experts)) for x in solve_triplets(deltas.flatten(0, 1), rank))
     real = s > 0
     sigma = s.flatten(1)
     u, v = (x.mul_(real[..., None, :]).mT.flatten(1, 2).mT for x in (u, v))
-    white_u, u_rank = polar_factor(u, deltas.dtype, overwrite=True)
+    white_u, u_rank = orthogonalize(u, deltas.dtype, overwrite=True)
     del u
-    white_v, v_rank = polar_factor(v, deltas.dtype, overwrite=True)
+    white_v, v_rank = orthogonalize(v, deltas.dtype, overwrite=True)
     for site, *ranks in zip(
         sites, real.flatten(1).sum(1).tolist(), u_rank.tolist(), v_rank.tolist(), strict=True
     ):

@@ -25,13 +25,15 @@ from mergekit_lab.machine import usable_cores
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
-from mergekit_lab.merging.flat import shaped
+from mergekit_lab.merging.flat import view_like
 from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
-from mergekit_lab.merging.jobs import STACK_BYTES, jobs_of
+from mergekit_lab.merging.jobs import STACK_BYTES, plan_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
 
 
-def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+def _run_job(
+    reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None
+) -> list[tuple[str, Tensor]]:
     """One job: the merged tensors, each in the dtype asked for, on its base's device."""
     method, inputs = reader.method, reader.inputs
     out = {
@@ -48,50 +50,52 @@ def _run(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | Non
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        with stacked(reader, names, survey) as (bases, deltas, sites):
+        with read_stack(reader, names, survey) as (bases, deltas, sites):
             merges = method.merge_matrices(deltas, sites)
         del deltas, sites
         for name, base, merged in zip(names, bases, merges, strict=True):
             reader.expect_finite_result(name, merged)
             wide = base.to(inputs.compute, copy=True)
-            _store(name, out[name], _sum(wide, merged, method.scale, out[name].dtype))
+            _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     else:
         for name in names:
-            base = reader.base(name).to(inputs.compute, copy=True)
-            deltas = reader.deltas(name, base)
-            site = reader.whole_site(name, survey)
+            base = reader.read_base(name).to(inputs.compute, copy=True)
+            deltas = reader.read_deltas(name, base)
+            site = reader.make_whole_site(name, survey)
             reader.settle()
             merged = method.merge(name, base, deltas, site)
             reader.expect_finite_result(name, merged)
-            _store(name, out[name], _sum(base, merged, method.scale, out[name].dtype))
+            _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
     return list(out.items())
 
 
 @contextmanager
-def stacked(reader: Reader, names: list[str], survey: Any) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
+def read_stack(
+    reader: Reader, names: list[str], survey: Any
+) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
     """Same-shaped tensors of one job, found sound: `θ0` in its own dtype, `δ [B, T, *S]` and their sites;
     and the device's turn to work on them. They are read while it works on others, unless very large."""
     size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
     large = size > STACK_BYTES
     with reader.turn if large else nullcontext():
-        bases = [reader.base(name) for name in names]
-        each = [reader.deltas(name, base) for name, base in zip(names, bases, strict=True)]
+        bases = [reader.read_base(name) for name in names]
+        each = [reader.read_deltas(name, base) for name, base in zip(names, bases, strict=True)]
         deltas = torch.stack(each) if len(each) > 1 else each[0][None]
         del each
-        sites = [reader.whole_site(name, survey) for name in names]
+        sites = [reader.make_whole_site(name, survey) for name in names]
         reader.settle()
         with nullcontext() if large else reader.turn:
             yield bases, deltas, sites
 
 
 def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str, Tensor]) -> None:
-    method, pieces, read = reader.method, list(reader.pieces(names)), _reading(reader, names)
+    method, pieces, read = reader.method, list(reader.cut(names)), _choose_reader(reader, names)
     tensor = None
     if not reader.pools:
 
-        def blocks() -> Iterator[tuple[Tensor, Site]]:
+        def blocks() -> Iterator[tuple[Tensor, Tensor, Site]]:
             for piece in pieces:
-                yield read(piece)[1], reader.site(piece, survey=survey)
+                yield *read(piece), reader.make_site(piece, survey=survey)
 
         tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
     for piece in pieces:
@@ -99,24 +103,24 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         members = [segment.name for segment in piece]
         if not method.propagates:
             reader.expect_finite(members, deltas)
-        site = reader.site(piece, tensor, survey, side=bool(method.side_inputs))
+        site = reader.make_site(piece, tensor, survey, side=bool(method.side_inputs))
         merged = method.merge(members[0], base, deltas, site)
         reader.expect_finite(members, merged[None])  # it may overflow where its inputs did not
         if len(piece) == 1:
             target = out[members[0]].view(-1)[piece[0].start : piece[0].stop]
-            _store(members[0], target, _sum(base, merged, method.scale, target.dtype))
+            _store(members[0], target, _add(base, merged, method.scale, target.dtype))
             continue
-        targets = [_part(out[segment.name], segment) for segment in piece]
+        targets = [_slice(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
-        sums = shaped(_sum(base, merged, method.scale, finest), targets)
+        sums = view_like(_add(base, merged, method.scale, finest), targets)
         for name, target, values in zip(members, targets, sums, strict=True):
             check_range(name, values, target.dtype)
         torch._foreach_copy_(targets, sums)
 
 
-def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
+def _choose_reader(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
     """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
-    flat = reader.own_flat
+    flat = reader.flat
     size = sum(reader.inputs.base.specs[name].numel for name in names)
     if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
         return partial(reader.read, flat=flat)
@@ -130,7 +134,7 @@ def _reading(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tupl
     return read
 
 
-def _part(tensor: Tensor, segment: Segment) -> Tensor:
+def _slice(tensor: Tensor, segment: Segment) -> Tensor:
     if segment.stop - segment.start == tensor.numel():
         return tensor
     return tensor.view(-1)[segment.start : segment.stop]
@@ -141,14 +145,14 @@ def _store(name: str, out: Tensor, values: Tensor) -> None:
     out.copy_(values)
 
 
-def _sum(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def _add(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """`base + scale·merged`, in `base`'s own memory; in float64 where the result is kept so."""
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
     return base.add_(merged, alpha=scale)
 
 
-def merged_tensors(
+def merge_tensors(
     base: Source,
     experts: Sources,
     method: Method,
@@ -167,11 +171,11 @@ def merged_tensors(
     each other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
-    readers = readers_of(inputs, method, device, notes)
-    return _generate(readers, survey_of(readers), dtype)
+    readers = open_readers(inputs, method, device, notes)
+    return _generate(readers, survey_model(readers), dtype)
 
 
-def readers_of(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
+def open_readers(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
     """One for each device, with one place for their notes."""
     wanted = [device] if isinstance(device, str | torch.device) else device
     if not wanted:
@@ -180,13 +184,13 @@ def readers_of(inputs: Inputs, method: Method, device: Devices, notes: Notes | N
     return [Reader(inputs, method, resolve_device(each), notes=shared) for each in wanted]
 
 
-def survey_of(readers: list[Reader]) -> Any:
+def survey_model(readers: list[Reader]) -> Any:
     """The method's survey, which may be split among the devices, and among some cores of a CPU."""
 
-    def places(reader: Reader) -> int:
-        return min(_workers(reader), _COUNTING) if reader.device.type == "cpu" else 1
+    def count_shares(reader: Reader) -> int:
+        return min(count_workers(reader), _COUNTING) if reader.device.type == "cpu" else 1
 
-    sharing = tuple(each.device for each in readers for _ in range(places(each)))
+    sharing = tuple(each.device for each in readers for _ in range(count_shares(each)))
     return readers[0].method.survey(replace(readers[0], sharing=sharing))
 
 
@@ -200,7 +204,7 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
     for name, first in inputs.tied.items():
         others.setdefault(first, []).append(name)
 
-    def with_tied(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def yield_tied(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for each in (name, *others.get(name, ())):
             yield each, tensor
 
@@ -208,21 +212,21 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
     for name, spec in inputs.base.specs.items():
         if name not in merged and name not in inputs.tied:
             kept = inputs.base[name].clone()
-            yield from with_tied(
+            yield from yield_tied(
                 name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
             )
-    for results in results_of(readers, lambda reader, names: _run(reader, names, survey, dtype)):
+    for results in run_jobs(readers, lambda reader, names: _run_job(reader, names, survey, dtype)):
         for name, tensor in results:
-            yield from with_tied(name, tensor)
+            yield from yield_tied(name, tensor)
 
 
 Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
 
 
-def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
+def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results as they end. A device has one worker, or several where one cannot fill it."""
-    jobs = jobs_of(readers[0])
-    counts = [_workers(each) for each in readers]
+    jobs = plan_jobs(readers[0])
+    counts = [count_workers(each) for each in readers]
     readers = [
         replace(each) if number else each
         for number in range(max(counts))
@@ -230,11 +234,11 @@ def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tens
         if number < count
     ]
     if len(readers) == 1:
-        yield from _alone(readers[0], jobs, run)
+        yield from _run_alone(readers[0], jobs, run)
         return
     free: SimpleQueue[tuple[Reader, torch.cuda.Stream | None]] = SimpleQueue()
     for reader in readers:
-        free.put((reader, _own_stream(reader)))
+        free.put((reader, _open_stream(reader)))
 
     def work(job: list[str]) -> list[tuple[str, Tensor]]:
         reader, stream = free.get()
@@ -260,7 +264,7 @@ def results_of(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tens
                 future.cancel()
 
 
-def _own_stream(reader: Reader) -> torch.cuda.Stream | None:
+def _open_stream(reader: Reader) -> torch.cuda.Stream | None:
     """A stream for a worker whose inputs and results lie in the host's memory, or its transfers would wait for
     what the device's other workers compute. It begins when the survey, made in another stream, is there."""
     if not reader.fed or reader.device.type != "cuda":
@@ -269,7 +273,7 @@ def _own_stream(reader: Reader) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(reader.device)
 
 
-def _alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
+def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
     every = 1 if reader.device.type == "cpu" else _UNSETTLED
     for number, job in enumerate(jobs, start=1):
@@ -283,7 +287,7 @@ _UNSETTLED = 8
 """Jobs an accelerator is given before their inputs must have been found sound."""
 
 
-def _workers(reader: Reader) -> int:
+def count_workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
     cores = usable_cores()
@@ -345,7 +349,7 @@ def merge_state_dicts(
         statistics = {**(statistics or {}), "fisher": fishers}
     origin = open_checkpoint(base, "the base")
     pairs = dict(
-        merged_tensors(
+        merge_tensors(
             origin, experts, method, statistics=statistics, dtype=dtype, device=device,
             include=include, exclude=exclude, notes=notes,
         )

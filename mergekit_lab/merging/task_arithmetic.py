@@ -34,17 +34,9 @@ class TaskArithmetic(ScaledMethod):
         if isinstance(self.coefficient, Sequence) and self.weights is not None:
             raise InputError("give either a list of coefficients or weights, not both")
 
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    @property
-    def propagates(self) -> bool:
-        return True
-
-    @property
-    def pools(self) -> bool:
-        return True
+    elementwise = True
+    propagates = True
+    pools = True
 
     @property
     def scale(self) -> float:

@@ -1,45 +1,100 @@
 """TIES: trim each task vector, elect a sign per entry, merge the entries that agree.
 
-Yadav et al. 2023, "TIES-Merging", section 3. Public codes disagree on every step, so a preset names
-whose arithmetic runs; on the same task vectors their results have cosines of 0.74 to 0.90.
-
-| preset    | trimmed over | kept of d entries         | a sum of 0     | merged as                           |
-|-----------|--------------|---------------------------|----------------|-------------------------------------|
-| paper     | whole model  | min(d, int(density·d)+1)  | majority sign  | mean of the agreeing                |
-| mergelm   | whole model  | d − int((1−density)·d)+1  | majority sign  | mean of the agreeing                |
-| sum       | whole model  | as paper                  | majority sign  | sum of the agreeing, α = 0.3        |
-| mergekit  | each tensor  | int(density·n)            | positive       | Σ λ_t δ_t / Σ λ_t over the agreeing |
-| peft      | each tensor  | int(density·n)            | positive       | Σ λ_t δ_t / number of the agreeing  |
-
-Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
+Yadav et al. 2023, "TIES-Merging", section 3. Public codes disagree on every step, so a preset names whose
+arithmetic runs: `PRESETS` has what they do, row by row. On the same task vectors their results have cosines of
+0.74 to 0.90. Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
 arcee-ai/mergekit, huggingface/peft. Trimming is exact in a few passes over blocks, whole model or tensor.
-The majority sign is the sign of the sum of all elected signs; where that is 0, `paper` and `sum` take the
-negative entries, `mergelm` takes none.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Blocks, Method, Site, Stream, require, require_choice
-from mergekit_lab.merging.selection import Largest, at_once, select_largest
-
-_WHOLE_MODEL = ("paper", "mergelm", "sum")
-_PRESETS = (*_WHOLE_MODEL, "mergekit", "peft")
-_ELECTIONS = ("mass", "frequency")
+from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream, require, require_choice
+from mergekit_lab.merging.selection import Largest, run_at_once, select_largest
 
 
-def _task_vectors(stream: Stream) -> Iterator[Tensor]:
-    for _, deltas, _ in stream.blocks():
-        yield deltas
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Whose arithmetic runs.
+
+    Attributes:
+        whole_model: trim over all entries of the model; else tensor by tensor.
+        count: how many of `d` entries stay, from the density and `d`.
+        weighed_votes: `λ_t` counts in the election too.
+        even: the sign where votes are even; None: that of the sum of all elected signs of the model.
+        no_majority: the sign where that sum is 0 as well; 0 takes no entry.
+        aggregator: "mean" or "sum" of the agreeing entries `λ_t δ_t`.
+        divisor: of the mean: "count", or "weights": the sum of their `λ_t`.
+        coefficient: `α` where none is set.
+    """
+
+    whole_model: bool
+    count: Callable[[float, int], int]
+    weighed_votes: bool = True
+    even: float | None = 1.0
+    no_majority: float = 0.0
+    aggregator: str = "mean"
+    divisor: str = "count"
+    coefficient: float = 1.0
+
+
+def _count_from_below(density: float, entries: int) -> int:
+    return min(entries, int(density * entries) + 1)
+
+
+def _count_from_above(density: float, entries: int) -> int:
+    return min(entries, entries - int((1 - density) * entries) + 1)
+
+
+def _count_exactly(density: float, entries: int) -> int:
+    return int(density * entries)
+
+
+PRESETS = {
+    "paper": Preset(whole_model=True, count=_count_from_below, even=None, no_majority=-1.0),
+    "mergelm": Preset(whole_model=True, count=_count_from_above, even=None),
+    "sum": Preset(
+        whole_model=True,
+        count=_count_from_below,
+        even=None,
+        no_majority=-1.0,
+        aggregator="sum",
+        coefficient=0.3,
+    ),
+    "mergekit": Preset(whole_model=False, count=_count_exactly, divisor="weights"),
+    "peft": Preset(whole_model=False, count=_count_exactly, weighed_votes=False),
+}
+
+
+def trim(deltas: Tensor, largest: Largest, offset: int = 0) -> Tensor:
+    """Step 1: the block `[T, n]` from a flat index on, with all but the largest entries zero."""
+    return largest.trim(deltas, offset)
+
+
+def elect(votes: Tensor, election: str) -> Tensor:
+    """Step 2: the sign of each entry `[n]` of `[T, n]`; 0 where the votes are even."""
+    return (votes.sign() if election == "frequency" else votes).sum(dim=0).sign_()
+
+
+def disjoint_mean(values: Tensor, agree: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Step 3: of `values` `[T, n]` the mean of those that agree with the elected sign; 0 where none does.
+
+    Args:
+        values: `λ_t δ_t`, trimmed.
+        agree: 1 where an expert does, else 0, shaped like `values`.
+        weights: `λ` `[T]`: divide by the sum of theirs; None: by their number.
+    """
+    shares = agree.sum(dim=0) if weights is None else weights @ agree
+    return (values * agree).sum(dim=0).div_(shares.add_(1 - shares.abs().sign_()))
 
 
 class _Survey:
@@ -53,131 +108,118 @@ class _Survey:
     def __init__(self, largest: Largest, find: Callable[[Largest], float]) -> None:
         self.largest = largest
         self._find = find
-        self._found: float | None = None
+        self._majority: float | None = None
         self._lock = threading.Lock()
 
     @property
     def majority(self) -> float:
         with self._lock:
-            if self._found is None:
-                self._found = self._find(self.largest)
-            return self._found
+            if self._majority is None:
+                self._majority = self._find(self.largest)
+            return self._majority
 
 
 @dataclass(frozen=True, kw_only=True)
-class TIES(Method):
+class TIES(ScaledMethod):
     """TIES-Merging.
 
     Args:
         density: share of entries that stay in each task vector, in (0, 1]; 1 trims nothing.
         coefficient: `α`; None takes the preset's (1, or 0.3 for `sum`).
-        preset: whose arithmetic, see the module's table.
-        elect: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs; None takes
-            the preset's, which is mass.
-        normalize: `mergekit` only: divide by the weights of the agreeing entries.
+        preset: whose arithmetic, see `PRESETS`.
+        election: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs.
+        aggregator: `"mean"` or `"sum"` of the entries that agree; None takes the preset's.
         count_buffers: whole-model presets only: integer buffers count among the d entries, as
             fusion_bench does when a model has some.
-        weights: `λ_t`, 1 by default. Whole-model presets scale the trimmed task vectors by it.
+        weights: `λ_t`, 1 by default, of the trimmed task vectors.
     """
 
     density: float = 0.2
-    coefficient: float | None = None
+    coefficient: float | None = None  # type: ignore[assignment]
     preset: str = "paper"
-    elect: str | None = None
-    normalize: bool = True
+    election: str = "mass"
+    aggregator: str | None = None
     count_buffers: bool = False
+
+    elementwise = True
 
     def __post_init__(self) -> None:
         require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require_choice("preset", self.preset, _PRESETS)
-        if self.elect is not None:
-            require_choice("elect", self.elect, _ELECTIONS)
-        if not self.normalize and self.preset != "mergekit":
-            raise InputError(f"normalize=False is defined for the preset 'mergekit', not {self.preset!r}")
-        if self.count_buffers and self.preset not in _WHOLE_MODEL:
+        require_choice("preset", self.preset, tuple(PRESETS))
+        require_choice("election", self.election, ("mass", "frequency"))
+        if self.aggregator is not None:
+            require_choice("aggregator", self.aggregator, ("mean", "sum"))
+        if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 
     @property
-    def elementwise(self) -> bool:
-        return True
+    def rule(self) -> Preset:
+        return PRESETS[self.preset]
 
     @property
-    def pools(self) -> bool:
-        return self.preset in _WHOLE_MODEL
+    def pools(self) -> bool:  # type: ignore[override]
+        return self.rule.whole_model
 
     @property
     def scale(self) -> float:
-        default = 0.3 if self.preset == "sum" else 1.0
-        return default if self.coefficient is None else self.coefficient
+        return self.rule.coefficient if self.coefficient is None else self.coefficient
 
-    def at(self, coefficient: float) -> Self:
-        return replace(self, coefficient=coefficient)
-
-    def kept(self, entries: int) -> int:
+    def count_kept(self, entries: int) -> int:
         """Entries that stay of a vector of `entries`."""
-        if self.preset in ("mergekit", "peft"):
-            return int(self.density * entries)
-        if self.preset == "mergelm":
-            return min(entries, entries - int((1 - self.density) * entries) + 1)
-        return min(entries, int(self.density * entries) + 1)
+        return self.rule.count(self.density, entries)
 
     def survey(self, stream: Stream) -> Any:
-        if self.preset not in _WHOLE_MODEL or not stream.entries:
+        if not self.rule.whole_model or not stream.entries:
             return None
         largest = select_largest(
-            [partial(_task_vectors, share) for share in stream.shares()],
-            self.kept(stream.entries + stream.buffer_entries * self.count_buffers),
+            [partial(_read_task_vectors, share) for share in stream.divide()],
+            self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers),
             stream.entries,
             with_ties=True,
         )
-        return _Survey(largest, lambda found: self._majority(stream, found))
+        return _Survey(largest, lambda largest: self._find_majority(stream, largest))
 
-    def _majority(self, stream: Stream, largest: Largest) -> float:
-        def balance(share: Stream) -> float:
-            signs_of_all = torch.zeros((), dtype=torch.float64)
+    def _find_majority(self, stream: Stream, largest: Largest) -> float:
+        def add_signs(share: Stream) -> float:
+            total = torch.zeros((), dtype=torch.float64)
             for _, deltas, site in share.blocks():
-                signs = self._elect(site.weigh(largest.of(deltas)))
-                signs_of_all = signs_of_all.to(signs.device) + signs.sum(dtype=torch.float64)
-            return float(signs_of_all)
+                signs = elect(site.weigh(trim(deltas, largest)), self.election)
+                total = total.to(signs.device) + signs.sum(dtype=torch.float64)
+            return float(total)
 
-        total = sum(at_once(balance, stream.shares()))
+        total = sum(run_at_once(add_signs, stream.divide()))
         return float((total > 0) - (total < 0))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
-        if self.preset in _WHOLE_MODEL:
+        if self.rule.whole_model:
             return None
-        return select_largest([lambda: (deltas for deltas, _ in blocks())], self.kept(entries), entries)
+        return select_largest(
+            [lambda: (deltas for _, deltas, _ in blocks())], self.count_kept(entries), entries
+        )
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if self.preset in _WHOLE_MODEL:
-            return self._merge_whole(site.weigh(site.survey.largest.of(deltas)), site.survey)
-        return self._merge_tensor(site.tensor.of(deltas, site.offset), site)
-
-    def _elect(self, values: Tensor) -> Tensor:
-        counted = values.sign() if self.elect == "frequency" else values
-        return counted.sum(dim=0).sign_()
-
-    def _merge_whole(self, trimmed: Tensor, survey: _Survey) -> Tensor:
-        signs = self._elect(trimmed)
-        open_ = 1 - signs.abs()
-        # a norm over dim 0 takes a CPU a hundred times as long as these two
-        most = torch.maximum(trimmed.amax(dim=0), -trimmed.amin(dim=0))
-        if bool((most * open_).any()):
-            undecided = survey.majority or (0.0 if self.preset == "mergelm" else -1.0)
-            signs += open_ * undecided
-        agreeing = (trimmed * signs).relu_()
-        total = agreeing.sum(dim=0).mul_(signs)
-        return total if self.preset == "sum" else total.div_(agreeing.sign_().sum(dim=0).clamp_(min=1))
-
-    def _merge_tensor(self, trimmed: Tensor, site: Site) -> Tensor:
-        scaled = site.weigh(trimmed)
-        votes = trimmed if self.preset == "peft" else scaled
-        signs = self._elect(votes).add_(0.5).sign_()
+        largest = site.survey.largest if self.rule.whole_model else site.tensor
+        trimmed = trim(deltas, largest, site.offset)
+        values = site.weigh(trimmed)
+        votes = values if self.rule.weighed_votes else trimmed
+        signs = self._break_ties(elect(votes, self.election), votes, site.survey)
         agree = (votes * signs).relu_().sign_()
-        total = (scaled * agree).sum(dim=0)
-        if self.preset == "peft":
-            return total.div_(agree.sum(dim=0).clamp_(min=1))
-        if not self.normalize:
-            return total
-        shares = site.weights @ agree
-        return total.div_(shares.add_(1 - shares.abs().sign_()))  # 1 where nothing agrees
+        if (self.aggregator or self.rule.aggregator) == "sum":
+            return (values * agree).sum(dim=0)
+        return disjoint_mean(values, agree, site.weights if self.rule.divisor == "weights" else None)
+
+    def _break_ties(self, signs: Tensor, votes: Tensor, survey: _Survey | None) -> Tensor:
+        """Give signs to entries whose votes are even, where an expert has one to be taken."""
+        even = 1 - signs.abs()
+        if self.rule.even is not None:
+            return signs.add_(even, alpha=self.rule.even)
+        # a norm over dim 0 takes a CPU a hundred times as long as these two
+        most = torch.maximum(votes.amax(dim=0), -votes.amin(dim=0))
+        if survey is not None and bool((most * even).any()):
+            signs.add_(even, alpha=survey.majority or self.rule.no_majority)
+        return signs
+
+
+def _read_task_vectors(stream: Stream) -> Iterator[Tensor]:
+    for _, deltas, _ in stream.blocks():
+        yield deltas

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
-from mergekit_lab.merging.spectral import AtomMethod, Atoms, noted_rank, weighed, whitened_atoms
+from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, weigh, whiten_atoms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class TSVM(AtomMethod):
         weights: `λ_t` scales `δ_t` before its decomposition; 1 by default.
     """
 
-    def merged_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
-        rank = noted_rank(deltas.shape[2:], deltas.shape[1], self.rank, sites)
-        atoms = whitened_atoms(weighed(deltas, sites), rank, sites).to(deltas.dtype)
+    def merge_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
+        rank = note_rank(deltas.shape[2:], deltas.shape[1], self.rank, sites)
+        atoms = whiten_atoms(weigh(deltas, sites), rank, sites).to(deltas.dtype)
         return atoms, atoms.sigma

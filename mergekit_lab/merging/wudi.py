@@ -5,9 +5,9 @@ layer's task vector spans its inputs, so the interference with expert t is bound
 `‖(m − δ_t) δ_tᵀ‖_F² / ‖δ_t‖_F²`. Per matrix, `m` starts at `Σ δ_t` and follows Adam down the sum over t.
 
 Reference: nathanielyvo/WUDI-Merging (`vit/wudi_main.py`): the attention and MLP weights are optimized, every
-other tensor stays at the base. tanganke/fusion_bench optimizes every 2-D tensor, embeddings included, and
-gives all others the mean: `all_2d`. An expert equal to the base on a matrix makes both divide 0 by 0; here
-it adds nothing to the objective.
+other tensor stays at the base. tanganke/fusion_bench optimizes every matrix, embeddings included, and gives all
+others the mean: `all_matrices`. An expert equal to the base on a matrix makes both divide 0 by 0; here it adds
+nothing to the objective.
 
 What the gradient is made of does not change from step to step, so a step costs one product, whatever the number
 of experts.
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Site, require
-from mergekit_lab.merging.spectral import SpectralMethod, weighed
+from mergekit_lab.merging.spectral import SpectralMethod, weigh
 
-_OPTIMISED = re.compile(
+_OPTIMIZED = re.compile(
     r"attn\.(in_proj_weight|out_proj\.weight)$"
     r"|mlp\.c_(fc|proj)\.weight$"
     r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
@@ -40,9 +40,9 @@ class WUDI(SpectralMethod):
     """`θ0 + α·argmin_m Σ_t ‖(m − δ_t) δ_tᵀ‖² / ‖δ_t‖²`, by a fixed number of Adam steps.
 
     Args:
-        iterations: Adam steps, at least 0; 0 is task arithmetic on the matrices.
+        steps: Adam steps, at least 0; 0 is task arithmetic on the matrices.
         lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
-        all_2d: optimize every 2-D tensor and take the mean of the others (fusion_bench, 400 steps there).
+        all_matrices: optimize every matrix and take the mean of the others (fusion_bench, 400 steps there).
             Otherwise 2-D tensors with the names of attention and MLP weights are optimized (OpenCLIP's
             `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
             transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to `w3`, `gate/up/gate_up/down_proj`,
@@ -54,36 +54,36 @@ class WUDI(SpectralMethod):
         InputError: a value out of range; at the merge, no tensor has such a name.
     """
 
-    iterations: int = 300
+    steps: int = 300
     lr: float = 1e-5
-    all_2d: bool = False
+    all_matrices: bool = False
 
     def __post_init__(self) -> None:
-        require(self.iterations >= 0, "iterations", self.iterations, "at least 0")
+        require(self.steps >= 0, "steps", self.steps, "at least 0")
         require(self.lr > 0, "lr", self.lr, "positive")
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
-        return len(shape) == 2 and (self.all_2d or _OPTIMISED.search(name) is not None)
+        return len(shape) == 2 and (self.all_matrices or _OPTIMIZED.search(name) is not None)
 
     def check_tensors(self, names: Sequence[str]) -> None:
         super().check_tensors(names)
-        if not self.all_2d and not any(map(_OPTIMISED.search, names)):
+        if not self.all_matrices and not any(map(_OPTIMIZED.search, names)):
             raise InputError(
                 "WUDI knows attention and MLP weights by their names (attn.in_proj_weight, q_proj.weight, "
-                "fc1.weight, …) and this model has none: set all_2d=True to merge every matrix"
+                "fc1.weight, …) and this model has none: set all_matrices=True to merge every matrix"
             )
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        upright = sites[0].upright
-        return upright(least_interference(upright(weighed(deltas, sites)), self.iterations, self.lr))
+        orient = sites[0].orient
+        return orient(minimize_interference(orient(weigh(deltas, sites)), self.steps, self.lr))
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return super().merge_other(name, base, deltas, site) if self.all_2d else torch.zeros_like(base)
+        return super().merge_other(name, base, deltas, site) if self.all_matrices else torch.zeros_like(base)
 
 
 @torch.no_grad()
-def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
-    """`m` after `iterations` Adam steps from `Σ δ_t`, for a batch of matrices.
+def minimize_interference(deltas: Tensor, steps: int, lr: float) -> Tensor:
+    """`m` after `steps` Adam steps from `Σ δ_t`, for a batch of matrices.
 
     With `x = m − Σ δ_t`, which starts at 0, the gradient is `2 (x G + P)`, where `G = Σ δ_tᵀδ_t/‖δ_t‖²`
     `[B, n, n]` and `P = Σ_t (Σ_{s≠t} δ_s) δ_tᵀδ_t/‖δ_t‖²`. Nothing large cancels, so that it is 0 where experts
@@ -91,7 +91,7 @@ def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
 
     Args:
         deltas: `δ`, `[B, T, m, n]`.
-        iterations: at least 0.
+        steps: at least 0.
         lr: positive.
 
     Returns:
@@ -108,7 +108,7 @@ def least_interference(deltas: Tensor, iterations: int, lr: float) -> Tensor:
         push.baddbmm_(total - delta, own)
     change = torch.zeros_like(total).requires_grad_()
     optimizer = torch.optim.Adam([change], lr=lr)
-    for _ in range(iterations):
+    for _ in range(steps):
         change.grad = torch.baddbmm(push, change, gram).mul_(2)
         optimizer.step()
     return total.add_(change)

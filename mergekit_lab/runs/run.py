@@ -19,7 +19,7 @@ from mergekit_lab.backbones import Backbone, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import resolve_device
-from mergekit_lab.merging.devices import device_names
+from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.runs.checks import check_shares, check_task_names
@@ -288,7 +288,7 @@ class Run:
 def resolve_devices(device: object) -> list[str]:
     """The devices that a configuration names, `auto` resolved."""
     if device != []:
-        device = device_names(device)
+        device = parse_devices(device)
     if isinstance(device, list):
         if not device:
             raise InputError("device is an empty list")

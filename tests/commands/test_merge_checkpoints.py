@@ -97,7 +97,7 @@ def test_tied_weights_come_back_tied(tmp_path) -> None:
         for file in folder.glob("*.safetensors*"):
             file.unlink()
         write_tensors(folder / "model.safetensors", state)
-    out = mergekit_lab.merge(base, experts, tmp_path / "out", DARE(drop=0.5), device="cpu")
+    out = mergekit_lab.merge(base, experts, tmp_path / "out", DARE(density=0.5), device="cpu")
     assert "lm_head.weight" not in open_checkpoint(out)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -308,7 +308,12 @@ def test_other_vocabularies_merge_as_chosen_and_load_with_their_tokenizer(choice
 def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> None:
     base, experts = three(llama, tmp_path)
     out = mergekit_lab.merge(
-        base, experts, tmp_path / "out", DARE(drop=0.3, inner=METHOD), device="cpu", metrics={"accuracy": 0.75}
+        base,
+        experts,
+        tmp_path / "out",
+        DARE(density=0.7, inner=METHOD),
+        device="cpu",
+        metrics={"accuracy": 0.75},
     )
     card, record = (out / "README.md").read_text(), json.loads((out / "mergekit_lab.json").read_text())
     rows = [

@@ -241,7 +241,7 @@ def test_what_a_merge_refuses_its_dry_run_names(method, state, options, message,
 
 @pytest.mark.parametrize(
     ("method", "side"),
-    [(WUDI(iterations=1), {}), (RegMean(), {"statistics": {"gram": [{"q_proj": torch.eye(4)}]}})],
+    [(WUDI(steps=1), {}), (RegMean(), {"statistics": {"gram": [{"q_proj": torch.eye(4)}]}})],
 )
 def test_an_estimate_on_made_up_tensors_stands_in_no_merges_way(method, side, tmp_path) -> None:
     prepared = prepare(LAYER, [LAYER], method, read=False, device="cpu", **side)

@@ -21,7 +21,7 @@ from mergekit_lab.checkpoints import open_checkpoint as opened
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.recipe import read_recipe
 from mergekit_lab.commands.recipe_parameters import evaluate
-from mergekit_lab.merging import merged_tensors
+from mergekit_lab.merging import merge_tensors
 from mergekit_lab.runs.entry import execute
 
 MERGEKIT = sys.executable if importlib.util.find_spec("mergekit") else os.environ.get("MERGEKIT_PYTHON")
@@ -46,7 +46,7 @@ def here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
     Path("recipe.yml").write_text(text)
     recipe = read_recipe(Path("recipe.yml"), seed)
     prepared = prepare(recipe.base, recipe.experts, recipe.method, dtype=recipe.dtype, device="cpu")
-    return dict(merged_tensors(prepared.base, prepared.experts, prepared.method, dtype=prepared.dtype))
+    return dict(merge_tensors(prepared.base, prepared.experts, prepared.method, dtype=prepared.dtype))
 
 
 def mergekits(text: str, out: Path):

@@ -16,7 +16,7 @@ from mergekit_lab.merging import (
     merge_state_dicts,
 )
 from mergekit_lab.merging.contract import Segment
-from mergekit_lab.merging.dropping import counter_uniform, counters
+from mergekit_lab.merging.dropping import draw_uniform, make_counters
 
 mergekit = pytest.importorskip("mergekit.merge_methods", exc_type=ImportError)
 if not hasattr(mergekit, "merge_state_dicts"):
@@ -75,7 +75,7 @@ def test_della_with_the_same_masks(name: str, inner: Method, monkeypatch: pytest
     for tensor, value in base.items():
         chances = iter(
             [
-                counter_uniform(counters(5, str(t), [Segment(tensor, 0, value.numel())]), value.device)
+                draw_uniform(make_counters(5, str(t), [Segment(tensor, 0, value.numel())]), value.device)
                 for t in range(3)
             ]
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mergekit_lab.merging import DARE, TIES, TSVM, blocks, merge_state_dicts, stream
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.merging.jobs import jobs_of
+from mergekit_lab.merging.jobs import plan_jobs
 
 
 def models(experts: int = 3) -> tuple[dict, list[dict]]:
@@ -27,11 +27,11 @@ def models(experts: int = 3) -> tuple[dict, list[dict]]:
 @pytest.mark.parametrize("dropped", [False, True], ids=["ties", "dare+ties"])
 def test_a_survey_that_devices_share_finds_what_one_finds(preset: str, dropped: bool, monkeypatch) -> None:
     method = TIES(preset=preset, density=0.3)
-    method = DARE(drop=0.5, inner=method) if dropped else method
+    method = DARE(density=0.5, inner=method) if dropped else method
     base, experts = models()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    seen, count = [], blocks.Reader.shares
-    monkeypatch.setattr(blocks.Reader, "shares", lambda self: seen.append(count(self)) or seen[-1])
+    seen, count = [], blocks.Reader.divide
+    monkeypatch.setattr(blocks.Reader, "divide", lambda self: seen.append(count(self)) or seen[-1])
     one = merge_state_dicts(base, experts, method)
     assert [len(shares) for shares in seen] == [1] * len(seen)
     seen.clear()
@@ -44,9 +44,9 @@ def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> N
     base, experts = models()
     inputs = open_inputs(base, experts, TIES())
     cpu = torch.device("cpu")
-    shares = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 9).shares()
+    shares = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 9).divide()
     assert sorted(name for share in shares for name in share.names) == sorted(n for n in base if n != "empty")
-    two = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 2).shares()
+    two = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 2).divide()
     assert [two[0].names[0], two[1].names[0]] == ["embed", "mlp"]
 
 
@@ -78,15 +78,15 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
     base, experts = models()
     expected = merge_state_dicts(base, experts, TSVM())
     read.clear()
-    deltas = blocks.Reader.deltas
+    deltas = blocks.Reader.read_deltas
 
     def telling(self: blocks.Reader, name: str, origin: Tensor) -> Tensor:
         arrived(name).set()
         assert room or origin.dim() != 2 or not working.locked(), "a large one is read at a bad time"
         return deltas(self, name, origin)
 
-    monkeypatch.setattr(blocks.Reader, "deltas", telling)
-    monkeypatch.setattr(stream, "_workers", lambda reader: 2)
+    monkeypatch.setattr(blocks.Reader, "read_deltas", telling)
+    monkeypatch.setattr(stream, "count_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
     method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
     found = merge_state_dicts(base, experts, method)
@@ -100,7 +100,7 @@ def test_an_accelerator_gets_stacks_of_one_shape_the_longest_first_and_the_rest_
     shapes |= {f"{n}.mlp": (30, 20) for n in range(5)} | {f"{n}.bias": (20,) for n in range(3)}
     base = {name: torch.zeros(shape) for name, shape in shapes.items()}
     inputs = open_inputs(base, [base, base], TSVM(), None, None, ())
-    jobs = jobs_of(blocks.Reader(inputs, TSVM(), torch.device("cuda")))
+    jobs = plan_jobs(blocks.Reader(inputs, TSVM(), torch.device("cuda")))
     assert sorted(name for job in jobs for name in job) == sorted(shapes)
     assert jobs[0] == ["embed"]
     assert [{shapes[name] for name in job} for job in jobs[1:-1]] == [{(30, 20)}] * 3

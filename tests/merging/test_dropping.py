@@ -9,26 +9,26 @@ from torch import Tensor
 from mergekit_lab import InputError
 from mergekit_lab.merging import DARE, DELLA, TIES, Breadcrumbs, IsoC, Method, TaskArithmetic, WeightAverage
 from mergekit_lab.merging.breadcrumbs import keep_middle
-from mergekit_lab.merging.della import keep_probabilities
+from mergekit_lab.merging.della import assign_probabilities
 from mergekit_lab.merging.dropping import (
-    _IN_CACHE,
+    CACHED_OUTPUTS,
     Counters,
-    _bits_in_cache,
-    _random_bits,
-    _uniform,
-    counter_uniform,
+    draw_bits,
+    draw_bits_in_cache,
+    draw_uniform,
+    to_uniform,
 )
 
 
 def test_dare_without_dropping_is_its_inner_method() -> None:
     for inner in (TaskArithmetic(coefficient=0.3), TIES(density=0.3), WeightAverage()):
-        assert_equal(run(DARE(drop=0.0, inner=inner), *world()), run(inner, *world()))
+        assert_equal(run(DARE(density=1.0, inner=inner), *world()), run(inner, *world()))
 
 
 def test_dare_is_unbiased_and_drops_the_stated_share() -> None:
     base = {"w": torch.zeros(200_000)}
     experts = {"a": {"w": torch.ones(200_000)}}
-    merged = run(DARE(drop=0.9, inner=TaskArithmetic(coefficient=1.0)), base, experts, {})["w"]
+    merged = run(DARE(density=0.1, inner=TaskArithmetic(coefficient=1.0)), base, experts, {})["w"]
     assert float((merged != 0).float().mean()) == pytest.approx(0.1, abs=3e-3)
     assert float(merged.mean()) == pytest.approx(1.0, abs=3e-2)
 
@@ -38,7 +38,7 @@ def test_dare_draws_by_expert_tensor_and_seed() -> None:
     experts = {name: {"w": torch.ones(4096), "v": torch.ones(4096)} for name in ("a", "b")}
 
     def mask(seed: int, expert: str, tensor: str) -> Tensor:
-        method = DARE(drop=0.5, seed=seed, inner=TaskArithmetic(coefficient=1.0))
+        method = DARE(density=0.5, seed=seed, inner=TaskArithmetic(coefficient=1.0))
         return run(method, base, {expert: experts[expert]}, {})[tensor] != 0
 
     masks = [mask(0, "a", "w"), mask(1, "a", "w"), mask(0, "b", "w"), mask(0, "a", "v")]
@@ -51,21 +51,21 @@ def test_dare_draws_by_expert_tensor_and_seed() -> None:
 def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     """Reference output of SplitMix64 for seed 1234567 (Rosetta Code's worked values)."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = counter_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
+    found = draw_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
     halves = [half for output in published for half in (output % 2**32, output >> 32)]
     assert [int(v * 2**32) for v in found.tolist()] == halves
     for start, count in ((2, 3), (3, 5), (0, 1), (7, 1)):
-        part = counter_uniform([Counters(1234567, start, count)], torch.device("cpu"))
+        part = draw_uniform([Counters(1234567, start, count)], torch.device("cpu"))
         assert torch.equal(part, found[start : start + count])
 
 
 def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
-    draws = [Counters(-3, 5, 2 * _IN_CACHE + 9), Counters(7, 2**40, 11), Counters(2**63 - 1, 0, 1)]
-    by_torch = _random_bits(draws, torch.device("cpu"))
-    drawn = torch.cat([torch.from_numpy(bits.astype("int64")) for _, bits in _bits_in_cache(draws)])
+    draws = [Counters(-3, 5, 2 * CACHED_OUTPUTS + 9), Counters(7, 2**40, 11), Counters(2**63 - 1, 0, 1)]
+    by_torch = draw_bits(draws, torch.device("cpu"))
+    drawn = torch.cat([torch.from_numpy(bits.astype("int64")) for _, bits in draw_bits_in_cache(draws)])
     assert torch.equal(drawn, by_torch)
-    assert torch.equal(_uniform(by_torch), counter_uniform(draws, torch.device("cpu")))
-    assert [place for place, _ in _bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
+    assert torch.equal(to_uniform(by_torch), draw_uniform(draws, torch.device("cpu")))
+    assert [place for place, _ in draw_bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,20 @@ def test_tensor_by_tensor_methods_refuse_an_inner_method_that_surveys_the_model(
 def test_della_keeps_by_rank_of_magnitude_within_a_row() -> None:
     delta = torch.tensor([[-3.0, 1.0, 2.0], [0.1, -0.2, 0.3]])
     wanted = torch.tensor([[0.7, 0.5, 0.6], [0.5, 0.6, 0.7]], dtype=F64)
-    assert torch.allclose(keep_probabilities(delta, 0.6, 0.1), wanted)
-    assert torch.allclose(keep_probabilities(delta[0], 0.6, 0.1), wanted[0])
+    assert torch.allclose(assign_probabilities(delta, 0.6, 0.1), wanted)
+    assert torch.allclose(assign_probabilities(delta[0], 0.6, 0.1), wanted[0])
     kernel = draw(4, 3, 2, 2)
-    found = keep_probabilities(kernel, 0.6, 0.1)
-    assert torch.equal(found, keep_probabilities(kernel.flatten(1), 0.6, 0.1).view_as(kernel))
+    found = assign_probabilities(kernel, 0.6, 0.1)
+    assert torch.equal(found, assign_probabilities(kernel.flatten(1), 0.6, 0.1).view_as(kernel))
     assert torch.allclose(found.flatten(1).mean(dim=1), torch.full((4,), 0.6, dtype=F64))
-    assert float(keep_probabilities(torch.tensor(2.0), 0.6, 0.1)) == 0.6
+    assert float(assign_probabilities(torch.tensor(2.0), 0.6, 0.1)) == 0.6
 
 
 def test_della_without_a_window_is_dare() -> None:
     deltas = draw(3, 50, 40)
     for inner in (TaskArithmetic(coefficient=0.4), TIES(preset="mergekit", density=1.0)):
         found = merge_one(DELLA(density=0.5, epsilon=0.0, seed=3, inner=inner), deltas)
-        assert relative_error(found, merge_one(DARE(drop=0.5, seed=3, inner=inner), deltas)) < 1e-12
+        assert relative_error(found, merge_one(DARE(density=0.5, seed=3, inner=inner), deltas)) < 1e-12
 
 
 def test_della_is_unbiased_and_keeps_large_entries_more_often() -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mergekit_lab.merging.factorizations import (
-    _tall_triplets,
-    polar_by_iteration,
-    polar_factor,
-    refined_eigenvectors,
-    top_triplets,
+    orthogonalize,
+    orthogonalize_by_iteration,
+    refine_eigenvectors,
+    solve_tall_triplets,
+    solve_triplets,
 )
 
 
@@ -23,7 +23,7 @@ def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor
 def test_the_iteration_gives_the_polar_factor_of_an_ill_conditioned_matrix(smallest: float) -> None:
     matrices = ill_conditioned(3, 40, 24, smallest)
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    found, regular = polar_by_iteration(matrices, 1e-7)
+    found, regular = orthogonalize_by_iteration(matrices, 1e-7)
     assert bool(regular.all())
     assert float((found - u @ vh).norm() / (u @ vh).norm()) < 1e-9
     eye = torch.eye(24, dtype=torch.float64)
@@ -34,7 +34,7 @@ def test_the_iteration_says_which_matrices_it_cannot_solve() -> None:
     matrices = ill_conditioned(3, 20, 10, 1e-3)
     matrices[1, :, 4] = matrices[1, :, 5]
     matrices[2] = 0
-    found, regular = polar_by_iteration(matrices, 1e-7)
+    found, regular = orthogonalize_by_iteration(matrices, 1e-7)
     assert regular.tolist() == [True, False, False]
     u, _, vh = torch.linalg.svd(matrices[0], full_matrices=False)
     assert float((found[0] - u @ vh).norm()) < 1e-10
@@ -43,7 +43,7 @@ def test_the_iteration_says_which_matrices_it_cannot_solve() -> None:
 def test_dependent_directions_are_left_out_of_the_polar_factor() -> None:
     matrices = ill_conditioned(2, 20, 10, 1e-3)
     matrices[1, :, 4] = matrices[1, :, 5]
-    factor, rank = polar_factor(matrices, torch.float32)
+    factor, rank = orthogonalize(matrices, torch.float32)
     assert rank.tolist() == [10, 9]
     assert float(factor[1].norm() ** 2) == pytest.approx(9)
 
@@ -51,7 +51,7 @@ def test_dependent_directions_are_left_out_of_the_polar_factor() -> None:
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
 def test_top_triplets_rebuild_the_best_low_rank_approximation(shape: tuple[int, int]) -> None:
     matrices = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
-    u, s, v = top_triplets(matrices, 3)
+    u, s, v = solve_triplets(matrices, 3)
     full_u, full_s, full_vh = torch.linalg.svd(matrices.double(), full_matrices=False)
     wanted = (full_u[..., :3] * full_s[:, None, :3]) @ full_vh[:, :3]
     torch.testing.assert_close((u * s[:, None]) @ v.mT, wanted)
@@ -60,8 +60,8 @@ def test_top_triplets_rebuild_the_best_low_rank_approximation(shape: tuple[int, 
 def test_tall_matrices_give_the_same_triplets_through_their_triangular_factor() -> None:
     matrices = torch.randn(2, 90, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     matrices[1] = 0
-    u, s, v = _tall_triplets(matrices, 3)
-    wanted_u, wanted_s, wanted_v = top_triplets(matrices, 3)
+    u, s, v = solve_tall_triplets(matrices, 3)
+    wanted_u, wanted_s, wanted_v = solve_triplets(matrices, 3)
     torch.testing.assert_close(s, wanted_s)
     torch.testing.assert_close((u * s[:, None]) @ v.mT, (wanted_u * wanted_s[:, None]) @ wanted_v.mT)
     assert not u[1].any()
@@ -78,7 +78,7 @@ def test_refinement_takes_single_precision_directions_to_double() -> None:
     def error(found: torch.Tensor) -> float:
         return float((found @ found.mT - wanted @ wanted.mT).norm())
 
-    found, solved = refined_eigenvectors(gram, start, 48)
+    found, solved = refine_eigenvectors(gram, start, 48)
     assert bool(solved.all())
     assert error(start[..., :48]) > 1e-6
     assert error(found[..., :48]) < 1e-10
@@ -92,6 +92,6 @@ def test_refinement_says_where_it_has_no_start_and_where_the_cut_is_within_equal
     gram = (q * values[:, None]) @ q.mT
     start = q.clone()
     start[2] = 0
-    found, solved = refined_eigenvectors((gram + gram.mT) / 2, start, 6)
+    found, solved = refine_eigenvectors((gram + gram.mT) / 2, start, 6)
     assert solved.tolist() == [True, False, False]
     assert found.shape == (3, 12, 12)

@@ -45,23 +45,23 @@ CASES = [
     ("ties_mergekit_d0.2_normalize_sum_T4", TIES(density=0.2, preset="mergekit"), F32, 1e-6),
     (
         "ties_mergekit_d0.2_nonormalize_sum_T4",
-        TIES(density=0.2, preset="mergekit", normalize=False),
+        TIES(density=0.2, preset="mergekit", aggregator="sum"),
         F32,
         1e-6,
     ),
     (
         "ties_mergekit_d0.2_normalize_count_T4",
-        TIES(density=0.2, preset="mergekit", elect="frequency"),
+        TIES(density=0.2, preset="mergekit", election="frequency"),
         F32,
         1e-6,
     ),
     ("ties_peft_d0.2_total_T4", TIES(density=0.2, preset="peft"), F32, 1e-6),
-    ("ties_peft_d0.2_frequency_T4", TIES(density=0.2, preset="peft", elect="frequency"), F32, 1e-6),
+    ("ties_peft_d0.2_frequency_T4", TIES(density=0.2, preset="peft", election="frequency"), F32, 1e-6),
     ("tsvm_orig_f32_T4", TSVM(), F32, 2e-5),
     ("tsvm_orig_f64_T4", TSVM(), F64, 1e-10),
     ("tsvm_proto_k2_f64_T4", TSVM(rank=2), F64, 1e-10),
     ("epimer_tagged_k2_eps1e-08_T4", EPIMER(), F64, 1e-10),
-    ("epimer_tagged_k2_eps1e-12_T4", EPIMER(eps=1e-12), F64, 1e-10),
+    ("epimer_tagged_k2_eps1e-12_T4", EPIMER(floor=1e-12), F64, 1e-10),
     ("epimer_full_k2_eps1e-08_T4", EPIMER(coordinates="full"), F64, 1e-10),
     ("epimer_own_k2_eps1e-08_T4", EPIMER(coordinates="own"), F64, 1e-10),
     ("epimer_tagged_kauto_eps1e-08_T4", EPIMER(rank=None), F64, 1e-10),
@@ -73,13 +73,13 @@ CASES = [
     ("iso_cts_f64_T4", IsoCTS(), F64, 1e-10),
     ("wudi_iter300_f32_T4", WUDI(), F32, 1e-6),
     ("wudi_iter300_f64_T4", WUDI(), F64, 1e-6),
-    ("wudi_fusionbench_iter300_f64_T4", WUDI(all_2d=True), F64, 1e-6),
+    ("wudi_fusionbench_iter300_f64_T4", WUDI(all_matrices=True), F64, 1e-6),
     ("regmean_mergelm_ratio1_T4", RegMean(), F64, 1e-6),
     ("regmean_mergelm_ratio0.9_T4", RegMean(ratio=0.9), F64, 1e-6),
     *(
         (
             f"fisher_matena_{n}_{f}_floor1e-6_T4",
-            Fisher(normalize=n == "norm", favor_target=f == "favor"),
+            Fisher(normalize="norm" if n == "norm" else "none", favor_target=f == "favor"),
             F32,
             1e-6,
         )
@@ -89,7 +89,7 @@ CASES = [
     *(
         (
             f"fisher_mergelm_{n}_eps{e}_T4",
-            Fisher(preset="mergelm", normalize=n == "norm", floor=float(e)),
+            Fisher(preset="mergelm", normalize="norm" if n == "norm" else "none", floor=float(e)),
             F32,
             1e-6,
         )
@@ -123,7 +123,7 @@ def test_equals_the_original_implementation(golden, name: str, method: Method, d
 
 
 def test_wudi_leaves_what_the_original_does_not_write_at_the_base(golden) -> None:
-    merged = merge_state_dicts(golden.base, golden.experts, WUDI(iterations=1))
+    merged = merge_state_dicts(golden.base, golden.experts, WUDI(steps=1))
     kept = merged.keys() - golden.output("wudi_iter300_f32_T4").keys()
     assert len(kept) == len(golden.base) - 8
     assert all(torch.equal(merged[n], golden.base[n]) for n in kept)
@@ -156,15 +156,15 @@ ETA = {
         ("mergelm.dis-mean", TIES(preset="mergelm"), ("A", "B", "C", "C20")),
         ("fusionbench.sum", TIES(preset="sum", coefficient=1.0), ("A", "B", "C", "C20")),
         ("mergekit.sum.norm", TIES(preset="mergekit"), ("A", "B", "C", "C20")),
-        ("mergekit.sum.nonorm", TIES(preset="mergekit", normalize=False), ("A", "B", "C", "C20")),
-        ("mergekit.count.norm", TIES(preset="mergekit", elect="frequency"), ("A", "B", "C", "C20")),
+        ("mergekit.sum.nonorm", TIES(preset="mergekit", aggregator="sum"), ("A", "B", "C", "C20")),
+        ("mergekit.count.norm", TIES(preset="mergekit", election="frequency"), ("A", "B", "C", "C20")),
         (
             "mergekit.count.nonorm",
-            TIES(preset="mergekit", elect="frequency", normalize=False),
+            TIES(preset="mergekit", election="frequency", aggregator="sum"),
             ("A", "B", "C", "C20"),
         ),
         ("peft.total", TIES(preset="peft"), ("A", "B")),
-        ("peft.frequency", TIES(preset="peft", elect="frequency"), ("A", "B")),
+        ("peft.frequency", TIES(preset="peft", election="frequency"), ("A", "B")),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

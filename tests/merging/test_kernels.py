@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mergekit_lab.merging import dropping
-from mergekit_lab.merging.dropping import Counters, counter_keep, counter_uniform
+from mergekit_lab.merging.dropping import Counters, draw_mask, draw_uniform
 from mergekit_lab.merging.kernels import DigitCounts
 
 pytest.importorskip("triton")
@@ -46,16 +46,16 @@ def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, drop: float) -> Non
     draws = [[Counters(key, 2**40 + 3, 2345)] for key in keys]
     both = torch.tensor([[key, 0] for key in keys])
     found, expected = torch.empty(2, 4, 2345, dtype=torch.bool)
-    gpu_kernels.draw(found, both[:, 0], 2**40 + 3, math.ceil(drop * 2.0**32), dropping._FACTORS)
-    counter_keep(draws, expected, drop)
+    gpu_kernels.draw(found, both[:, 0], 2**40 + 3, math.ceil(drop * 2.0**32), dropping.FACTORS)
+    draw_mask(draws, expected, drop)
     assert torch.equal(found, expected)
     uniform = torch.empty(4, 3000, dtype=torch.float64)[:, 5:2350]  # rows that do not follow each other
-    gpu_kernels.draw(uniform, both[:, 0], 2**40 + 3, 0, dropping._FACTORS)
-    assert torch.equal(uniform, torch.stack([counter_uniform(each, uniform.device) for each in draws]))
+    gpu_kernels.draw(uniform, both[:, 0], 2**40 + 3, 0, dropping.FACTORS)
+    assert torch.equal(uniform, torch.stack([draw_uniform(each, uniform.device) for each in draws]))
     assert torch.equal(expected, uniform >= drop)
 
 
 def test_nothing_is_kept_where_next_to_all_is_dropped() -> None:
     kept = torch.ones(1, 9, dtype=torch.bool)
-    counter_keep([[Counters(7, 0, 9)]], kept, 1 - 2**-53)
+    draw_mask([[Counters(7, 0, 9)]], kept, 1 - 2**-53)
     assert not kept.any()

@@ -29,7 +29,7 @@ from mergekit_lab.merging import (
     WeightAverage,
     blocks,
     merge_state_dicts,
-    merged_tensors,
+    merge_tensors,
     stream,
 )
 
@@ -41,22 +41,22 @@ METHODS: dict[str, Method] = {
     "ties_sum": TIES(density=0.3, preset="sum"),
     "ties_mergekit": TIES(density=0.3, preset="mergekit"),
     "ties_peft": TIES(density=0.3, preset="peft"),
-    "dare": DARE(drop=0.5),
-    "dare_l1": DARE(drop=0.5, rescale="l1"),
-    "dare_ties": DARE(drop=0.5, inner=TIES(density=0.3)),
-    "dare_l1_ties": DARE(drop=0.5, rescale="l1", inner=TIES(preset="mergekit", density=0.7)),
-    "dare_l1_fisher": DARE(drop=0.5, rescale="l1", inner=Fisher(normalize=True)),
+    "dare": DARE(density=0.5),
+    "dare_l1": DARE(density=0.5, rescale="l1"),
+    "dare_ties": DARE(density=0.5, inner=TIES(density=0.3)),
+    "dare_l1_ties": DARE(density=0.5, rescale="l1", inner=TIES(preset="mergekit", density=0.7)),
+    "dare_l1_fisher": DARE(density=0.5, rescale="l1", inner=Fisher(normalize="norm")),
     "fisher": Fisher(),
-    "fisher_normalized": Fisher(normalize=True),
+    "fisher_normalized": Fisher(normalize="norm"),
     "fisher_favor_target": Fisher(favor_target=True, floor=0.5),
-    "fisher_mergelm": Fisher(preset="mergelm", normalize=True),
+    "fisher_mergelm": Fisher(preset="mergelm", normalize="norm"),
     "tsvm": TSVM(),
     "tsvm_rank": TSVM(rank=2),
     "epimer": EpiMer(rank=2),
     "epimer_full": EpiMer(rank=2, coordinates="full", aggregator="mean"),
     "epimer_normalized": EpiMer(rank=2, normalize="trace"),
     "wudi": WUDI(lr=1e-4),
-    "wudi_all_2d": WUDI(all_2d=True, iterations=20, lr=1e-3),
+    "wudi_all_2d": WUDI(all_matrices=True, steps=20, lr=1e-3),
     "iso_c": IsoC(),
     "iso_cts": IsoCTS(),
     "iso_cts_own": IsoCTS(common=0.4),
@@ -214,7 +214,7 @@ def test_identical_experts_merge_to_themselves(label: str) -> None:
         TIES(density=1.0),
         TSVM(),
         Fisher(),
-        WUDI(all_2d=True),
+        WUDI(all_matrices=True),
         RegMean(),
         AdaMerging(weights=[1.0]),
         ConsensusTA(k=1, coefficient=1.0),
@@ -244,7 +244,7 @@ def test_tied_weights_stay_tied_and_are_merged_once() -> None:
 def test_tensors_are_merged_one_by_one_as_the_iterator_advances() -> None:
     base, experts, _ = world()
     whole = merge_state_dicts(base, experts, WeightAverage())
-    iterator = merged_tensors(base, experts, WeightAverage())
+    iterator = merge_tensors(base, experts, WeightAverage())
     name, first = next(iterator)
     assert torch.equal(first, whole[name])
     assert {name, *(name for name, _ in iterator)} == set(base)
@@ -280,6 +280,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypat
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
-    monkeypatch.setattr(stream, "jobs_of", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(stream, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

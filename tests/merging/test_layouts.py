@@ -33,7 +33,7 @@ def as_linear(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "method",
     [
-        WUDI(lr=1e-2, iterations=5),
+        WUDI(lr=1e-2, steps=5),
         IsoCTS(common=0.4),
         RegMean(),
         ModelStock(filter_wise=True),

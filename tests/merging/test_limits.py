@@ -41,7 +41,7 @@ def test_task_arithmetic_takes_a_list_of_coefficients_and_forgets_with_a_negativ
 @pytest.mark.parametrize("preset", ["paper", "mergelm", "mergekit", "peft"])
 def test_ties_at_density_one_trims_nothing(preset: str) -> None:
     method = TIES(density=1.0, preset=preset)
-    assert method.kept(1000) == 1000
+    assert method.count_kept(1000) == 1000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -130,7 +130,7 @@ def test_model_stock_notes_task_vectors_that_oppose_each_other() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [WUDI(all_2d=True, iterations=5), IsoC(), IsoCTS(common=0.4), ConsensusTA(k=0), RegMean(), Breadcrumbs()],
+    [WUDI(all_matrices=True, steps=5), IsoC(), IsoCTS(common=0.4), ConsensusTA(k=0), RegMean(), Breadcrumbs()],
     ids=repr,
 )
 def test_weights_scale_the_experts_before_they_are_merged(method: Method) -> None:
@@ -157,8 +157,8 @@ def test_fisher_refuses_what_it_cannot_normalise_and_what_overflows() -> None:
     deltas = draw(2, 3).float()
     nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
     with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):
-        merge_one(Fisher(normalize=True), deltas, fishers=[large, nothing])
-    found = merge_one(Fisher(normalize=True, floor=0.0), deltas, fishers=[small, large])
+        merge_one(Fisher(normalize="norm"), deltas, fishers=[large, nothing])
+    found = merge_one(Fisher(normalize="norm", floor=0.0), deltas, fishers=[small, large])
     assert relative_error(found, deltas.mean(dim=0)) < 1e-6
     with pytest.raises(InputError, match=r"merging w overflows torch.float32"):
         merge_one(Fisher(), deltas, fishers=[large, large])

@@ -7,7 +7,7 @@ from merging.world import assert_close, assert_equal, run, world
 
 from mergekit_lab.merging import TSVM, WUDI, EpiMer, IsoC, IsoCTS, Method
 from mergekit_lab.merging.contract import Site
-from mergekit_lab.merging.iso import direction_budget
+from mergekit_lab.merging.iso import split_directions
 from mergekit_lab.merging.spectral import SpectralMethod
 
 
@@ -23,7 +23,7 @@ def test_equal_curvature_makes_epimer_tsvm() -> None:
 def test_a_large_eps_makes_epimer_tsvm() -> None:
     base, experts, fishers = world(dtype=torch.float64)
     assert_close(
-        run(EpiMer(rank=2, eps=1e12), base, experts, fishers), run(TSVM(rank=2), base, experts, {}), 1e-9
+        run(EpiMer(rank=2, floor=1e12), base, experts, fishers), run(TSVM(rank=2), base, experts, {}), 1e-9
     )
 
 
@@ -31,7 +31,7 @@ def test_scaling_all_curvatures_and_eps_together_changes_nothing() -> None:
     base, experts, fishers = world(dtype=torch.float64)
     scaled = {name: {n: 1024 * v for n, v in f.items()} for name, f in fishers.items()}
     assert_close(
-        run(EpiMer(rank=2, eps=1024e-8), base, experts, scaled),
+        run(EpiMer(rank=2, floor=1024e-8), base, experts, scaled),
         run(EpiMer(rank=2), base, experts, fishers),
         1e-9,
     )
@@ -41,7 +41,7 @@ def test_the_scale_of_one_tasks_fisher_matters_unless_normalized() -> None:
     base, experts, fishers = world(dtype=torch.float64)
     louder = fishers | {"task_0": {n: 100 * v for n, v in fishers["task_0"].items()}}
     for normalize in ("trace", "norm"):
-        method = EpiMer(rank=2, eps=1e-12, normalize=normalize)
+        method = EpiMer(rank=2, floor=1e-12, normalize=normalize)
         assert_close(run(method, base, experts, louder), run(method, base, experts, fishers), 1e-6)
     plain = EpiMer(rank=2)
     with pytest.raises(AssertionError):
@@ -113,7 +113,7 @@ def test_iso_cts_with_common_directions_only_is_iso_c() -> None:
     ],
 )
 def test_iso_cts_rounds_directions_as_the_original(r, experts, common, own, shared) -> None:
-    assert direction_budget(r, experts, common) == (own, shared)
+    assert split_directions(r, experts, common) == (own, shared)
 
 
 @pytest.mark.parametrize("method", [IsoC(), IsoCTS(), IsoCTS(common=0.4)], ids=repr)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import WUDI
-from mergekit_lab.merging.wudi import least_interference
+from mergekit_lab.merging.wudi import minimize_interference
 
 
 def interference(merged: Tensor, deltas: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def interference(merged: Tensor, deltas: Tensor) -> Tensor:
 
 def test_wudi_follows_torchs_adam_on_the_printed_objective() -> None:
     deltas = draw(2, 3, 6, 9)
-    for matrices, found in zip(deltas, least_interference(deltas, 25, 1e-3), strict=True):
+    for matrices, found in zip(deltas, minimize_interference(deltas, 25, 1e-3), strict=True):
         merged = matrices.sum(dim=0).requires_grad_()
         optimizer = torch.optim.Adam([merged], lr=1e-3)
         for _ in range(25):
@@ -30,15 +30,15 @@ def test_wudi_follows_torchs_adam_on_the_printed_objective() -> None:
 
 def test_wudi_lowers_the_interference_and_without_steps_is_the_sum() -> None:
     deltas = draw(4, 6, 9)
-    before = merge_one(WUDI(all_2d=True, iterations=0), deltas)
+    before = merge_one(WUDI(all_matrices=True, steps=0), deltas)
     assert relative_error(before, deltas.sum(dim=0)) < 1e-12
-    after = merge_one(WUDI(all_2d=True, lr=1e-3), deltas)
+    after = merge_one(WUDI(all_matrices=True, lr=1e-3), deltas)
     assert interference(after, deltas) < 0.8 * interference(before, deltas)
 
 
 def test_wudi_takes_nothing_from_an_expert_equal_to_the_base() -> None:
     deltas = draw(3, 6, 9)
-    method = WUDI(all_2d=True, lr=1e-3, iterations=20)
+    method = WUDI(all_matrices=True, lr=1e-3, steps=20)
     assert (
         relative_error(merge_one(method, torch.cat([deltas, 0 * deltas[:1]])), merge_one(method, deltas))
         < 1e-12
@@ -69,12 +69,12 @@ def test_wudi_takes_nothing_from_an_expert_equal_to_the_base() -> None:
 )
 def test_wudi_knows_attention_and_mlp_weights_by_name(name: str, taken: bool) -> None:
     assert WUDI().is_matrix(name, (4, 4)) == taken
-    assert WUDI(all_2d=True).is_matrix(name, (4, 4))
+    assert WUDI(all_matrices=True).is_matrix(name, (4, 4))
     assert not WUDI().is_matrix(name, (4,))
 
 
 def test_wudi_refuses_a_model_in_which_it_knows_no_name() -> None:
-    with pytest.raises(InputError, match="set all_2d=True"):
+    with pytest.raises(InputError, match="set all_matrices=True"):
         merge_one(WUDI(), draw(2, 3, 4))
 
 
@@ -87,4 +87,4 @@ def test_wudi_leaves_experts_that_do_not_interfere() -> None:
     deltas = torch.block_diag(draw(3, 4), draw(5, 6, seed=1)).float()
     parts = torch.stack([deltas, deltas])
     parts[0, 3:], parts[1, :3] = 0, 0
-    assert torch.equal(merge_one(WUDI(all_2d=True, lr=1e-2), parts), deltas)
+    assert torch.equal(merge_one(WUDI(all_matrices=True, lr=1e-2), parts), deltas)

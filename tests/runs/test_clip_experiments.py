@@ -94,7 +94,7 @@ def shrink(cfg, hub: Path) -> None:
     if cfg.experts:
         cfg.experts = f"{hub}/experts"
     if "wudi" in cfg.mergers:
-        cfg.mergers.wudi.iterations = 2
+        cfg.mergers.wudi.steps = 2
 
 
 def swept(cfg) -> dict[str, str]:

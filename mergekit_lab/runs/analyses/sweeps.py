@@ -292,7 +292,7 @@ class CurvatureGain(Analysis):
     def compute(self, run: Run, resume: Path) -> Data:
         method = self._merger(run).method
         assert isinstance(method, EpiMer)
-        methods = {"curved": method, "flat": replace(method, eps=_FLAT)}
+        methods = {"curved": method, "flat": replace(method, floor=_FLAT)}
         chosen = samples_of(run, self.part, self.samples)
 
         def compute(name: str) -> Data:
