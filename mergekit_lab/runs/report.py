@@ -20,14 +20,13 @@ from mergekit_lab.reporting import (
     Beside,
     Record,
     compare,
-    print_slice,
     print_table,
     read_records,
     set_beside,
+    write_cross_table,
     write_report,
-    write_slice,
 )
-from mergekit_lab.reporting.summary import counted
+from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.adaptive import learning_content, learns
 from mergekit_lab.runs.analyses import TaskVectors
 from mergekit_lab.runs.analyze import DATA
@@ -47,8 +46,8 @@ def stage_report(run: Context) -> None:
     curves = {task: json.loads(run.expert(task).file(CURVE).read_text()) for task in run.tasks}
     if run.cfg.joint and (joint := run.store.find("joint", run.joint_content())):
         curves["+joint"] = json.loads(joint.file(CURVE).read_text())
-    title = f"{run.plain['suite']['name']}: {counted(len(run.mergers), 'way')} to merge "
-    title += counted(len(run.tasks), "expert")
+    title = f"{run.plain['suite']['name']}: {say_count(len(run.mergers), 'way')} to merge "
+    title += say_count(len(run.tasks), "expert")
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)
@@ -70,7 +69,7 @@ def stage_report(run: Context) -> None:
     try:
         _slice(run.cfg, run.folder, records)
     except InputError as error:  # a job of a sweep may lack what is fixed for the comparison
-        log.warning("slice.md is left out: %s", error)
+        log.warning("table.md is left out: %s", error)
     reused = sum(record.reused for record in records)
     log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
@@ -78,7 +77,7 @@ def stage_report(run: Context) -> None:
 
 def _slice(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
     if cfg.table:
-        print_slice(write_slice(folder, records, cfg.table, cfg.metric))
+        print_table(write_cross_table(folder, records, cfg.table, cfg.metric))
 
 
 def collect(run: Context) -> list[Record]:
@@ -117,7 +116,7 @@ def _record(
         merger=subject.merger.label if subject.merger else None,
         coefficient=chosen_coefficient(run, subject.merger) if subject.merger else None,
         task=task,
-        split="test",
+        part="test",
         metric=run.tasks[task].metric,
         value=found.info["value"],
         expert_value=expert_value,
@@ -278,7 +277,7 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     """
     given = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
     folders = [place for pattern in given for place in _run_folders(str(pattern))]
-    paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
+    paths = compare(folders, folder, title=f"Comparison of {say_count(len(folders), 'run')}")
     for failure in paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
     if not paths.table.rows:
