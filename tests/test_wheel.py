@@ -26,6 +26,9 @@ def test_the_wheel_holds_configs_weights_and_the_sweeper(wheel: Path) -> None:
         "mergekit_lab/conf/experiment/quickstart.yaml",
         "mergekit_lab/assets/glyph_clip.safetensors",
         "mergekit_lab/py.typed",
+        "mergekit_lab/reporting/templates/page.html.j2",
+        "mergekit_lab/reporting/templates/style.css",
+        "mergekit_lab/reporting/templates/sort_and_filter.js",
         "hydra_plugins/mergekit_lab/comparison_sweeper.py",
     ):
         assert needed in names

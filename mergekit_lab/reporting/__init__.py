@@ -3,6 +3,8 @@
 Importing this loads neither rich, matplotlib nor wandb.
 """
 
+from mergekit_lab.reporting.checks import find_warnings
+from mergekit_lab.reporting.cross_table import DIMENSIONS, MEASURES, CrossTable, cross_tabulate, parse_table
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
@@ -15,21 +17,12 @@ from mergekit_lab.reporting.records import (
     read_records,
     write_records,
 )
-from mergekit_lab.reporting.report import ReportPaths, compare, write_report, write_slice
-from mergekit_lab.reporting.slices import (
-    DIMENSIONS,
-    MEASURES,
-    Slice,
-    asked,
-    print_slice,
-    sliced,
-    table_csv,
-    table_latex,
-)
-from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, comparison_table, print_table, to_markdown
+from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
+from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, build_table
 from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
 from mergekit_lab.reporting.trackers import CsvTracker, Product, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
+from mergekit_lab.reporting.writing import print_table, to_csv, to_latex, to_markdown
 
 __all__ = [
     "AXES",
@@ -38,6 +31,7 @@ __all__ = [
     "MEASURES",
     "Beside",
     "Cell",
+    "CrossTable",
     "CsvTracker",
     "Curves",
     "Failure",
@@ -46,27 +40,26 @@ __all__ = [
     "ReportPaths",
     "Row",
     "Searches",
-    "Slice",
     "Table",
     "TensorBoardTracker",
     "Timing",
     "Tracker",
     "WandbTracker",
-    "asked",
+    "build_table",
     "compare",
-    "comparison_table",
+    "cross_tabulate",
     "deduplicate",
-    "print_slice",
+    "find_warnings",
+    "parse_table",
     "print_table",
     "printable",
     "read_published",
     "read_records",
     "set_beside",
-    "sliced",
-    "table_csv",
-    "table_latex",
+    "to_csv",
+    "to_latex",
     "to_markdown",
+    "write_cross_table",
     "write_records",
     "write_report",
-    "write_slice",
 ]

@@ -24,7 +24,7 @@ _MANY = 1000
 _LEVEL = 0.95
 
 
-def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int = 0) -> Table:
+def add_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int = 0) -> Table:
     """The table with a 95 % interval of every average, and a mark on mergers that the best may not beat.
 
     Of a group the rows are compared that were evaluated alike (the largest such part of it); a row of other
@@ -35,19 +35,18 @@ def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int
     import numpy as np
 
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, row in enumerate(table.rows):
-        groups[row.group].append(place)
+    for i, row in enumerate(table.rows):
+        groups[row.group].append(i)
     rows = list(table.rows)
     left_out: list[str] = []
     for group, everything in groups.items():
-        keys = _alike({place: rows[place] for place in everything}, samples)
+        keys = _keep_alike({i: rows[i] for i in everything}, samples)
         if not keys:
             continue
-        places = list(keys)
-        members = [table.rows[place] for place in places]
+        members = [table.rows[i] for i in keys]
         drawn = _averages(list(keys.values()), samples, draws, seed)
         odd = [
-            rows[i].label
+            rows[i].name
             for i in everything
             if i not in keys and rows[i].kind == "merged" and rows[i].average.mean is not None
         ]
@@ -59,12 +58,12 @@ def with_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int
         low, high = np.quantile(drawn, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
         merged = [i for i, row in enumerate(members) if row.kind == "merged"]
         best = max(merged, key=lambda i: members[i].average.mean or 0.0, default=None)
-        for i, place in enumerate(places):
+        for i, position in enumerate(keys):
             close = False
             if best is not None and i in merged and i != best:
                 from_, to = np.quantile(drawn[:, best] - drawn[:, i], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
                 close = bool(from_ <= 0 <= to)
-            rows[place] = replace(rows[place], interval=(float(low[i]), float(high[i])), close=close)
+            rows[position] = replace(rows[position], interval=(float(low[i]), float(high[i])), close=close)
     return replace(table, rows=tuple(rows), notes=(*table.notes, *_notes(rows), *left_out))
 
 
@@ -72,11 +71,11 @@ Keys = Mapping[tuple[int, str], str]
 """Evaluation keys of a row by seed and task; every seed has every task."""
 
 
-def _alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
-    """By place, the rows of most that have the same seeds, tasks and numbers of samples."""
+def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
+    """By position, the rows of most that have the same seeds, tasks and numbers of samples."""
     tasks = {task for row in rows.values() for _, task, _ in row.evaluations}
     alike: dict[Any, dict[int, Keys]] = defaultdict(dict)
-    for place, row in rows.items():
+    for position, row in rows.items():
         by_seed: dict[int, dict[str, str]] = defaultdict(dict)
         for seed, task, key in row.evaluations:
             by_seed[seed][task] = key
@@ -87,7 +86,7 @@ def _alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
             continue
         sizes = {(task, len(samples[key])) for (_, task), key in keys.items()}
         if len(sizes) == len(tasks):  # else the seeds have other test parts
-            alike[frozenset(whole), frozenset(sizes)][place] = keys
+            alike[frozenset(whole), frozenset(sizes)][position] = keys
     return max(alike.values(), key=len, default={})
 
 
@@ -100,7 +99,7 @@ def _averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> 
     share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=draws) / len(seeds)
     total = np.zeros((draws, len(keys)))
     for task in tasks:
-        values = np.stack([[samples[found[s, task]] for s in seeds] for found in keys]).astype(np.float32)
+        values = np.stack([[samples[of_row[s, task]] for s in seeds] for of_row in keys]).astype(np.float32)
         flat = values.reshape(-1, values.shape[-1]).T
         for start in range(0, draws, _AT_ONCE):
             weights = _weights(random, min(_AT_ONCE, draws - start), len(flat))
@@ -125,7 +124,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     close: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for row in rows:
         if row.close:
-            close[row.group].append(row.label)
+            close[row.group].append(row.name)
     said = "not distinguishable from the best average (95 %, bootstrap over test samples and seeds)"
     return [
         f"{' / '.join(group)}: {said}: {', '.join(labels)}." if group else f"N{said[1:]}: {', '.join(labels)}."

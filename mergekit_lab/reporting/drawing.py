@@ -1,8 +1,4 @@
-"""The look that all figures share, and the steps of drawing one.
-
-Colors are Okabe and Ito's, told apart by readers with any color vision; past the seventh line the colors
-repeat with another hatch or dash.
-"""
+"""The style that all figures share, and the steps of drawing one; `names` has the looks of mergers."""
 
 import math
 import re
@@ -17,10 +13,6 @@ if TYPE_CHECKING:
 
 DPI = 130
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
-HATCHES = ("", "///", "...")
-DASHES = ("-", "--", ":")
-MARKERS = "osD^vPX"
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a name may hold a dollar sign
     "font.size": 10.0,
@@ -37,12 +29,9 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
+    "pdf.fonttype": 42,  # journals refuse Type 3
+    "svg.hashsalt": "mergekit_lab",  # the same bytes for the same figure
 }
-
-
-def color(place: int) -> str:
-    """The color of the line, bar or point at a place; they recur after the last."""
-    return COLOURS[place % len(COLOURS)]
 
 
 def title(group: Sequence[str], what: str) -> str:
@@ -88,7 +77,9 @@ def percent_axis(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}")
 
 
-def files(folder: Path, stem: str, groups: Sequence[tuple[str, ...]]) -> list[tuple[Path, tuple[str, ...]]]:
+def name_files(
+    folder: Path, stem: str, groups: Sequence[tuple[str, ...]]
+) -> list[tuple[Path, tuple[str, ...]]]:
     """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
     if len(groups) == 1:
         return [(folder / f"{stem}.png", groups[0])]
@@ -108,12 +99,12 @@ def panels(
     lines = math.ceil(len(groups) / columns)
     with new_figure((8.5, 12.5, 16.0)[columns - 1], lines * height + 1.2) as figure:
         heading(figure, text)
-        places = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
-        for axes, group in zip(places, groups, strict=False):
+        every = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
+        for axes, group in zip(every, groups, strict=False):
             axes.set_title(title(group, ""))
-        for axes in places[len(groups) :]:
+        for axes in every[len(groups) :]:
             axes.set_axis_off()
-        yield figure, places[: len(groups)]
+        yield figure, every[: len(groups)]
 
 
 @contextmanager
@@ -127,7 +118,21 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write a PNG that is the same, byte for byte, for the same figure."""
+    """Write `path`, a PNG, and an SVG and a PDF beside it: the same bytes for the same figure.
+
+    These two are for papers, whose captions say what a figure shows, so they have no title.
+    """
+    from matplotlib.transforms import Bbox
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    figure.set_layout_engine("none")  # where everything stands is known by now
+    width, height = figure.get_size_inches()
+    for text in figure.texts:
+        if text.get_text() == figure.get_suptitle():
+            height = text.get_window_extent().y0 / figure.dpi
+            text.set_visible(False)
+    below = Bbox.from_extents(0, 0, width, height)
+    for kind, undated in (("svg", {"Date": None}), ("pdf", {"CreationDate": None})):
+        figure.savefig(path.with_suffix(f".{kind}"), metadata=undated, bbox_inches=below)
     return path

@@ -1,20 +1,22 @@
-"""Figures of analyses: planes, lines and matrices, each as PNG and SVG, from plain numbers."""
+"""Figures of analyses: planes, lines and matrices, from plain numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.reporting import drawing
+from mergekit_lab.reporting.names import NAMES, Look, choose_looks, display_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Box = tuple[float, float]
-_MISSING = "#E4E4E4"
+MISSING_COLOR = "#E4E4E4"
 _MARKED = 30
 """Points of a curve that still get a marker each."""
 
@@ -26,7 +28,7 @@ class Plane:
     Attributes:
         title: above it.
         values: `[A][A]`, rows along the first axis; what is not finite is left gray, with a cross.
-        points: marked places `(α1, α2)` by name.
+        points: marked points `(α1, α2)` by name.
     """
 
     title: str
@@ -40,9 +42,9 @@ class Lines:
 
     Attributes:
         title, x, y: above it and along its axes.
-        curves: by name, `(places, values)`.
-        labels: names of the places, where they are not numbers.
-        logarithmic, logarithmic_x: the scale of values, of places.
+        curves: by name, `(x, y)`.
+        labels: names of the x, where they are not numbers.
+        logarithmic, logarithmic_x: the scale of y, of x.
     """
 
     title: str
@@ -82,7 +84,7 @@ def analysis_figure(
     box: Box | None = None,
     one_scale: bool = False,
 ) -> list[Path]:
-    """Draw panels and save them as `stem.png` and `stem.svg`.
+    """Draw panels and save them as `stem.png`, `stem.svg` and `stem.pdf`; the PNG and the SVG are returned.
 
     At most three stand in a row, and four two by two.
 
@@ -95,12 +97,12 @@ def analysis_figure(
     """
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     planes = [panel for panel in panels if isinstance(panel, Plane)]
-    common = _levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
+    common = spread_levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
     rows = -(-len(panels) // columns)
     with drawing.new_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
         drawing.heading(figure, title)
-        places = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, panel in zip(places, panels, strict=False):
+        every = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, panel in zip(every, panels, strict=False):
             axes.set_title(panel.title)
             if isinstance(panel, Plane):
                 grid = (alphas, alphas if others is None else others)
@@ -109,14 +111,10 @@ def analysis_figure(
                 _lines(axes, panel)
             else:
                 _matrix(axes, panel)
-        for axes in places[len(panels) :]:
+        for axes in every[len(panels) :]:
             axes.set_axis_off()
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-        metadata: list[dict[str, Any]] = [{"Software": None}, {"Date": None}]
-        for path, about in zip(paths, metadata, strict=True):
-            figure.savefig(path, dpi=drawing.DPI, metadata=about)
-    return paths
+        png = drawing.save(figure, stem.with_name(f"{stem.name}.png"))
+    return [png, png.with_suffix(".svg")]
 
 
 def _plane(
@@ -133,8 +131,8 @@ def _plane(
     turned = np.array(panel.values, dtype=float).T  # contours have rows along y
     missing = ~np.isfinite(turned)
     shown = np.ma.masked_array(turned, missing)
-    levels = common or _levels([value for row in panel.values for value in row])
-    axes.set_facecolor(_MISSING)
+    levels = common or spread_levels([value for row in panel.values for value in row])
+    axes.set_facecolor(MISSING_COLOR)
     if not missing.all():
         filled = axes.contourf(*grid, shown, levels=levels, cmap="viridis", norm=_even(levels))
         axes.contour(*grid, shown, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
@@ -156,7 +154,7 @@ def _plane(
     axes.set_aspect("equal")
 
 
-def _levels(values: Sequence[float]) -> list[float]:
+def spread_levels(values: Sequence[float]) -> list[float]:
     """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast.
 
     Values that are not finite do not count.
@@ -173,20 +171,23 @@ def _even(levels: Sequence[float]) -> Any:
 
 
 def _lines(axes: Axes, panel: Lines) -> None:
-    for place, (name, (x, y)) in enumerate(panel.curves.items()):
-        look: dict[str, Any] = {
-            "color": drawing.color(place),
-            "linestyle": drawing.DASHES[place // 7 % len(drawing.DASHES)],
-        }
-        look["marker"] = "o" if len(x) <= _MARKED else ""
+    mergers = all(name in NAMES for name in panel.curves)
+    looks = (
+        choose_looks(panel.curves)
+        if mergers
+        else dict(zip(panel.curves, map(Look.numbered, count()), strict=False))
+    )
+    for name, (x, y) in panel.curves.items():
+        look = looks[name].line | {"marker": "o" if len(x) <= _MARKED else ""}
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
-        axes.plot(x, y, markersize=4, label=drawing.short(name), **look)
+        label = display_name(name) if mergers else name
+        axes.plot(x, y, markersize=4, label=drawing.short(label), **look)
     if panel.logarithmic_x:
         axes.set_xscale("log")
         drawing.log_labels(axes.xaxis)
     elif panel.labels is None:
-        whole = all(float(place).is_integer() for x, _ in panel.curves.values() for place in x)
+        whole = all(float(each).is_integer() for x, _ in panel.curves.values() for each in x)
         axes.locator_params(axis="x", nbins=6, integer=whole)
     if panel.logarithmic:
         axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Figures of a report. One order and one look per merger in all of them; bars, rows and lines carry names."""
+"""Figures of a report. One order and one look a merger in all of them; bars, rows and lines carry names."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.reporting import drawing
+from mergekit_lab.reporting.names import Look, choose_looks, display_name
 from mergekit_lab.reporting.tables import MISSING, Row, Table
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def merger_figures(table: Table, folder: Path) -> list[Path]:
 
 def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     rows = {row.label: row for row in _merged(table, group)}
+    looks = choose_looks(table.mergers)
     top = max(
         [
             1.0,
@@ -48,38 +50,41 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
             ),
         ]
     )
-    for place, label in enumerate(table.mergers):
+    for y, label in enumerate(table.mergers):
         if label not in rows:
             continue
-        hatch = drawing.HATCHES[place // len(drawing.COLOURS) % len(drawing.HATCHES)]
+        look = looks[label]
         for cell, shift, color in (
-            (rows[label].average, -0.2, drawing.color(place)),
-            (rows[label].normalized, 0.2, drawing.light(drawing.color(place))),
+            (rows[label].average, -0.2, look.color),
+            (rows[label].normalized, 0.2, drawing.light(look.color)),
         ):
             if cell.mean is None:
                 continue
             axes.barh(
-                place + shift,
+                y + shift,
                 cell.mean,
                 0.38,
                 color=color,
-                hatch=hatch,
+                hatch=look.hatch,
                 edgecolor="white",
                 xerr=cell.sd,
                 error_kw={"elinewidth": 1.0, "capsize": 2.0},
             )
             axes.text(
-                top + 0.015,
-                place + shift,
+                cell.mean + (cell.sd or 0.0) + 0.01,
+                y + shift,
                 cell.text,
                 va="center",
                 fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
                 fontweight="bold" if cell.best else "normal",
             )
     for row in table.rows:
         if row.group == group and row.kind in _REFERENCES and row.average.mean is not None:
-            axes.axvline(row.average.mean, color="#333333", linewidth=1.2, linestyle=_REFERENCES[row.kind])
-    axes.set_yticks(range(len(table.mergers)), [drawing.short(label) for label in table.mergers])
+            axes.axvline(
+                row.average.mean, color=REFERENCE.color, linewidth=1.2, linestyle=_REFERENCES[row.kind]
+            )
+    axes.set_yticks(range(len(table.mergers)), [drawing.short(display_name(label)) for label in table.mergers])
     axes.set_ylim(len(table.mergers) - 0.5, -0.5)
     drawing.percent_axis(axes.xaxis)
     axes.set_xlim(0, top * (1.18 if any(row.average.sd is not None for row in rows.values()) else 1.09))
@@ -89,6 +94,7 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     axes.tick_params(labelbottom=True, labelleft=True)
 
 
+REFERENCE = Look("#333333", "", "-", "*")
 _REFERENCES: dict[str, Any] = {"zero_shot": ":", "expert": "-", "joint": "--"}
 
 
@@ -99,9 +105,11 @@ def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
     handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=drawing.light("#5A5A5A"))]
     labels = ["average", "normalized (÷ experts)"]
     for row in table.rows:
-        name = f"{row.label}, average"
+        name = f"{row.name}, average"
         if row.kind in _REFERENCES and row.average.mean is not None and name not in labels:
-            handles.append(Line2D([], [], color="#333333", linestyle=_REFERENCES[row.kind], linewidth=1.2))
+            handles.append(
+                Line2D([], [], color=REFERENCE.color, linestyle=_REFERENCES[row.kind], linewidth=1.2)
+            )
             labels.append(name)
     return handles, labels
 
@@ -113,15 +121,15 @@ def heat_maps(table: Table, folder: Path) -> list[Path]:
     """
     values = [cell.mean for row in table.rows for cell in row.cells[:-2] if cell.mean is not None]
     paths = []
-    for path, group in drawing.files(folder, "heatmap", table.groups):
+    for path, group in drawing.name_files(folder, "heatmap", table.groups):
         rows = [row for row in table.rows if row.group == group]
-        width = 2.8 + 0.11 * max(len(drawing.short(row.label)) for row in rows) + 0.74 * len(table.tasks)
+        width = 2.8 + 0.11 * max(len(drawing.short(row.name)) for row in rows) + 0.74 * len(table.tasks)
         longest = max(len(drawing.short(task)) for task in table.tasks)
         with drawing.new_figure(
             width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest
         ) as figure:
             _heat(figure, rows, table.tasks, min(values), max(values))
-            drawing.heading(figure, drawing.title(group, f"Accuracy per task, {table.split} split (%)"))
+            drawing.heading(figure, drawing.title(group, f"Accuracy per task, {table.part} part (%)"))
             paths.append(drawing.save(figure, path))
     return paths
 
@@ -145,7 +153,7 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
                 fontsize=9,
                 color="white" if dark else "black",
             )
-    axes.set_yticks(range(len(rows)), [drawing.short(row.label) for row in rows])
+    axes.set_yticks(range(len(rows)), [drawing.short(row.name) for row in rows])
     axes.set_xticks(
         range(len(tasks)),
         [drawing.short(task) for task in tasks],
@@ -173,7 +181,7 @@ def radar_figures(table: Table, folder: Path) -> list[Path]:
         return []
     groups = [group for group in table.groups if any(_merged(table, group))]
     paths = []
-    for path, group in drawing.files(folder, "radar", groups):
+    for path, group in drawing.name_files(folder, "radar", groups):
         experts = next((r for r in table.rows if r.group == group and r.kind == "expert"), None)
         if experts is None:
             continue
@@ -187,20 +195,16 @@ def radar_figures(table: Table, folder: Path) -> list[Path]:
 
 
 def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
-    angles = [2 * math.pi * place / len(table.tasks) for place in range(len(table.tasks) + 1)]
-    axes.plot(angles, [1.0] * len(angles), color="#333333", linewidth=1.2, label="experts")
+    looks = choose_looks(table.mergers)
+    angles = [2 * math.pi * i / len(table.tasks) for i in range(len(table.tasks) + 1)]
+    axes.plot(angles, [1.0] * len(angles), color=REFERENCE.color, linewidth=1.2, label="experts")
     for row in rows:
-        place = table.mergers.index(row.label)
         shares = [
             cell.mean / own.mean if cell.mean is not None and own.mean else math.nan
             for cell, own in zip(row.cells[:-2], experts.cells[:-2], strict=True)
         ]
-        look: dict[str, Any] = {
-            "color": drawing.color(place),
-            "marker": drawing.MARKERS[place % len(drawing.MARKERS)],
-        }
-        look["linestyle"] = drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)]
-        axes.plot(angles, [*shares, shares[0]], markersize=3.5, linewidth=1.3, label=row.label, **look)
+        line = looks[row.label].line
+        axes.plot(angles, [*shares, shares[0]], markersize=3.5, linewidth=1.3, label=row.name, **line)
     axes.set_theta_offset(math.pi / 2)
     axes.set_theta_direction(-1)
     axes.set_xticks(angles[:-1], [drawing.short(task, 16) for task in table.tasks])
@@ -235,11 +239,11 @@ def cost_figure(table: Table, folder: Path) -> list[Path]:
 
 def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
     placed = [(x, row.normalized.mean or 0.0, row) for x, row in points]
+    looks = choose_looks(table.mergers)
     for x, y, row in placed:
-        place = table.mergers.index(row.label) if row.label in table.mergers else len(table.mergers)
-        marker = drawing.MARKERS[place % len(drawing.MARKERS)] if row.kind == "merged" else "*"
-        axes.scatter([x], [y], s=60, color=drawing.color(place), marker=marker, zorder=3)
-        label = drawing.short(" / ".join((*row.group, row.label)))
+        look = looks.get(row.label, REFERENCE)
+        axes.scatter([x], [y], s=60, color=look.color, marker=look.marker, zorder=3)
+        label = drawing.short(" / ".join((*row.group, row.name)))
         axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
     front = pareto_front([(x, y) for x, y, _ in placed])
     axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
@@ -274,7 +278,7 @@ def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
         ]
     paths = []
     for (path, (title,)), (_, curves) in zip(
-        drawing.files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
+        drawing.name_files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
     ):
         measures = [
             measure
@@ -301,19 +305,20 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
         drawing.heading(figure, title)
     for axes, measure in zip(panels, measures, strict=False):
         lines = []
-        for place, points in enumerate(curves.values()):
+        for number, points in enumerate(curves.values()):
             known = [point for point in points if measure in point]
             lines += axes.plot(
                 [point["step"] for point in known],
                 [point[measure] for point in known],
-                color=drawing.color(place),
-                linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
-                marker="o" if len(known) < 12 else "",
                 markersize=3.5,
                 linewidth=1.5,
+                **Look.numbered(number).line | {"marker": "o" if len(known) < 12 else ""},
             )
         if measure == "val_accuracy":
             drawing.percent_axis(axes.yaxis)
+        elif all(point[measure] > 0 for points in curves.values() for point in points if measure in point):
+            axes.set_yscale("log")
+            drawing.log_labels(axes.yaxis)
         axes.set_title(_MEASURES[measure])
         axes.set_xlabel("step")
         axes.grid()
@@ -324,7 +329,7 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     """Validation normalized accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
 
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
-    table does, so that they keep their colors.
+    table does.
     """
     groups = {
         title: {label: points for label, points in searches.items() if points}
@@ -339,27 +344,26 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     heading = "Normalized accuracy on validation (%) over the coefficient"
     with drawing.panels(titles, heading, 3.3) as (figure, panels):
         handles: dict[str, Any] = {}
+        looks = choose_looks(mergers)
         for axes, searches in zip(panels, groups.values(), strict=True):
             for label in (label for label in mergers if label in searches):
-                handles[label] = _search(axes, searches[label], mergers.index(label))
+                handles[label] = _draw_search(axes, searches[label], looks[label])
             drawing.percent_axis(axes.yaxis)
             axes.set_xlabel("coefficient α (ringed: chosen)")
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.grid()
-        drawing.legend(figure, [handles[label] for label in shown], shown)
+        drawing.legend(figure, [handles[label] for label in shown], [display_name(label) for label in shown])
         return [drawing.save(figure, folder / "coefficients.png")]
 
 
-def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> Any:
+def _draw_search(axes: "Axes", points: Sequence[Mapping[str, float]], look: Look) -> Any:
     ordered = sorted(points, key=lambda point: point["coefficient"])
     (line,) = axes.plot(
         [point["coefficient"] for point in ordered],
         [point["normalized"] for point in ordered],
-        color=drawing.color(place),
-        linestyle=drawing.DASHES[place // len(drawing.COLOURS) % len(drawing.DASHES)],
-        marker=drawing.MARKERS[place % len(drawing.MARKERS)],
         markersize=4.5,
         linewidth=1.5,
+        **look.line,
     )
     chosen = [point for point in ordered if point.get("chosen")]
     axes.plot(
@@ -370,7 +374,7 @@ def _search(axes: "Axes", points: Sequence[Mapping[str, float]], place: int) -> 
         markersize=11,
         markerfacecolor="none",
         markeredgewidth=1.8,
-        color=drawing.color(place),
+        color=look.color,
     )
     return line
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import write_text
+from mergekit_lab.reporting.writing import markdown_line, markdown_text
 
 log = logging.getLogger(__name__)
 
@@ -154,27 +157,55 @@ def read_beside(folder: Path) -> list[Beside]:
     return rows
 
 
-def united(rows: Iterable[Beside]) -> list[Beside]:
-    """Each published number once; of several jobs of a sweep the one that measured it counts."""
-    found: dict[tuple[str, ...], Beside] = {}
-    for row in rows:
-        key = (row.source, row.table, row.setting, row.row, row.column)
-        if key not in found or found[key].ours is None:
-            found[key] = row
-    return list(found.values())
+def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], list[str]]:
+    """Each published number once, and notes on those that cannot be set beside one number of ours.
+
+    Ours is the mean over the seeds of a configuration. Where configurations differ in what a published number
+    does not name, and measured it differently, it is left out and a note names it.
+
+    Args:
+        runs: the configuration of each, and its rows.
+    """
+    rows: dict[Beside, dict[str, list[float]]] = {}
+    for config, of_run in runs:
+        for row in of_run:
+            measured = rows.setdefault(replace(row, ours=None), {})
+            if row.ours is not None:
+                measured.setdefault(_without_seed(config), []).append(row.ours)
+    united, ambiguous = [], []
+    for row, measured in rows.items():
+        means = sorted(mean(values) for values in measured.values())
+        if means and not math.isclose(means[0], means[-1], abs_tol=1e-9):
+            ambiguous.append(f"{row.source} {row.table}, {row.setting}: {row.row} {row.column}")
+        else:
+            united.append(replace(row, ours=means[0] if means else None))
+    notes = []
+    if ambiguous:
+        notes.append(
+            "Left out, because runs that differ in what the published number does not name measured it "
+            f"differently: {'; '.join(ambiguous)}."
+        )
+    seeds = max((len(values) for measured in rows.values() for values in measured.values()), default=1)
+    if seeds > 1:
+        notes.append(f"Ours are means over up to {seeds} seeds.")
+    return united, notes
+
+
+def _without_seed(config: str) -> str:
+    return "\n".join(line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
 
 
 TITLE = "Published numbers and ours"
 HEADER = ("source", "setting", "model", "column", "published", "ours", "difference")
 
 
-def cells(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
-    """The table's texts, one tuple a number."""
+def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
+    """The texts of `HEADER`, one tuple a number."""
     return [
         (
             f"{row.source} {row.table}",
             row.setting,
-            row.row,
+            display_name(row.row),
             row.column,
             f"{row.published:.2f}",
             "–" if row.ours is None else f"{row.ours:.2f}",
@@ -184,13 +215,13 @@ def cells(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-def published_markdown(rows: Sequence[Beside]) -> str:
+def published_markdown(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
     """A section of the summary; empty where there is nothing to set beside."""
-    if not rows:
+    if not rows and not notes:
         return ""
-    lines = [_line(HEADER), _line(["---"] * 4 + ["---:"] * 3), *map(_line, cells(rows))]
-    return "\n".join([f"## {TITLE}", "", *lines])
-
-
-def _line(texts: Iterable[Any]) -> str:
-    return "| " + " | ".join(map(str, texts)) + " |"
+    lines = [HEADER, ["---"] * 4 + ["---:"] * 3, *(map(markdown_text, texts) for texts in format_numbers(rows))]
+    parts = [
+        "\n".join(map(markdown_line, lines)) if rows else "",
+        "\n".join(f"- {markdown_text(n)}" for n in notes),
+    ]
+    return "\n\n".join([f"## {TITLE}", *filter(None, parts)])

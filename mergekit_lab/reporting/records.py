@@ -42,14 +42,14 @@ class Record:
     coefficient: float | None
     """Global coefficient α of the merged model, None where there is none."""
     task: str
-    split: str
+    part: str
     metric: str
     value: float
     """In 0..1, more is better; a correlation may fall to -1."""
     expert_value: float | None
-    """The task's expert with the same metric on the same split."""
+    """The task's expert with the same metric on the same part."""
     zero_shot_value: float | None
-    """The backbone with the same metric on the same split."""
+    """The backbone with the same metric on the same part."""
     seed: int
     wall_seconds: float
     """What producing this evaluation took; of a reused one, what it took when it was computed."""
@@ -65,6 +65,8 @@ class Record:
     Grams it read, without the experts. None where it is not known."""
     model_peak_memory_bytes: int | None = None
     """The peak on an accelerator while the model was made."""
+    weights: str | None = None
+    """A hash of the evaluated weights alone: two experts of one file have it in common."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -108,7 +110,7 @@ class Record:
             self.kind,
             self.merger,
             self.task,
-            self.split,
+            self.part,
             self.metric,
             self.seed,
             self.evaluation_key,
@@ -210,6 +212,8 @@ _OPTIONAL = {field.name for field in fields(Record) if field.default is None}
 def _record(entry: object) -> Record:
     if not isinstance(entry, Mapping):
         raise InputError(f"a record is a JSON object, not {type(entry).__name__}")
+    if "split" in entry and "part" not in entry:
+        raise InputError("it has 'split' where records now have 'part': make the report of its run again")
     if unknown := set(entry) - set(_TYPES):
         near = suggestion(min(unknown), _TYPES)
         raise InputError(f"unknown fields {listing(unknown)}{near}")

@@ -6,32 +6,29 @@
 `compare` reads such folders and nothing else.
 """
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.reporting import html, plots
-from mergekit_lab.reporting.bootstrap import Samples, with_intervals
+from mergekit_lab.reporting.bootstrap import Samples, add_intervals
+from mergekit_lab.reporting.checks import find_warnings
+from mergekit_lab.reporting.cross_table import CrossTable, cross_tabulate
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import Beside, published_markdown, united
+from mergekit_lab.reporting.published import Beside, published_markdown, unite
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
-from mergekit_lab.reporting.slices import (
-    Slice,
-    slice_csv,
-    slice_latex,
-    slice_markdown,
-    sliced,
-    table_csv,
-    table_latex,
-)
 from mergekit_lab.reporting.summary import describe
-from mergekit_lab.reporting.tables import AXES, Table, comparison_table, markdown_text, to_markdown
+from mergekit_lab.reporting.tables import AXES, Table, build_table
+from mergekit_lab.reporting.writing import markdown_text, to_csv, to_latex, to_markdown
 
-_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.png")
+log = logging.getLogger(__name__)
+
+_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.(png|svg|pdf)")
 
 
 @dataclass(frozen=True)
@@ -72,24 +69,18 @@ def write_report(
         samples: what every test sample contributed, by evaluation key; averages get intervals from it.
         published: published numbers with ours.
     """
-    folder = Path(out_dir)
-    found = RunFiles(
-        folder, deduplicate(records), curves, searches, timings, samples or {}, published, config_yaml
+    run = RunFiles(
+        Path(out_dir),
+        deduplicate(records),
+        curves,
+        searches,
+        timings,
+        samples or {},
+        published,
+        config_yaml,
     )
-    found.write()
-    return _write_views(
-        folder,
-        found.records,
-        {"": curves},
-        {"": searches},
-        configs={"": config_yaml},
-        timings=timings,
-        failures=failures,
-        samples=found.samples,
-        published=published,
-        title=title,
-        analyzed={"": folder},
-    )
+    run.write()
+    return _write_views(run.folder, {"": run}, failures, title)
 
 
 def compare(
@@ -104,86 +95,77 @@ def compare(
     A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
     read is listed among the failures, and nothing of it enters the table. Never raises for such a folder.
     """
-    runs: list[RunFiles] = []
-    failed = list(failures)
-    for run_dir in map(Path, run_dirs):
-        outcome = read_run(run_dir)
-        if isinstance(outcome, Failure):
-            failed.append(outcome)
-        else:
-            runs.append(outcome)
+    outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
+    runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
+    failed = [*failures, *(outcome for outcome in outcomes if isinstance(outcome, Failure))]
     names = _short_names([run.folder for run in runs])
-    titles = _group_titles(runs)
-    timings: dict[str, Timing] = {}
-    for run in runs:
-        for stage, timing in run.timings.items():
-            total = timings.get(stage, Timing(0.0))
-            timings[stage] = Timing(
-                total.seconds + timing.seconds, total.computed + timing.computed, total.reused + timing.reused
-            )
-    return _write_views(
-        Path(out_dir),
-        deduplicate(record for run in runs for record in run.records),
-        _grouped([(group, name, run.curves) for group, name, run in zip(titles, names, runs, strict=True)]),
-        _grouped([(group, name, run.searches) for group, name, run in zip(titles, names, runs, strict=True)]),
-        configs=dict(zip(names, (run.config_yaml for run in runs), strict=True)),
-        timings=timings,
-        failures=failed,
-        samples={key: values for run in runs for key, values in run.samples.items()},
-        published=united(row for run in runs for row in run.published),
-        title=title,
-        analyzed=dict(zip(names, (run.folder for run in runs), strict=True)),
-    )
+    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title)
 
 
-def write_slice(folder: Path, records: Iterable[Record], table: str, measure: str) -> Slice:
-    """`slice.md`, `slice.csv` and `slice.tex` in the folder; see `sliced`."""
-    found = sliced(records, table, measure)
-    write_text(folder / "slice.md", slice_markdown(found))
-    write_text(folder / "slice.csv", slice_csv(found))
-    write_text(folder / "slice.tex", slice_latex(found))
-    return found
+def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:
+    """`table.md`, `table.csv` and `table.tex` in the folder; see `cross_tabulate`."""
+    crossed = cross_tabulate(records, table, measure)
+    for kind, write in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+        write_text(folder / f"table.{kind}", write(crossed))
+    return crossed
 
 
 def _write_views(
-    folder: Path,
-    records: list[Record],
-    curves: Mapping[str, Curves],
-    searches: Mapping[str, Searches],
-    *,
-    configs: Mapping[str, str],
-    timings: Mapping[str, Timing],
-    failures: Sequence[Failure],
-    samples: Samples,
-    published: Sequence[Beside],
-    title: str,
-    analyzed: Mapping[str, Path],
+    folder: Path, runs: Mapping[str, RunFiles], failures: Sequence[Failure], title: str
 ) -> ReportPaths:
-    table = with_intervals(comparison_table(records), samples)
-    summary = describe(table, records, failures)
+    """One report over runs by name."""
+    records = deduplicate(record for run in runs.values() for record in run.records)
+    samples = {key: values for run in runs.values() for key, values in run.samples.items()}
+    table = add_intervals(build_table(records), samples)
+    groups = _title_groups(list(runs.values()))
+    curves = _group((group, name, run.curves) for group, (name, run) in zip(groups, runs.items(), strict=True))
+    searches = _group(
+        (group, name, run.searches) for group, (name, run) in zip(groups, runs.items(), strict=True)
+    )
+    figures = _draw(folder / "figures", table, curves, searches)
+    published, notes = unite((run.config_yaml, run.published) for run in runs.values())
+    page = html.Page(
+        title,
+        describe(table, records, failures),
+        table,
+        records,
+        warnings=find_warnings(records),
+        published=published,
+        published_notes=notes,
+        figures=[*figures, *_list_analyses({name: run.folder for name, run in runs.items()})],
+        timings=_add_timings(runs.values()),
+        failures=failures,
+        configs={name: run.config_yaml for name, run in runs.items()},
+    )
+    for warning in page.warnings:
+        log.warning("%s", warning)
     paths = ReportPaths(
-        folder / "records.jsonl", folder / "summary.md", folder / "report.html", (), table, tuple(failures)
+        folder / "records.jsonl",
+        folder / "summary.md",
+        folder / "report.html",
+        tuple(figure.path for figure in figures),
+        table,
+        tuple(failures),
     )
     write_records(paths.records, records)
-    write_text(paths.summary, _markdown(title, summary, table, published, records, timings, failures))
-    write_text(folder / "leaderboard.csv", table_csv(table))
-    write_text(folder / "leaderboard.tex", table_latex(table))
-    figures = _draw(folder / "figures", table, curves, searches)
-    write_text(
-        paths.html,
-        html.page(
-            title,
-            summary,
-            table,
-            published=published,
-            figures=[*figures, *_analyses(analyzed)],
-            records=records,
-            timings=timings,
-            failures=failures,
-            configs=configs,
-        ),
-    )
-    return replace(paths, figures=tuple(figure.path for figure in figures))
+    write_text(paths.summary, _write_summary(page))
+    write_text(folder / "leaderboard.csv", to_csv(table))
+    write_text(folder / "leaderboard.tex", to_latex(table))
+    write_text(paths.html, html.render_page(page))
+    return paths
+
+
+def _add_timings(runs: Iterable[RunFiles]) -> dict[str, Timing]:
+    total: dict[str, Timing] = {}
+    for run in runs:
+        for stage, timing in run.timings.items():
+            before = total.get(stage, Timing(0.0))
+            total[stage] = Timing(
+                before.seconds + timing.seconds,
+                before.computed + timing.computed,
+                before.reused + timing.reused,
+            )
+    return total
 
 
 def _draw(
@@ -243,7 +225,7 @@ def _draw(
     ]
 
 
-def _analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
+def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
     """Figures of analyses that lie in the folders of runs; of several runs they are folded."""
     return [
         html.Figure(
@@ -260,38 +242,29 @@ def _of(group: tuple[str, ...]) -> str:
     return f" ({', '.join(group)})" if group else ""
 
 
-def _markdown(
-    title: str,
-    summary: str,
-    table: Table,
-    published: Sequence[Beside],
-    records: Sequence[Record],
-    timings: Mapping[str, Timing],
-    failures: Sequence[Failure],
-) -> str:
-    parts = [f"# {markdown_text(title)}", markdown_text(summary)]
-    if table.rows:
-        parts.append(to_markdown(table).rstrip("\n"))
-    if published:
-        parts.append(published_markdown(published))
-    parts += ["## Time and cache", html.cache_sentence(records)]
-    if timings:
-        parts.append(
-            "\n".join(
-                f"- {markdown_text(stage)}: {html.duration(timing.seconds)}, {timing.computed} computed, "
-                f"{timing.reused} reused"
-                for stage, timing in timings.items()
-            )
-        )
-    if failures:
-        parts.append("## Failures")
-        parts.append(
-            "\n".join(
-                markdown_text(f"- {failure.run} {' '.join(failure.overrides)}: {_first_line(failure.error)}")
-                for failure in failures
-            )
-        )
-    return "\n\n".join(parts) + "\n"
+def _write_summary(page: html.Page) -> str:
+    """The page without its pictures, in Markdown."""
+    timings = [
+        f"{stage}: {html.say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
+        for stage, timing in page.timings.items()
+    ]
+    failures = [f"{f.run} {' '.join(f.overrides)}: {_first_line(f.error)}" for f in page.failures]
+    parts = [
+        f"# {markdown_text(page.title)}",
+        markdown_text(page.summary),
+        _itemize(page.warnings, "## Warnings"),
+        to_markdown(page.table).rstrip("\n") if page.table.rows else "",
+        published_markdown(page.published, page.published_notes),
+        f"## Time and cache\n\n{html.say_cache(page.records)}".rstrip(),
+        _itemize(timings),
+        _itemize(failures, "## Failures"),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _itemize(lines: Sequence[str], heading: str = "") -> str:
+    items = "\n".join(f"- {markdown_text(line)}" for line in lines)
+    return "\n\n".join(filter(None, (heading, items))) if lines else ""
 
 
 def _first_line(text: str) -> str:
@@ -304,7 +277,7 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def _group_titles(runs: Sequence[RunFiles]) -> list[str]:
+def _title_groups(runs: Sequence[RunFiles]) -> list[str]:
     """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
     described = [
         [
@@ -324,7 +297,7 @@ def _group_titles(runs: Sequence[RunFiles]) -> list[str]:
     ]
 
 
-def _grouped(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _group(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Series by group and label; two of one label that differ are told apart by their run's name."""
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for group, run, series in runs:

@@ -56,11 +56,11 @@ def read_run(folder: Path) -> RunFiles | Failure:
     name = str(folder)
     try:
         if (folder / "failure.json").exists():
-            told = _object(folder / "failure.json")
+            failure = _read_object(folder / "failure.json")
             return Failure(
                 name,
-                printable(str(told.get("error", "failed without a message"))),
-                tuple(printable(str(each)) for each in told.get("overrides", ())),
+                printable(str(failure.get("error", "failed without a message"))),
+                tuple(printable(str(each)) for each in failure.get("overrides", ())),
             )
         if not (folder / "records.jsonl").exists():
             return Failure(
@@ -70,9 +70,11 @@ def read_run(folder: Path) -> RunFiles | Failure:
         records = read_records(folder / "records.jsonl")
         if not records:
             return Failure(name, "records.jsonl is empty")
-        timings = {stage: _timing(**timing) for stage, timing in _object(folder / "timings.json").items()}
-        curves = _series(folder / "curves.json", "step")
-        searches = _series(folder / "searches.json", "coefficient", "normalized", "chosen")
+        timings = {
+            stage: _read_timing(**timing) for stage, timing in _read_object(folder / "timings.json").items()
+        }
+        curves = _read_series(folder / "curves.json", "step")
+        searches = _read_series(folder / "searches.json", "coefficient", "normalized", "chosen")
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
         samples, published = _read_samples(folder), read_beside(folder)
         return RunFiles(folder, records, curves, searches, timings, samples, published, config)
@@ -98,8 +100,8 @@ def _read_samples(folder: Path) -> Samples:
     if not (folder / SAMPLES).exists():
         return {}
     try:
-        with (folder / SAMPLES).open("rb") as file, np.load(file, allow_pickle=False) as found:
-            samples = dict(found)
+        with (folder / SAMPLES).open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            samples = dict(archive)
     except Exception as error:  # a damaged archive makes zipfile and zlib raise anything
         raise InputError(f"{folder / SAMPLES} cannot be read: {error!r}") from None
     for key, values in samples.items():
@@ -108,15 +110,15 @@ def _read_samples(folder: Path) -> Samples:
     return samples
 
 
-def _timing(seconds: float, computed: int = 0, reused: int = 0) -> Timing:
+def _read_timing(seconds: float, computed: int = 0, reused: int = 0) -> Timing:
     if not math.isfinite(seconds):
         raise InputError(f"a stage took {seconds} seconds")
     return Timing(float(seconds), int(computed), int(reused))
 
 
-def _series(path: Path, *needed: str) -> dict[str, Any]:
+def _read_series(path: Path, *needed: str) -> dict[str, Any]:
     """Points by label, each with the numbers that are needed to draw it."""
-    content = _object(path)
+    content = _read_object(path)
     for label, points in content.items():
         point: Any
         for point in points if isinstance(points, list) else [None]:
@@ -126,7 +128,7 @@ def _series(path: Path, *needed: str) -> dict[str, Any]:
     return content
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:

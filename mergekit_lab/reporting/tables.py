@@ -1,21 +1,18 @@
-"""The comparison table: one structure, several renderers.
+"""The leaderboard: models × tasks, from records; `writing` writes it.
 
 Values are never averaged over anything but seeds, and a mean over tasks is shown only where every task
 of the group was evaluated, so that two numbers in one column always mean the same thing.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 AXES = ("backbone", "suite", "finetuning", "optimizer")
 """What a group of rows has in common; an axis with one value is not shown."""
@@ -33,13 +30,45 @@ class Cell:
     """The best merger of its group in this column, at the precision shown."""
     second: bool = False
     """The second best, where there is a third."""
+    plain: float | None = None
+    """The value itself, beside one that is a share of an expert's."""
 
     @property
     def text(self) -> str:
-        """Percent with one decimal: "91.3", "91.3 ± 0.4", or "–" where there is no value."""
+        """Percent: "91.3", "91.3 ± 0.4", with the plain value "91.3 (78.2)"; "–" where there is none."""
         if self.mean is None:
             return MISSING
-        return _percent(self.mean) + (f" ± {_percent(self.sd)}" if self.sd is not None else "")
+        spread = f" ± {percent(self.sd)}" if self.sd is not None else ""
+        return percent(self.mean) + spread + (f" ({percent(self.plain)})" if self.plain is not None else "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a sheet; a reference is no candidate for the best."""
+
+    names: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    texts: tuple[str, ...] = ()
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table as it is written: columns of names, of cells, and of texts behind them.
+
+    Attributes:
+        names, columns, texts: headings of each.
+        groups: lines that belong together.
+        notes: what a reader must know, one sentence each.
+        narrow: positions of columns in the order in which they stand where not all have room.
+    """
+
+    names: tuple[str, ...]
+    columns: tuple[str, ...]
+    texts: tuple[str, ...]
+    groups: tuple[tuple[Line, ...], ...]
+    notes: tuple[str, ...]
+    narrow: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,13 +85,18 @@ class Row:
     evaluations: tuple[tuple[int, str, str], ...] = ()
     """Seed, task and evaluation key of what the row is made of."""
     interval: tuple[float, float] | None = None
-    """Of the average, 95 %; see `bootstrap.with_intervals`."""
+    """Of the average, 95 %; see `bootstrap.add_intervals`."""
     seconds: float | None = None
     """What making a merged or the joint model took, its experts' training included; mean over seeds."""
     peak_bytes: int | None = None
     """The largest peak on an accelerator while it was made."""
     close: bool = False
     """A merger that is not distinguishable from the best average of its group."""
+
+    @property
+    def name(self) -> str:
+        """The label as readers know it."""
+        return display_name(self.label)
 
     @property
     def average(self) -> Cell:
@@ -88,17 +122,13 @@ class Table:
     """Names of the entries of `Row.group`."""
     tasks: tuple[str, ...]
     rows: tuple[Row, ...]
-    split: str
+    part: str
     notes: tuple[str, ...]
     """What a reader must know to read the numbers, one sentence each."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.tasks, "average", "normalized")
-
-    @property
-    def header(self) -> tuple[str, ...]:
-        return (*self.axes, "model", *self.columns, "coefficient")
 
     @property
     def mergers(self) -> tuple[str, ...]:
@@ -108,6 +138,20 @@ class Table:
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return tuple(dict.fromkeys(row.group for row in self.rows))
+
+    def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
+        """The table to write; `name` gives what stands for a label."""
+        groups = tuple(
+            tuple(
+                Line((*row.group, name(row.label)), row.cells, (row.coefficient,), row.kind != "merged")
+                for row in self.rows
+                if row.group == group
+            )
+            for group in self.groups
+        )
+        means = len(self.tasks)
+        narrow = (means, means + 1, *range(means))
+        return Sheet((*self.axes, "model"), self.columns, ("coefficient",), groups, self.notes, narrow)
 
     def as_rows(self) -> list[dict[str, Any]]:
         """The rows as flat dicts of names and numbers (0..1): for files and trackers."""
@@ -123,24 +167,20 @@ class Table:
         return flat
 
 
-def comparison_table(
-    records: Iterable[Record], split: str | None = None, *, like: Table | None = None
-) -> Table:
-    """Build the table of one split ("test" if there is one, else the first met).
+def build_table(records: Iterable[Record], part: str | None = None, *, like: Table | None = None) -> Table:
+    """The table of one part ("test" if there is one, else the first met).
 
     `like` gives axes and tasks of a larger table, so that the rows of both have the same columns. Of a task
-    with several metrics the first met counts. Raises `InputError` if no record has `split`.
+    with several metrics the first met counts. Raises `InputError` if no record has `part`.
     """
     everything = deduplicate(records)
-    splits = list(dict.fromkeys(record.split for record in everything))
-    if split is not None and split not in splits:
-        raise InputError(f"no record of split {split!r}{suggestion(split, splits)}")
-    split = split or ("test" if "test" in splits or not splits else splits[0])
-    of_split = [record for record in everything if record.split == split]
-    metric: dict[str, str] = {}
-    for record in of_split:
-        metric.setdefault(record.task, record.metric)
-    shown = [record for record in of_split if record.metric == metric[record.task]]
+    parts = list(dict.fromkeys(record.part for record in everything))
+    if part is not None and part not in parts:
+        raise InputError(f"no record of part {part!r}{suggestion(part, parts)}")
+    part = part or ("test" if "test" in parts or not parts else parts[0])
+    of_part = [record for record in everything if record.part == part]
+    shown = keep_first_metric(of_part)
+    metric = {record.task: record.metric for record in shown}
 
     axes = tuple(axis for axis in AXES if len({getattr(record, axis) for record in shown}) > 1)
     axes = axes if like is None else like.axes
@@ -153,14 +193,36 @@ def comparison_table(
     for members in groups.values():
         group = tuple(getattr(members[0], axis) for axis in axes)
         rows += _group_rows(group, members, tasks, conflicts)
-    notes = (*_notes(split, rows, metric, sorted({record.metric for record in of_split})), *conflicts)
-    return Table(axes, tasks, tuple(rows), split, notes)
+    notes = (*_notes(part, rows, metric, sorted({record.metric for record in of_part})), *conflicts)
+    return Table(axes, tasks, tuple(rows), part, notes)
+
+
+def keep_first_metric(records: Iterable[Record]) -> list[Record]:
+    """Of a task with several metrics the records of the first met."""
+    metric: dict[str, str] = {}
+    return [record for record in records if metric.setdefault(record.task, record.metric) == record.metric]
+
+
+def summarize(records: Iterable[Record], tasks: Collection[str], measure: str = "value") -> Cell:
+    """The mean over tasks, then mean and deviation over the seeds that have the measure of every task.
+
+    Of several records of one task and seed the first counts. `measure` is an attribute of `Record`.
+    """
+    by_seed: dict[int, dict[str, float | None]] = defaultdict(dict)
+    for record in records:
+        by_seed[record.seed].setdefault(record.task, getattr(record, measure))
+    means = []
+    for values in by_seed.values():
+        known = [value for task, value in values.items() if task in tasks and value is not None]
+        if known and len(known) == len(tasks):
+            means.append(mean(known))
+    return Cell(mean(means), stdev(means) if len(means) > 1 else None) if means else Cell()
 
 
 def _group_rows(
     group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...], conflicts: list[str]
 ) -> list[Row]:
-    names = distinct_labels(members)
+    names = distinguish_labels(members)
     by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in members:
         label = names.get((record.label, record.model_key), record.label)
@@ -170,7 +232,7 @@ def _group_rows(
     for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
         row = _row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
         rows.append(replace(row, **_costs(row.kind, of_row, members)))
-    return _mark_best(rows)
+    return _mark_rows(rows)
 
 
 def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
@@ -192,7 +254,7 @@ def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> di
     }
 
 
-def distinct_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+def distinguish_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
     """Labels by (label, model key) for mergers that ran more than once in one group under one label and seed.
 
     They are told apart by their coefficients if these differ, else by the model's key.
@@ -200,8 +262,8 @@ def distinct_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
     runs: dict[tuple[str, tuple[Any, ...]], dict[str, float | None]] = defaultdict(dict)
     for record in records:
         if record.kind == "merged":
-            place = tuple(getattr(record, axis) for axis in (*AXES, "seed"))
-            runs[record.label, place][record.model_key] = record.coefficient
+            where = tuple(getattr(record, axis) for axis in (*AXES, "seed"))
+            runs[record.label, where][record.model_key] = record.coefficient
     ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
     by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
     return {
@@ -225,35 +287,22 @@ def _row(
 ) -> Row:
     cells: dict[str, dict[int, Record]] = {task: {} for task in tasks}
     conflicts += [
-        f"{' / '.join((*group, label))}, {record.task}, seed {record.seed}: several evaluations "
+        f"{' / '.join((*group, display_name(label)))}, {record.task}, seed {record.seed}: several evaluations "
         "differ in something no axis names; the first is shown."
         for record in of_row
         if cells[record.task].setdefault(record.seed, record) is not record
     ]
-    seeds = sorted({record.seed for record in of_row})
-    complete = [
-        [cells[task][seed] for task in tasks if task in needed]
-        for seed in seeds
-        if all(seed in cells[task] for task in needed)
-    ]
-    ratios = [[record.normalized for record in members] for members in complete]
     return Row(
         group,
         label,
         kind,
         cells=(
-            *(_cell([record.value for record in of_task.values()]) for of_task in cells.values()),
-            _cell([mean(record.value for record in members) for members in complete]),
-            _cell(
-                [
-                    mean(known)
-                    for members in ratios
-                    if len(known := [ratio for ratio in members if ratio is not None]) == len(members)
-                ]
-            ),
+            *(summarize(of_task.values(), [task]) for task, of_task in cells.items()),
+            summarize(of_row, needed),
+            summarize(of_row, needed, "normalized"),
         ),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
-        seeds=tuple(seeds),
+        seeds=tuple(sorted({record.seed for record in of_row})),
         evaluations=tuple(
             (seed, task, record.evaluation_key)
             for task, of_task in cells.items()
@@ -262,22 +311,16 @@ def _row(
     )
 
 
-def _cell(values: Sequence[float]) -> Cell:
-    if not values:
-        return Cell()
-    return Cell(mean(values), stdev(values) if len(values) > 1 else None)
-
-
-def _mark_best(rows: Sequence[Row]) -> list[Row]:
+def _mark_rows(rows: Sequence[Row]) -> list[Row]:
     merged = [row for row in rows if row.kind == "merged"]
     if len(merged) < 2:
         return list(rows)
-    columns = [marked(column) for column in zip(*(row.cells for row in merged), strict=True)]
+    columns = [mark_best(column) for column in zip(*(row.cells for row in merged), strict=True)]
     lines = iter(zip(*columns, strict=True))
     return [replace(row, cells=next(lines)) if row.kind == "merged" else row for row in rows]
 
 
-def marked(column: Sequence[Cell]) -> list[Cell]:
+def mark_best(column: Sequence[Cell]) -> list[Cell]:
     """The best and, of three different values or more, the second, at the precision shown."""
     shown = [None if cell.mean is None else round(cell.mean, 3) for cell in column]
     ranks = sorted({value for value in shown if value is not None}, reverse=True)
@@ -288,14 +331,14 @@ def marked(column: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
+def _notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
     if not rows:
         return ["No evaluation was recorded."]
     seeds = sorted({seed for row in rows for seed in row.seeds})
     over = f"; mean ± standard deviation over seeds {_numbers(seeds)}" if len(seeds) > 1 else ""
     notes = [
-        f"Percent on the {split} split{over}.",
-        "Normalized: the mean over tasks of value ÷ the task's expert on the same split.",
+        f"Percent on the {part} part{over}.",
+        "Normalized: the mean over tasks of value ÷ the task's expert on the same part.",
     ]
     if any(row.kind == "joint" for row in rows):
         notes.append("+joint is trained on all tasks at once: the upper reference.")
@@ -307,8 +350,9 @@ def _notes(split: str, rows: Sequence[Row], metric: dict[str, str], met: Sequenc
         notes.append(
             f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others else "")
         )
+    notes += note_strengths([row.average.mean for row in rows if row.kind == "expert"])
     notes += [
-        f"{' / '.join((*row.group, row.label))} has only seeds {_numbers(row.seeds)}."
+        f"{' / '.join((*row.group, row.name))} has only seeds {_numbers(row.seeds)}."
         for row in rows
         if list(row.seeds) != seeds
     ]
@@ -319,63 +363,17 @@ def _numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """ "91.3" of 0.913."""
     return f"{100 * value:.1f}"
 
 
-def print_table(table: Table, console: "Console | None" = None) -> None:
-    """Print with rich; where the terminal is too narrow for every task, only the means are shown."""
-    from rich.console import Console
-
-    console = console or Console()
-    full = _rich_table(table, table.columns)
-    unlimited = console.options.update(max_width=sys.maxsize)
-    narrow = console.measure(full, options=unlimited).maximum > console.width
-    console.print(_rich_table(table, table.columns[-2:]) if narrow else full)
-    notes = [*table.notes, *(["The terminal is too narrow for the tasks' columns."] if narrow else [])]
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-
-
-def _rich_table(table: Table, columns: Sequence[str]) -> Any:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(header_style="bold")
-    for name in (*table.axes, "model"):
-        drawn.add_column(Text(name), no_wrap=True)
-    for name in (*columns, "coefficient"):
-        drawn.add_column(Text(name), justify="right", no_wrap=True)
-    for row, following in zip(table.rows, (*table.rows[1:], None), strict=False):
-        cells = row.cells[-len(columns) :]
-        drawn.add_row(
-            *map(Text, (*row.group, row.label)),
-            *(Text(cell.text, style="bold green" if cell.best else "") for cell in cells),
-            Text(row.coefficient),
-            end_section=following is None or following.group != row.group,
-            style="" if row.kind == "merged" else "dim",
-        )
-    return drawn
-
-
-def to_markdown(table: Table) -> str:
-    """A GitHub-flavored table and its notes; the best merger of a column is bold."""
-    names = len(table.axes) + 1
-    lines = [
-        markdown_line(map(markdown_text, table.header)),
-        markdown_line(["---"] * names + ["---:"] * (len(table.header) - names)),
+def note_strengths(averages: Iterable[float | None]) -> list[str]:
+    """A warning to the reader where experts of several groups differ by a point of percent or more."""
+    known = sorted(average for average in averages if average is not None)
+    if not known or known[-1] - known[0] < 0.01:
+        return []
+    return [
+        f"Experts differ in strength, from {percent(known[0])} to {percent(known[-1])} on average: normalized "
+        "values flatter the weaker ones, so compare the values themselves too."
     ]
-    for row in table.rows:
-        cells = [f"**{cell.text}**" if cell.best else cell.text for cell in row.cells]
-        lines.append(markdown_line([*map(markdown_text, (*row.group, row.label)), *cells, row.coefficient]))
-    return "\n".join([*lines, "", *(f"- {markdown_text(note)}" for note in table.notes)]) + "\n"
-
-
-def markdown_line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def markdown_text(text: str) -> str:
-    for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
-        text = text.replace(character, safe)
-    return text

@@ -11,6 +11,7 @@ from typing import Any
 
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.tables import Table
+from mergekit_lab.reporting.writing import quote_formula
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,11 +133,12 @@ class CsvTracker(Tracker):
             return
         path = self._folder / "metrics.csv"
         with self._never_fail("log"):
-            if new := [name for name in ("step", *metrics) if name not in self._columns]:
+            row = {"step": step, **{quote_formula(name): value for name, value in metrics.items()}}
+            if new := [name for name in row if name not in self._columns]:
                 self._rewrite(_read(path)[1] if path.exists() else [], [*self._columns, *new])
                 self._columns += new
             with path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
+                csv.DictWriter(file, self._columns).writerow(row)
 
     def finish(self) -> None:
         self._folder = None

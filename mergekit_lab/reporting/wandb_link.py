@@ -29,40 +29,40 @@ def link(folders: Iterable[Path], api: Any) -> int:
     Raises:
         InputError: a folder without lineage, a line that is none, an artifact that is not there as it was made.
     """
-    lines = [line for folder in folders for line in _lines(Path(folder))]
+    lines = [line for folder in folders for line in _read_lines(Path(folder))]
     digests = {line["name"]: line["digest"] for line in lines}
     runs: dict[str, Any] = {}
-    told: set[tuple[str, str]] = set()
+    linked: set[tuple[str, str]] = set()
     for line in lines:
-        place = "/".join(filter(None, (line["entity"] or api.default_entity, line["project"])))
-        path = f"{place}/{line['run']}"
+        project = "/".join(filter(None, (line["entity"] or api.default_entity, line["project"])))
+        path = f"{project}/{line['run']}"
         for name in line["uses"]:
-            if (path, name) in told:
+            if (path, name) in linked:
                 continue
-            artifact = _found(api, f"{place}/{name}:latest", digests.get(name))
+            artifact = _find_artifact(api, f"{project}/{name}:latest", digests.get(name))
             if path not in runs:
                 runs[path] = api.run(path)
             runs[path].use_artifact(artifact)
-            told.add((path, name))
-    return len(told)
+            linked.add((path, name))
+    return len(linked)
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def _read_lines(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.rglob(LINEAGE))
     if not files:
         raise InputError(f"{folder} has no {LINEAGE}: no offline run of logger=wandb was here")
-    found = []
+    lines = []
     for file in files:
         for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 line = json.loads(text)
-                found.append({key: line[key] for key in ("run", "entity", "project", "name", "digest", "uses")})
+                lines.append({key: line[key] for key in ("run", "entity", "project", "name", "digest", "uses")})
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"{file}, line {number}: not a line of lineage") from None
-    return found
+    return lines
 
 
-def _found(api: Any, path: str, digest: str | None) -> Any:
+def _find_artifact(api: Any, path: str, digest: str | None) -> Any:
     try:
         artifact = api.artifact(path)
     except Exception as error:  # wandb has no one class for what is not there

@@ -10,16 +10,16 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Record, compare, print_slice, print_table, read_records, write_slice
-from mergekit_lab.reporting.summary import counted
+from mergekit_lab.reporting import Record, compare, print_table, read_records, write_cross_table
+from mergekit_lab.reporting.summary import say_count
 
 log = logging.getLogger(__name__)
 
 
-def draw_slice(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
+def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
     """The two dimensions against each other that `table` asks for."""
     if cfg.table:
-        print_slice(write_slice(folder, records, cfg.table, cfg.metric))
+        print_table(write_cross_table(folder, records, cfg.table, cfg.metric))
 
 
 def report_runs(cfg: DictConfig, folder: Path) -> None:
@@ -30,13 +30,13 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     """
     given = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
     folders = [place for pattern in given for place in _run_folders(str(pattern))]
-    paths = compare(folders, folder, title=f"Comparison of {counted(len(folders), 'run')}")
+    paths = compare(folders, folder, title=f"Comparison of {say_count(len(folders), 'run')}")
     for failure in paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
     if not paths.table.rows:
         raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
     print_table(paths.table)
-    draw_slice(cfg, folder, read_records(paths.records))
+    draw_cross_table(cfg, folder, read_records(paths.records))
     log.info("comparison %s\nreport %s", paths.summary, paths.html)
 
 
@@ -68,5 +68,5 @@ def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig) -> None:
     """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
     paths = compare(folders, out, title="Comparison of a sweep")
     print_table(paths.table)
-    draw_slice(cfg, out, read_records(paths.records))
+    draw_cross_table(cfg, out, read_records(paths.records))
     log.info("comparison %s\nreport %s", paths.summary, paths.html)

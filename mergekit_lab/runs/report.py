@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, print_table, write_report
-from mergekit_lab.reporting.summary import counted
-from mergekit_lab.runs.compare import draw_slice
+from mergekit_lab.reporting.summary import say_count
+from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
@@ -31,8 +31,8 @@ def stage_report(run: Run) -> None:
     curves = {task: _curve(run.need(expert_node(run, task))) for task in run.tasks}
     if run.cfg.joint and (artifact := run.find(joint_node(run))):
         curves["+joint"] = _curve(artifact)
-    title = f"{run.plain['suite']['name']}: {counted(len(run.mergers), 'way')} to merge "
-    title += counted(len(run.tasks), "expert")
+    title = f"{run.plain['suite']['name']}: {say_count(len(run.mergers), 'way')} to merge "
+    title += say_count(len(run.tasks), "expert")
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)
@@ -52,9 +52,9 @@ def stage_report(run: Run) -> None:
         run.tracker.log_figure(figure.stem, figure)
     print_table(paths.table)
     try:
-        draw_slice(run.cfg, run.folder, records)
+        draw_cross_table(run.cfg, run.folder, records)
     except InputError as error:  # a job of a sweep may lack what is fixed for the comparison
-        log.warning("slice.md is left out: %s", error)
+        log.warning("table.md is left out: %s", error)
     reused = sum(record.reused for record in records)
     log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
@@ -101,7 +101,7 @@ def _record(
         merger=model.merger.label if model.merger else None,
         coefficient=chosen_coefficient(run, model.merger) if model.merger else None,
         task=task,
-        split="test",
+        part="test",
         metric=run.tasks[task].metric,
         value=artifact.info["value"],
         expert_value=expert_value,

@@ -263,9 +263,9 @@ def check_slice(cfg: DictConfig) -> None:
     Raises:
         InputError: unknown names, or mergers that are no dimension though one run has many.
     """
-    from mergekit_lab.reporting import asked
+    from mergekit_lab.reporting import parse_table
 
-    names, fixed = asked(cfg.table or "merger×task", cfg.metric)
+    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
     if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
         raise InputError(
             f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "

@@ -18,7 +18,7 @@ EXAMPLE: dict[str, Any] = {
     "merger": "ties",
     "coefficient": 0.3,
     "task": "dtd",
-    "split": "test",
+    "part": "test",
     "metric": "accuracy",
     "value": 0.6,
     "expert_value": 0.8,
@@ -38,7 +38,8 @@ def make_record(**changes: Any) -> Record:
     if entry["kind"] != "merged":
         entry |= {"merger": None, "coefficient": None}
     where = [entry[name] for name in ("optimizer", "kind", "merger", "coefficient", "seed")]
-    keys = {"model_key": f"m{where}", "evaluation_key": f"e{where}{entry['task']}{entry['split']}"}
+    where += [entry["task"]] if entry["kind"] == "expert" else []
+    keys = {"model_key": f"m{where}", "evaluation_key": f"e{where}{entry['task']}{entry['part']}"}
     return Record(
         **{**entry, **keys, **changes, "merger": entry["merger"], "coefficient": entry["coefficient"]}
     )

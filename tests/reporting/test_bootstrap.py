@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mergekit_lab.reporting import comparison_table, read_records, write_report
-from mergekit_lab.reporting.bootstrap import with_intervals
+from mergekit_lab.reporting import build_table, read_records, write_report
+from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.report import compare
 
 
@@ -27,7 +27,7 @@ def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, see
 
 def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
     records, samples = drawn(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
-    row = with_intervals(comparison_table(records), samples, draws=4000).rows[0]
+    row = add_intervals(build_table(records), samples, draws=4000).rows[0]
     low, high = row.interval
     p = row.average.mean
     half = 1.96 * (p * (1 - p) / 2000) ** 0.5
@@ -36,7 +36,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
 
 def test_a_model_that_is_better_on_most_samples_is_told_apart_and_a_near_twin_is_not(record) -> None:
     records, samples = drawn(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
-    table = with_intervals(comparison_table(records), samples)
+    table = add_intervals(build_table(records), samples)
     close = [row.label for row in table.rows if row.close]
     assert close in (["best"], ["twin"])
     assert any(
@@ -53,7 +53,7 @@ def test_comparing_on_the_same_samples_sees_what_intervals_apart_would_not(recor
         record(merger=name, task="t", value=float(right.mean())) for name, right in (("a", base), ("b", better))
     ]
     samples = {r.evaluation_key: right for r, right in zip(records, (base, better), strict=True)}
-    a, b = with_intervals(comparison_table(records), samples).rows
+    a, b = add_intervals(build_table(records), samples).rows
     assert a.interval[1] > b.interval[0]
     assert not a.close
 
@@ -67,30 +67,30 @@ def test_seeds_that_disagree_widen_the_interval(record) -> None:
             made = record(merger=merger, task="t", seed=seed, value=float(right.mean()))
             records.append(made)
             samples[made.evaluation_key] = right
-    many = with_intervals(comparison_table(records), samples).rows[0].interval
+    many = add_intervals(build_table(records), samples).rows[0].interval
     one = [r for r in records if r.seed == 0]
-    few = with_intervals(comparison_table(one), samples).rows[0].interval
+    few = add_intervals(build_table(one), samples).rows[0].interval
     assert many[1] - many[0] > 5 * (few[1] - few[0])
 
 
 def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -> None:
     records, samples = drawn(record, {"a": 0.7, "b": 0.3})
     del samples[records[0].evaluation_key]
-    rows = {row.label: row for row in with_intervals(comparison_table(records), samples).rows}
+    rows = {row.label: row for row in add_intervals(build_table(records), samples).rows}
     assert rows["a"].interval is None
     assert rows["b"].interval is not None
-    assert with_intervals(comparison_table(records), {}) == comparison_table(records)
+    assert add_intervals(build_table(records), {}) == build_table(records)
 
 
 @pytest.mark.parametrize("lacks", ["a seed", "a task of a seed"])
 def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record, lacks) -> None:
     records, samples = drawn(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
-    whole = with_intervals(comparison_table(records), samples)
+    whole = add_intervals(build_table(records), samples)
     kept = [
         r for r in records
         if not (r.merger == "odd" and r.seed == 1 and (lacks == "a seed" or r.task == "task1"))
     ]  # fmt: skip
-    table = with_intervals(comparison_table(kept), samples)
+    table = add_intervals(build_table(kept), samples)
     rows = {row.label: row for row in table.rows}
     assert [label for label, row in rows.items() if row.interval is None] == ["odd"]
     assert any(row.close for row in table.rows)
@@ -103,7 +103,7 @@ def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(r
     records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
     given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
     first = write_report(tmp_path / "run", records, samples=samples, **given)
-    assert first.table == with_intervals(comparison_table(records), samples)
+    assert first.table == add_intervals(build_table(records), samples)
     assert read_records(first.records) == records
     again = compare([tmp_path / "run"], tmp_path / "out")
     assert again.table.rows == first.table.rows

@@ -3,9 +3,11 @@ import struct
 from dataclasses import replace
 
 import pytest
+from matplotlib.colors import to_hex
 from PIL import Image
 
-from mergekit_lab.reporting import comparison_table, drawing, figures, plots
+from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting import build_table, drawing, figures, names, plots
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
@@ -27,7 +29,7 @@ def size(path):
 
 @pytest.mark.parametrize(("tasks", "mergers", "optimizers"), [(1, 1, 1), (20, 15, 1), (2, 3, 4), (3, 0, 1)])
 def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizers):
-    table = comparison_table(study(tasks, mergers, optimizers))
+    table = build_table(study(tasks, mergers, optimizers))
     heat_maps = plots.heat_maps(table, tmp_path)
     assert len(heat_maps) == optimizers
     assert all(size(path)[0] >= 5 * drawing.DPI for path in heat_maps)
@@ -41,7 +43,7 @@ def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizer
     [(2, 2, 1, []), (3, 0, 1, []), (3, 2, 1, ["radar.png"]), (4, 9, 2, ["radar-1-", "radar-2-"])],
 )
 def test_a_radar_needs_three_tasks_and_a_merger(tmp_path, study, tasks, mergers, optimizers, drawn):
-    found = plots.radar_figures(comparison_table(study(tasks, mergers, optimizers)), tmp_path)
+    found = plots.radar_figures(build_table(study(tasks, mergers, optimizers)), tmp_path)
     assert [path.name[: len(start)] for path, start in zip(found, drawn, strict=True)] == drawn
     assert all(min(size(path)) > 600 for path in found)
 
@@ -52,7 +54,7 @@ def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
         record(merger="m" * 90, task="$\\frac{$", optimizer="../x"),
         record(merger="m" * 90, task="b", expert_value=None, optimizer="../x"),
     ]
-    table = comparison_table(records)
+    table = build_table(records)
     paths = [
         *plots.heat_maps(table, tmp_path),
         *plots.merger_figures(table, tmp_path),
@@ -81,7 +83,7 @@ def test_each_group_has_its_own_curves(tmp_path):
 
 
 def test_nothing_to_show_makes_no_file(tmp_path):
-    table = comparison_table([])
+    table = build_table([])
     assert not plots.heat_maps(table, tmp_path)
     assert not plots.merger_figures(table, tmp_path)
     assert not plots.training_figures({"": {"a": []}}, tmp_path)
@@ -89,29 +91,73 @@ def test_nothing_to_show_makes_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_merger_keeps_its_color_when_others_have_no_search(tmp_path, monkeypatch):
-    drawn = {}
-    original = plots._search
-
-    def spy(axes, points, place):
-        line = original(axes, points, place)
-        drawn[place] = line.get_color()
-        return line
-
-    monkeypatch.setattr(plots, "_search", spy)
-    plots.coefficient_figures(
-        {"sam": {"c": SEARCH}, "adamw": {"a": SEARCH, "c": SEARCH}}, ("a", "b", "c"), tmp_path
-    )
-    assert drawn == {0: drawing.COLOURS[0], 2: drawing.COLOURS[2]}
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn, in place of their files."""
+    kept = []
+    monkeypatch.setattr(drawing, "save", lambda figure, path: kept.append(figure) or path)
+    return kept
 
 
-def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice():
-    from matplotlib.figure import Figure
+def line_colors(figure):
+    """By the texts of the legend."""
+    (legend,) = figure.legends
+    handles = legend.legend_handles
+    return dict(zip((t.get_text() for t in legend.get_texts()), (h.get_color() for h in handles), strict=True))
 
-    axes = Figure().subplots()
-    line = plots._search(axes, SEARCH, 0)
+
+def test_a_method_has_one_color_in_every_figure_of_every_report(tmp_path, record, drawn):
+    def colors(*mergers):
+        records = [record(merger=m, task=t) for m in mergers for t in "abc"]
+        records += [record(kind="expert", task=t) for t in "abc"]
+        table = build_table(records)
+        drawn.clear()
+        plots.merger_figures(table, tmp_path)
+        plots.radar_figures(table, tmp_path)
+        plots.coefficient_figures({"": {"ties": SEARCH}}, table.mergers, tmp_path)
+        bars, radar, search = drawn
+        (row,) = (i for i, text in enumerate(bars.axes[0].get_yticklabels()) if text.get_text() == "TIES")
+        bar = next(b for b in bars.axes[0].patches if round(b.get_y() + b.get_height() / 2) == row)
+        return {to_hex(bar.get_facecolor()), *(to_hex(line_colors(f)["TIES"]) for f in (radar, search))}
+
+    assert colors("ties", "tsvm") == colors("average", "my own", "ties", "dare") == colors("ties")
+    assert len(colors("ties")) == 1
+
+
+def test_no_two_methods_look_alike_and_other_labels_look_the_same_in_every_report():
+    methods = names.choose_looks(names.NAMES)
+    assert len(set(methods.values())) == len(names.NAMES) >= len(list((conf_dir() / "merger").glob("*.yaml")))
+    assert set(names.NAMES) == {file.stem for file in (conf_dir() / "merger").glob("*.yaml")}
+    mine = names.choose_looks(["mine"])["mine"]
+    assert names.choose_looks(["ties", "mine", "tsvm"])["mine"] == mine
+    many = names.choose_looks([*names.NAMES, "a", "b", "c", "d"])
+    assert len(set(many.values())) == len(names.NAMES) + 4
+
+
+def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path, drawn):
+    plots.training_figures({"": {"a": CURVE}}, tmp_path)
+    assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "log", "linear"]
+    plots.training_figures({"": {"a": [{"step": 0, "train_loss": 0.0}]}}, tmp_path)
+    assert drawn[1].axes[0].get_yscale() == "linear"
+
+
+def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same_each_time(tmp_path):
+    def written(folder):
+        plots.training_figures({"A title": {"a": CURVE}}, tmp_path / folder)
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+
+    files = written("one")
+    assert set(files) == {"training.png", "training.svg", "training.pdf"}
+    assert written("two") == files
+    assert files["training.pdf"].startswith(b"%PDF")
+    assert b"Training loss" in files["training.svg"]
+    assert b"A title" not in files["training.svg"]
+
+
+def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path, drawn):
+    plots.coefficient_figures({"": {"ties": SEARCH}}, ["ties"], tmp_path)
+    line, ring = drawn[0].axes[0].lines
     assert list(line.get_xdata()) == [0.1, 0.5]
-    ring = axes.lines[1]
     assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([0.5], [0.9])
 
 
@@ -128,7 +174,7 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path, study):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plots.merger_figures(comparison_table(study(1, 1)), tmp_path)
+    plots.merger_figures(build_table(study(1, 1)), tmp_path)
     assert dict(matplotlib.rcParams) == before
 
 
@@ -151,21 +197,21 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
             ("joint", None, 0.85, 350.0, ""),
         )
     ]  # fmt: skip
-    table = comparison_table(records)
+    table = build_table(records)
     assert {row.label: row.seconds for row in table.rows} == {
         "experts": None, "ties": 203.0, "tsvm": 220.0, "+joint": 350.0,
     }  # fmt: skip
     assert [path.name for path in plots.cost_figure(table, tmp_path)] == ["cost.png"]
     seconds_alone = size(tmp_path / "cost.png")
     measured = [replace(r, model_peak_memory_bytes=2**30) if r.kind == "merged" else r for r in records]
-    plots.cost_figure(comparison_table(measured), tmp_path)
+    plots.cost_figure(build_table(measured), tmp_path)
     assert size(tmp_path / "cost.png")[0] > 1.4 * seconds_alone[0]  # memory has a panel of its own
     unknown = [record(merger="x", model_seconds=None), record(merger="y", model_seconds=1.0)]
-    assert plots.cost_figure(comparison_table(unknown), tmp_path) == []
+    assert plots.cost_figure(build_table(unknown), tmp_path) == []
 
 
 def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_missing(tmp_path) -> None:
-    gray = int(figures._MISSING[1:3], 16)
+    gray = int(figures.MISSING_COLOR[1:3], 16)
 
     def missing(values: list[list[float]]) -> int:
         (png, _) = figures.analysis_figure(
@@ -178,4 +224,4 @@ def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_m
     lost = [[math.nan, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, math.inf]]
     edge = missing(whole)  # of the panel
     assert edge + 10_000 < missing(lost) < missing([[math.nan] * 3] * 3)
-    assert figures._levels([value for row in lost for value in row]) == [1.0, 2.0, 3.0]
+    assert figures.spread_levels([value for row in lost for value in row]) == [1.0, 2.0, 3.0]

@@ -11,7 +11,7 @@ from reporting.test_report import Page, report
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Beside, compare, read_published, set_beside
-from mergekit_lab.reporting.published import conditions, united
+from mergekit_lab.reporting.published import conditions, unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
@@ -111,10 +111,10 @@ LACKING = Beside("saft", "1", "clip_vit_b32 full asam", "ties", "average", 75.45
 def test_the_report_shows_both_numbers_and_the_difference(tmp_path) -> None:
     paths = report(tmp_path, make_study(2, 1), published=[MEASURED])
     assert (
-        "| saft 1 | clip_vit_b32 full asam | ties | average | 75.45 | 76.00 | +0.55 |"
+        "| saft 1 | clip_vit_b32 full asam | TIES | average | 75.45 | 76.00 | +0.55 |"
         in paths.summary.read_text()
     )
-    assert ["saft 1", "clip_vit_b32 full asam", "ties", "average", "75.45", "76.00", "+0.55"] in Page(
+    assert ["saft 1", "clip_vit_b32 full asam", "TIES", "average", "75.45", "76.00", "+0.55"] in Page(
         paths.html.read_text()
     ).rows
 
@@ -125,4 +125,4 @@ def test_a_comparison_takes_each_number_from_the_job_that_measured_it(tmp_path) 
     paths = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert paths.summary.read_text().count("| saft 1 |") == 1
     assert "+0.55" in paths.summary.read_text()
-    assert united([LACKING]) == [LACKING]
+    assert unite([("", [LACKING])]) == ([LACKING], [])

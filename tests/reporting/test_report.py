@@ -13,13 +13,13 @@ import pytest
 from mergekit_lab.reporting import (
     Failure,
     Timing,
+    build_table,
     compare,
-    comparison_table,
     read_records,
     write_records,
     write_report,
 )
-from mergekit_lab.reporting.html import cache_sentence, duration
+from mergekit_lab.reporting.html import say_cache, say_duration
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
@@ -78,10 +78,11 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         "config.yaml",
         "curves.json",
-        "figures/coefficients.png",
-        "figures/heatmap.png",
-        "figures/mergers.png",
-        "figures/training.png",
+        *(
+            f"figures/{name}.{kind}"
+            for name in ("coefficients", "heatmap", "mergers", "training")
+            for kind in ("pdf", "png", "svg")
+        ),
         "leaderboard.csv",
         "leaderboard.tex",
         "published.json",
@@ -128,7 +129,7 @@ def test_the_summary_names_the_study_its_best_merger_and_the_references(written)
 def test_the_page_is_one_file_that_asks_for_nothing(written):
     page = Page(written.html.read_text())
     assert not page.open
-    assert not re.findall(r"(?:src|href)=\"(?!data:image/png;base64,)", written.html.read_text())
+    assert not re.findall(r"(?:src|href)=\"(?!data:(?:image/png|text/plain);base64,)", written.html.read_text())
     assert not page.all("link")
     assert "default-src 'none'" in page.all("meta")[2]["content"]
 
@@ -155,7 +156,7 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
     page = Page(written.html.read_text())
-    assert len(page.all("button")) == len(written.table.header)
+    assert len(page.all("button")) == len(written.table.columns) + 2
     assert [th["aria-sort"] for th in page.all("th") if "aria-sort" in th] == ["none"] * 6
     sortable = [td["data-value"] for td in page.all("td") if "data-value" in td]
     assert float(sortable[0]) == written.table.rows[0].average.mean
@@ -203,7 +204,7 @@ def test_figures_of_analyses_in_the_runs_folder_are_on_the_page_and_every_hash(t
         one = report(tmp_path / folder, study(1, 1)).html.read_text()
         assert "Analysis landscape; its numbers are in analysis/landscape.json." in one
     records = read_records(tmp_path / "a" / "records.jsonl")
-    assert all(f"model {r.model_key}".replace("'", "&#x27;") in one for r in records)
+    assert all(f"model {r.model_key}".replace("'", "&#39;") in one for r in records)
     both = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "both").html.read_text()
     assert "Analysis landscape of a;" in both
     assert "Analysis landscape of b;" in both
@@ -220,15 +221,14 @@ def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(t
     (tmp_path / "figures" / "landscape.png").write_bytes(b"")
     report(tmp_path, study(1, 1), searches={})
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "heatmap.png",
+        *(f"heatmap.{kind}" for kind in ("pdf", "png", "svg")),
         "landscape.png",
-        "mergers.png",
-        "training.png",
+        *(f"{name}.{kind}" for name in ("mergers", "training") for kind in ("pdf", "png", "svg")),
     ]
 
 
 def test_the_cache_sentence_counts_what_was_reused(record):
-    sentence = cache_sentence([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
+    sentence = say_cache([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
     assert sentence == (
         "1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
         "The largest memory peak was 1.00 GiB."
@@ -247,7 +247,7 @@ def test_the_cache_sentence_counts_what_was_reused(record):
     ],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert say_duration(seconds) == text
 
 
 def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_path, study):
@@ -273,7 +273,7 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     dirs = [tmp_path / name for name in ("seed0", "crashed", "empty", "seed1", "broken", "none", "odd", "nan")]
     together = compare(dirs, tmp_path / "all", title="All", failures=[Failure("job 9", "killed")])
 
-    assert together.table == comparison_table(records)
+    assert together.table == build_table(records)
     assert read_records(together.records) == records
     text = together.summary.read_text()
     assert "- job 9 : killed" in text

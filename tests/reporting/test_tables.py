@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Cell, comparison_table, print_table, to_markdown
+from mergekit_lab.reporting import Cell, build_table, print_table, to_markdown
 
 
 def small(record, **changes):
@@ -40,7 +40,7 @@ def row_of(table, label, *group):
 
 
 def test_markdown_of_a_small_study(record):
-    table = comparison_table(small(record))
+    table = build_table(small(record))
     assert (
         to_markdown(table)
         == """\
@@ -48,12 +48,12 @@ def test_markdown_of_a_small_study(record):
 | --- | ---: | ---: | ---: | ---: | ---: |
 | zero-shot | 40.0 | 20.0 | 30.0 | 45.0 | – |
 | experts | 80.0 | 50.0 | 65.0 | 100.0 | – |
-| ties | **60.0** | 30.0 | **45.0** | **67.5** | 0.3 |
-| average | 50.0 | **35.0** | 42.5 | 66.2 | 0.3 |
+| TIES | **60.0** | 30.0 | **45.0** | **67.5** | 0.3 |
+| Weight average | 50.0 | **35.0** | 42.5 | 66.2 | 0.3 |
 | +joint | 80.0 | 40.0 | 60.0 | 90.0 | – |
 
-- Percent on the test split.
-- Normalized: the mean over tasks of value ÷ the task's expert on the same split.
+- Percent on the test part.
+- Normalized: the mean over tasks of value ÷ the task's expert on the same part.
 - +joint is trained on all tasks at once: the upper reference.
 - Bold: the best merger of its group in that column.
 """
@@ -61,14 +61,14 @@ def test_markdown_of_a_small_study(record):
 
 
 def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
-    ties = row_of(comparison_table(small(record)), "ties")
+    ties = row_of(build_table(small(record)), "ties")
     assert ties.normalized.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
     assert ties.normalized.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))
 
 
 def test_seeds_give_mean_and_sample_standard_deviation(record):
     by_seed = {0: (0.6, 0.2), 1: (0.62, 0.3), 2: (0.7, 0.4)}
-    table = comparison_table(
+    table = build_table(
         record(task=task, value=value, expert_value=1.0, seed=seed, coefficient=0.1 * (seed + 1))
         for seed, pair in by_seed.items()
         for task, value in zip(("a", "b"), pair, strict=True)
@@ -85,7 +85,7 @@ def test_seeds_give_mean_and_sample_standard_deviation(record):
 
 def test_a_missing_task_shows_a_dash_and_takes_the_mean_with_it(record):
     records = [r for r in small(record) if (r.label, r.task) != ("average", "svhn")]
-    average = row_of(comparison_table(records), "average")
+    average = row_of(build_table(records), "average")
     assert [cell.text for cell in average.cells] == ["50.0", "–", "–", "–"]
     assert average.cells[0].best is False
 
@@ -95,27 +95,27 @@ def test_a_seed_that_lacks_a_task_is_left_out_of_the_mean_only(record):
         record(task=task, value=value, seed=seed)
         for task, seed, value in (("a", 0, 0.2), ("b", 0, 0.4), ("a", 1, 0.8))
     ]
-    row = row_of(comparison_table(records), "ties")
+    row = row_of(build_table(records), "ties")
     assert row.cells[0].mean == pytest.approx(0.5)
     assert row.average == Cell(pytest.approx(0.3), None)
 
 
 def test_a_row_with_fewer_seeds_than_the_table_is_named(record):
     records = [*small(record, seed=0), *(r for r in small(record, seed=1) if r.label != "average")]
-    assert "average has only seeds 0." in comparison_table(records).notes
+    assert "Weight average has only seeds 0." in build_table(records).notes
 
 
 def test_axes_with_several_values_group_the_rows_and_others_are_hidden(record):
-    table = comparison_table([*small(record, optimizer="adamw"), *small(record, optimizer="sam")])
+    table = build_table([*small(record, optimizer="adamw"), *small(record, optimizer="sam")])
     assert table.axes == ("optimizer",)
     assert table.groups == (("adamw",), ("sam",))
-    assert table.header[:2] == ("optimizer", "model")
+    assert table.sheet().names == ("optimizer", "model")
     assert [row.label for row in table.rows] == ["zero-shot", "experts", "ties", "average", "+joint"] * 2
 
 
 def test_the_best_merger_is_marked_in_each_group_by_itself(record):
     weak = [replace(r, optimizer="sam", value=r.value / 2) for r in small(record)]
-    table = comparison_table([*small(record), *weak])
+    table = build_table([*small(record), *weak])
     assert row_of(table, "ties", "adamw").average.best
     assert row_of(table, "ties", "sam").average.best
     assert not any(cell.best for row in table.rows if row.kind != "merged" for cell in row.cells)
@@ -123,12 +123,12 @@ def test_the_best_merger_is_marked_in_each_group_by_itself(record):
 
 def test_mergers_equal_at_the_shown_precision_are_both_best_and_a_lone_one_is_not(record):
     pair = [record(merger="a", value=0.5001), record(merger="b", value=0.5004)]
-    assert all(row.average.best for row in comparison_table(pair).rows)
-    assert not comparison_table(pair[:1]).rows[0].average.best
+    assert all(row.average.best for row in build_table(pair).rows)
+    assert not build_table(pair[:1]).rows[0].average.best
 
 
 def test_a_group_is_averaged_over_its_own_tasks(record):
-    table = comparison_table(
+    table = build_table(
         record(suite=suite, task=task, value=value)
         for suite, task, value in (("one", "a", 0.2), ("two", "a", 0.4), ("two", "b", 0.6))
     )
@@ -137,11 +137,11 @@ def test_a_group_is_averaged_over_its_own_tasks(record):
 
 
 def test_runs_of_one_merger_are_told_apart_and_never_averaged(record):
-    by_coefficient = comparison_table(
+    by_coefficient = build_table(
         record(coefficient=c, value=c, seed=seed) for c in (0.3, 0.5) for seed in (0, 1)
     )
     assert [row.label for row in by_coefficient.rows] == ["ties (α=0.3)", "ties (α=0.5)"]
-    by_key = comparison_table(
+    by_key = build_table(
         record(model_key=key, evaluation_key=key, value=value)
         for key, value in (("abcdefgh1", 0.2), ("12345678x", 0.3))
     )
@@ -152,24 +152,22 @@ def test_runs_of_one_merger_are_told_apart_and_never_averaged(record):
 
 
 def test_different_evaluations_of_one_expert_are_reported_not_averaged(record):
-    table = comparison_table(
-        record(kind="expert", value=value, evaluation_key=str(value)) for value in (0.8, 0.6)
-    )
+    table = build_table(record(kind="expert", value=value, evaluation_key=str(value)) for value in (0.8, 0.6))
     assert table.rows[0].average.text == "80.0"
     assert "experts, dtd, seed 0: several evaluations" in table.notes[-1]
 
 
-def test_the_test_split_is_shown_unless_another_is_asked_for(record):
-    records = [record(split="validation", value=0.1), record(split="test", value=0.2)]
-    assert comparison_table(records).rows[0].average.text == "20.0"
-    assert comparison_table(records, split="validation").rows[0].average.text == "10.0"
-    assert comparison_table(records[:1]).split == "validation"
-    with pytest.raises(InputError, match="no record of split 'tset'; did you mean 'test'"):
-        comparison_table(records, split="tset")
+def test_the_test_part_is_shown_unless_another_is_asked_for(record):
+    records = [record(part="validation", value=0.1), record(part="test", value=0.2)]
+    assert build_table(records).rows[0].average.text == "20.0"
+    assert build_table(records, part="validation").rows[0].average.text == "10.0"
+    assert build_table(records[:1]).part == "validation"
+    with pytest.raises(InputError, match="no record of part 'tset'; did you mean 'test'"):
+        build_table(records, part="tset")
 
 
 def test_the_first_metric_of_a_task_counts_and_the_others_are_named(record):
-    table = comparison_table(
+    table = build_table(
         [
             record(task="cstance", metric="strict", value=0.2),
             record(task="cstance", metric="lenient", value=0.6),
@@ -181,7 +179,7 @@ def test_the_first_metric_of_a_task_counts_and_the_others_are_named(record):
 
 
 def test_markdown_keeps_a_hostile_name_inside_its_cell(record):
-    text = to_markdown(comparison_table([record(merger="a|b<script>\nc")]))
+    text = to_markdown(build_table([record(merger="a|b<script>\nc")]))
     assert "| a\\|b&lt;script&gt; c |" in text
 
 
@@ -192,30 +190,32 @@ def printed(table, width):
 
 
 def test_printing_shows_every_value_and_takes_no_markup_from_names(record):
-    text = printed(comparison_table(small(record, optimizer="[red]adamw") + small(record)), width=120)
+    text = printed(build_table(small(record, optimizer="[red]adamw") + small(record)), width=120)
     assert "[red]adamw" in text
     for value in ("60.0", "30.0", "45.0", "67.5", "66.2", "0.3", "+joint"):
         assert value in text
 
 
-def test_a_narrow_terminal_gets_the_means_in_full_and_is_told(study):
-    table = comparison_table(study(tasks=20, mergers=2, seeds=2))
-    assert "task19" in printed(table, width=400)
+def test_a_narrow_terminal_gets_every_task_in_tables_below_each_other_the_means_first(study):
+    table = build_table(study(tasks=20, mergers=2, seeds=2))
+    whole = printed(table, width=400)
+    assert whole.index("task0") < whole.index("average") < whole.index("coefficient")
     narrow = printed(table, width=80)
-    assert "task19" not in narrow
-    assert "too narrow" in narrow
-    assert table.rows[2].average.text in narrow
+    assert all(len(line) <= 80 for line in narrow.splitlines()[: -len(table.notes)])
+    assert narrow.index("average") < narrow.index("task0") < narrow.index("task19")
+    assert narrow.count("coefficient") == 1
+    assert all(cell.text in narrow for row in table.rows for cell in row.cells)
     assert "…" not in narrow
 
 
 def test_flat_rows_hold_numbers_under_the_headers_names(record):
-    rows = comparison_table(small(record)).as_rows()
+    rows = build_table(small(record)).as_rows()
     assert rows[2]["model"] == "ties"
     assert rows[2]["average"] == pytest.approx(0.45)
     assert rows[2]["average sd"] is None
 
 
 def test_no_records_make_an_empty_table_that_says_so():
-    table = comparison_table([])
+    table = build_table([])
     assert table.rows == ()
     assert "No evaluation was recorded." in to_markdown(table)

@@ -4,7 +4,7 @@ import struct
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.reporting import CsvTracker, TensorBoardTracker, Tracker, comparison_table
+from mergekit_lab.reporting import CsvTracker, TensorBoardTracker, Tracker, build_table
 
 
 def rows(path):
@@ -85,7 +85,7 @@ def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path,
             (tmp_path / "metrics.csv").unlink()
             spoil(tmp_path, how)
         tracker.log({"loss": 1.0}, step=1)
-        tracker.log_summary(comparison_table([record()]))
+        tracker.log_summary(build_table([record()]))
         tracker.log_figure("f", tmp_path / "none.png")
         if how == "a full disk":
             (tmp_path / "metrics.csv").unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def test_the_base_tracker_writes_nothing(tmp_path, record):
     tracker = Tracker()
     tracker.start({}, run_dir=tmp_path, name="n", group="g", job_type="j")
     tracker.log({"loss": 1.0}, step=0)
-    tracker.log_summary(comparison_table([record()]))
+    tracker.log_summary(build_table([record()]))
     tracker.log_figure("f", tmp_path / "none.png")
     tracker.finish()
     assert not list(tmp_path.iterdir())
@@ -133,7 +133,7 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
     for job in ("finetune", "evaluate"):
         tracker.start({}, run_dir=tmp_path / "run", name="n", job_type=job)
         tracker.log({f"{job}/loss": 2.5}, step=7)
-        tracker.log_summary(comparison_table([record(value=0.6, expert_value=0.8)]))
+        tracker.log_summary(build_table([record(value=0.6, expert_value=0.8)]))
         tracker.log_figure("mergers", tmp_path / "figure.png")
         tracker.finish()
     found = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}

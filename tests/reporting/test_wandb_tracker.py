@@ -8,7 +8,7 @@ import pytest
 from reporting.wandb_offline import KEY, items, offline_records
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import WandbTracker, comparison_table
+from mergekit_lab.reporting import WandbTracker, build_table
 from mergekit_lab.reporting.wandb_tracker import flatten
 
 # wandb.Table and wandb.Image keep their files in a TemporaryDirectory that they never close
@@ -27,7 +27,7 @@ def warnings_of(caplog):
 
 
 def small_table(record):
-    return comparison_table([record(value=0.6, expert_value=0.8), record(merger="average", value=0.4)])
+    return build_table([record(value=0.6, expert_value=0.8), record(merger="average", value=0.4)])
 
 
 def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monkeypatch, tmp_path, record):

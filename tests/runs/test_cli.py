@@ -120,8 +120,8 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
     assert {(r.optimizer, r.merger) for r in records if r.merger} == {
         (o, m) for o in ("adamw", "sam") for m in ("average", "ties", "tsvm")
     }
-    titles, _, adamw, sam, *_ = (tmp_path / "sweep/slice.md").read_text().splitlines()
-    assert titles == "| optimizer × merger | zero-shot | experts | average | ties | tsvm |"
+    titles, _, adamw, sam, *_ = (tmp_path / "sweep/table.md").read_text().splitlines()
+    assert titles == "| optimizer × merger | zero-shot | experts | Weight average | TIES | TSV-M |"
     for line, optimizer in ((adamw, "adamw"), (sam, "sam")):
         shares = [r.normalized for r in records if (r.optimizer, r.merger) == (optimizer, "ties")]
         assert f"{100 * sum(shares) / len(shares):.1f}" in line.split(" | ")[4]

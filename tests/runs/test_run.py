@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
 from mergekit_lab.runs.entry import STAGES, execute
@@ -57,7 +58,7 @@ def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
         "coefficients",
     }
     summary = (folder / "summary.md").read_text()
-    for row in ("zero-shot", "experts", *MERGERS, "+joint"):
+    for row in ("zero-shot", "experts", *map(display_name, MERGERS), "+joint"):
         assert row in summary
 
 
@@ -77,7 +78,7 @@ def test_every_model_has_a_record_on_every_task_of_its(finished) -> None:
         expert = next(x for x in records if x.kind == "expert" and x.task == r.task)
         zero_shot = next(x for x in records if x.kind == "zero_shot" and x.task == r.task)
         assert (r.expert_value, r.zero_shot_value) == (expert.value, zero_shot.value)
-        assert (r.backbone, r.suite, r.optimizer, r.split) == ("glyph_clip", "glyphs4", "adamw", "test")
+        assert (r.backbone, r.suite, r.optimizer, r.part) == ("glyph_clip", "glyphs4", "adamw", "test")
         assert (r.coefficient is None) == (r.label in ("zero-shot", "experts", "+joint", "average", "fisher"))
 
 
@@ -190,16 +191,16 @@ def test_wandb_offline_runs_the_same_path_and_writes_no_token(finished, tmp_path
 def test_two_dimensions_of_the_report_are_written_against_each_other(finished, tmp_path) -> None:
     _, store = finished
     go(tmp_path, store, "stage=report", "table=merger*task", "metric=value")
-    lines = (tmp_path / "slice.md").read_text().splitlines()
+    lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0] == "| merger × task | digits | latin |"
     records = read_records(tmp_path / "records.jsonl")
-    ties = next(line for line in lines if line.startswith("| ties |"))
+    ties = next(line for line in lines if line.startswith("| TIES |"))
     for record in records:
         if record.merger == "ties":
             assert f"{100 * record.value:.1f}" in ties
     go(tmp_path / "job", store, "stage=report", "table=optimizer*task@merger:slerp")  # another job's
     assert (tmp_path / "job/records.jsonl").is_file()
-    assert not (tmp_path / "job/slice.md").exists()
+    assert not (tmp_path / "job/table.md").exists()
     for wrong, match in (
         ("table=mergers*task", "no dimension.*'merger'"),
         ("table=optimizer*task", "make merger one of the two, or fix one"),
@@ -345,7 +346,7 @@ def test_runs_that_are_there_are_compared_from_their_folders_alone(finished, tmp
     assert "lost" in (out / "summary.md").read_text()
     assert "did not reach its report" in (out / "summary.md").read_text()
     assert "Configuration of " in (out / "report.html").read_text()
-    assert (out / "slice.tex").is_file()
+    assert (out / "table.tex").is_file()
     assert not (tmp_path / "none").exists()
     for wrong, match in (
         ([f"runs={tmp_path}/nowhere", "stage=report"], "no such folder"),

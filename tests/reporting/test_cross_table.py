@@ -6,8 +6,15 @@ from statistics import mean, stdev
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.reporting import comparison_table, sliced, table_latex, write_slice
-from mergekit_lab.reporting.slices import print_slice, slice_csv, slice_latex, slice_markdown
+from mergekit_lab.reporting import (
+    build_table,
+    cross_tabulate,
+    print_table,
+    to_csv,
+    to_latex,
+    to_markdown,
+    write_cross_table,
+)
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +23,7 @@ def records(study):
 
 
 def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(records) -> None:
-    found = sliced(records, "optimizer×merger")
+    found = cross_tabulate(records, "optimizer×merger")
     assert found.rows == ("optimizer0", "optimizer1", "optimizer2")
     assert found.columns == ("zero-shot", "experts", "merger0", "merger1", "merger2", "+joint")
     of_seed = [
@@ -30,21 +37,24 @@ def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(record
     cell = found.cells[2][3]
     assert cell.mean == pytest.approx(mean(of_seed))
     assert cell.sd == pytest.approx(stdev(of_seed))
-    assert "mean over tasks and seeds" in found.note
+    assert "mean over tasks and seeds" in found.notes[0]
 
 
 def test_values_and_tasks_can_be_the_measure_and_the_columns(study) -> None:
     records = study(tasks=3, mergers=2)
-    found = sliced(records, "merger*task", "value")
+    found = cross_tabulate(records, "merger*task", "value")
     assert found.columns == ("task0", "task1", "task2")
     (record,) = [r for r in records if r.label == "merger1" and r.task == "task2"]
     cell = found.cells[found.rows.index("merger1")][2]
     assert (cell.mean, cell.sd) == (record.value, None)
-    assert sliced(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean == record.value
+    assert (
+        cross_tabulate(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean
+        == record.value
+    )
 
 
 def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
-    found = sliced(records, "optimizer×task@merger:merger1@seed:1", "value")
+    found = cross_tabulate(records, "optimizer×task@merger:merger1@seed:1", "value")
     assert (found.rows, found.columns) == (
         ("optimizer0", "optimizer1", "optimizer2"), ("task0", "task1", "task2"),
     )  # fmt: skip
@@ -55,28 +65,28 @@ def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
                 if (r.label, r.optimizer, r.task, r.seed) == ("merger1", row, column, 1)
             ]  # fmt: skip
             assert (cell.mean, cell.sd) == (one, None)
-    assert "merger merger1, seed 1" in found.note
-    assert sliced(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
+    assert "merger merger1, seed 1" in found.notes[0]
+    assert cross_tabulate(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
 
 
 def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
     values = {"sgd": 0.8, "adamw": 0.9, "sam": 0.7}
     records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
-    found = sliced(records, "optimizer×merger")
+    found = cross_tabulate(records, "optimizer×merger")
     assert [row[0].best for row in found.cells] == [False, True, False]
     assert [row[0].second for row in found.cells] == [True, False, False]
-    latex = slice_latex(found)
+    latex = to_latex(found)
     assert "adamw & \\textbf{90.0}" in latex
     assert "sgd & \\underline{80.0}" in latex
     assert "sam & 70.0" in latex
-    assert "| adamw | **90.0** |" in slice_markdown(found)
+    assert "| adamw | **90.0** |" in to_markdown(found)
 
 
 def test_of_two_rows_none_is_second_and_equal_ones_are_not_marked(record) -> None:
     two = [record(optimizer=name, value=v) for name, v in (("a", 0.5), ("b", 0.6))]
-    assert not any(cell.second for row in sliced(two, "optimizer×merger").cells for cell in row)
+    assert not any(cell.second for row in cross_tabulate(two, "optimizer×merger").cells for cell in row)
     same = [record(optimizer=name, value=0.5) for name in "ab"]
-    assert not any(cell.best for row in sliced(same, "optimizer×merger").cells for cell in row)
+    assert not any(cell.best for row in cross_tabulate(same, "optimizer×merger").cells for cell in row)
 
 
 def test_a_cell_that_lacks_a_task_is_empty_not_a_mean_of_others(study) -> None:
@@ -84,14 +94,14 @@ def test_a_cell_that_lacks_a_task_is_empty_not_a_mean_of_others(study) -> None:
         r for r in study(tasks=2, mergers=2, optimizers=2)
         if not (r.label == "merger0" and r.optimizer == "optimizer1" and r.task == "task1")
     ]  # fmt: skip
-    found = sliced(records, "optimizer×merger")
+    found = cross_tabulate(records, "optimizer×merger")
     assert found.cells[1][found.columns.index("merger0")].text == "–"
     assert found.cells[0][found.columns.index("merger0")].mean is not None
 
 
 def test_csv_holds_fractions_and_deviations(records) -> None:
-    found = sliced(records, "merger×optimizer")
-    rows = list(csv.reader(slice_csv(found).splitlines()))
+    found = cross_tabulate(records, "merger×optimizer", "value")
+    rows = list(csv.reader(to_csv(found).splitlines()))
     assert rows[0] == ["merger × optimizer", *(f"optimizer{i}{end}" for i in range(3) for end in ("", " sd"))]
     assert float(rows[3][1]) == found.cells[2][0].mean
     assert float(rows[3][2]) == found.cells[2][0].sd
@@ -115,7 +125,7 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 )
 def test_what_would_mix_or_is_misspelled_is_refused(records, table, measure, match) -> None:
     with pytest.raises(InputError, match=match):
-        sliced(records, table, measure)
+        cross_tabulate(records, table, measure)
 
 
 def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_averaged(record) -> None:
@@ -123,18 +133,18 @@ def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_aver
         record(coefficient=coefficient, value=value, expert_value=1.0, optimizer=optimizer)
         for optimizer, coefficient, value in (("a", 0.3, 0.8), ("a", 1.0, 0.6), ("b", 0.3, 0.5))
     ]
-    found = sliced(by_coefficient, "optimizer×merger")
+    found = cross_tabulate(by_coefficient, "optimizer×merger")
     assert found.columns == ("ties (α=0.3)", "ties (α=1)")
     assert [[cell.text for cell in row] for row in found.cells] == [["80.0", "60.0"], ["50.0", "–"]]
     by_key = [record(model_key=key * 8, evaluation_key=key) for key in "pq"]
-    assert sliced(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
+    assert cross_tabulate(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
     experts = [record(kind="expert", evaluation_key=key) for key in "pq"]
     with pytest.raises(InputError, match="experts, dtd: dtd, seed 0, has several evaluations"):
-        sliced(experts, "merger×task")
+        cross_tabulate(experts, "merger×task")
 
 
 def test_references_take_no_marks_from_mergers_in_rows(study) -> None:
-    found = sliced(study(tasks=2, mergers=3), "merger×task")
+    found = cross_tabulate(study(tasks=2, mergers=3), "merger×task")
     marks = {
         row: ("best" if cells[0].best else "second" if cells[0].second else "")
         for row, cells in zip(found.rows, found.cells, strict=True)
@@ -145,16 +155,16 @@ def test_references_take_no_marks_from_mergers_in_rows(study) -> None:
 
 
 def test_spaces_around_the_sign_mean_nothing(records) -> None:
-    assert sliced(records, "optimizer × merger") == sliced(records, "optimizer*merger")
+    assert cross_tabulate(records, "optimizer × merger") == cross_tabulate(records, "optimizer*merger")
 
 
 @pytest.mark.parametrize("width", [80, 30])
 def test_a_narrow_terminal_shows_every_number_in_tables_below_each_other(study, width: int) -> None:
     from rich.console import Console
 
-    found = sliced(study(tasks=1, mergers=9, optimizers=2), "optimizer×merger")
+    found = cross_tabulate(study(tasks=1, mergers=9, optimizers=2), "optimizer×merger")
     console = Console(record=True, width=width)
-    print_slice(found, console)
+    print_table(found, console)
     lines = console.export_text().splitlines()
     assert all(len(line) <= width for line in lines)
     shown = " ".join(lines)
@@ -165,16 +175,16 @@ def test_a_narrow_terminal_shows_every_number_in_tables_below_each_other(study, 
 
 def test_names_cannot_break_out_of_latex_or_markdown(record) -> None:
     hostile = r"a_b & 50% {\bf} $x^2$ #1 ~ | <i>"
-    found = sliced([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
-    latex = slice_latex(found)
+    found = cross_tabulate([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
+    latex = to_latex(found)
     assert r"a\_b \& 50\% \{\textbackslash{}bf\} \$x\textasciicircum{}2\$ \#1 \textasciitilde{} | <i>" in latex
-    assert "&lt;i&gt;" in slice_markdown(found)
+    assert "&lt;i&gt;" in to_markdown(found)
     assert latex.count("\\\\") == 3
 
 
 def test_the_leaderboard_in_latex_has_a_line_for_every_row(study) -> None:
-    table = comparison_table(study(tasks=2, mergers=3, optimizers=2))
-    latex = table_latex(table)
+    table = build_table(study(tasks=2, mergers=3, optimizers=2))
+    latex = to_latex(table)
     assert latex.count("\\\\") == len(table.rows) + 1
     assert latex.count("\\midrule") == 2
     assert all(row.average.text in latex for row in table.rows)
@@ -187,12 +197,12 @@ def test_the_leaderboard_in_latex_has_a_line_for_every_row(study) -> None:
 def test_files_and_terminal_show_the_same_numbers(records, tmp_path) -> None:
     from rich.console import Console
 
-    found = write_slice(tmp_path, records, "optimizer×merger", "value")
+    found = write_cross_table(tmp_path, records, "optimizer×merger", "value")
     console = Console(record=True, width=200)
-    print_slice(found, console)
+    print_table(found, console)
     printed = console.export_text()
     for row in found.cells:
         for cell in row:
             assert cell.text in printed
-            assert cell.text in (tmp_path / "slice.md").read_text()
-            assert cell.text.replace("±", "$\\pm$") in (tmp_path / "slice.tex").read_text()
+            assert cell.text in (tmp_path / "table.md").read_text()
+            assert cell.text.replace("±", "$\\pm$") in (tmp_path / "table.tex").read_text()

@@ -1,0 +1,209 @@
+"""Any two of a study's dimensions against each other.
+
+`optimizer×merger` is a row for every optimizer and a column for every merger; its cells are means over tasks,
+and over seeds with their standard deviation. What the two leave open must have one value, or be fixed:
+`optimizer×task@merger:tsvm`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.reporting.names import display_name
+from mergekit_lab.reporting.records import KINDS, Record, deduplicate
+from mergekit_lab.reporting.tables import (
+    AXES,
+    Cell,
+    Line,
+    Sheet,
+    distinguish_labels,
+    keep_first_metric,
+    mark_best,
+    note_strengths,
+    summarize,
+)
+
+DIMENSIONS = (*AXES, "merger", "task", "seed")
+MEASURES = ("normalized", "value")
+
+
+@dataclass(frozen=True)
+class CrossTable:
+    """`cells[i][j]` belongs to `rows[i]` and `columns[j]`; of a column the best and the second are marked."""
+
+    dimensions: tuple[str, str]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...]
+    references: frozenset[str] = frozenset()
+    """Rows and columns of models that no merger made: they are never marked."""
+
+    def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
+        """The table to write; `name` gives what stands for a merger's label."""
+        shown = [name if dimension == "merger" else str for dimension in self.dimensions]
+        lines = tuple(
+            Line((shown[0](row),), cells, reference=row in self.references)
+            for row, cells in zip(self.rows, self.cells, strict=True)
+        )
+        columns = tuple(map(shown[1], self.columns))
+        title = " × ".join(self.dimensions)
+        return Sheet((title,), columns, (), (lines,), self.notes, tuple(range(len(columns))))
+
+
+def cross_tabulate(records: Iterable[Record], table: str, measure: str = "normalized") -> CrossTable:
+    """Two dimensions of the records of the test part (of the only part, where there is no test).
+
+    Shares of experts that differ in strength have the value itself beside them.
+
+    Args:
+        table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`, and `@dimension:value` for each that is
+            fixed; "merger" names references too.
+        measure: "normalized" (value ÷ the task's expert) or "value", as a fraction.
+
+    Raises:
+        InputError: unknown names, a value that no record has, a third dimension that has several values, or
+            several evaluations of one cell, seed and task.
+    """
+    names, fixed = parse_table(table, measure)
+    everything = deduplicate(records)
+    part = "test" if any(r.part == "test" for r in everything) or not everything else everything[0].part
+    shown = _distinguish(keep_first_metric(record for record in everything if record.part == part))
+    shown = _narrow(shown, fixed, table)
+    _refuse_open(shown, names, table)
+    rows, columns = (_values(shown, name) for name in names)
+    by_cell: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in shown:
+        by_cell[_value(record, names[0]), _value(record, names[1])].append(record)
+    for (row, column), members in by_cell.items():
+        _refuse_several(members, f"table={table}: {row}, {column}")
+
+    tasks = {record.task for record in shown}
+
+    def fill(measure: str) -> list[list[Cell]]:
+        return [
+            [
+                summarize(members, {r.task for r in members} if "task" in names else tasks, measure)
+                for members in (by_cell[row, column] for column in columns)
+            ]
+            for row in rows
+        ]
+
+    cells, notes = fill(measure), []
+    if measure == "normalized":
+        notes = _note_strengths(fill("expert_value"), names)
+        if notes:
+            plain = [[cell.mean for cell in row] for row in fill("value")]
+            cells = [
+                [replace(cell, plain=value) for cell, value in zip(*pair, strict=True)]
+                for pair in zip(cells, plain, strict=True)
+            ]
+    references = frozenset(r.label for r in shown if r.kind != "merged" and "merger" in names)
+    over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
+    mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
+    what = "Accuracy ÷ the expert's" if measure == "normalized" else "Value"
+    what += " (and the value itself)" if notes else ""
+    of = "".join(f", {name} {value}" for name, value in fixed.items())
+    first = f"{what} in percent on the {part} part{of}{mean_of}."
+    marked = _mark(cells, [row in references for row in rows], [column in references for column in columns])
+    return CrossTable(names, rows, columns, marked, (first, *notes), references)
+
+
+def _note_strengths(strengths: Sequence[Sequence[Cell]], names: tuple[str, str]) -> list[str]:
+    """A note where cells that are compared have experts of different strength; tasks are not compared."""
+    if "task" not in names:
+        return note_strengths(cell.mean for row in strengths for cell in row)
+    lines = strengths if names[0] == "task" else zip(*strengths, strict=True)
+    return [note for line in lines for note in note_strengths(cell.mean for cell in line)][:1]
+
+
+def _mark(
+    cells: Sequence[Sequence[Cell]], reference_rows: Sequence[bool], reference_columns: Sequence[bool]
+) -> tuple[tuple[Cell, ...], ...]:
+    """The best and the second of every column among the mergers, unless these are all equal."""
+    lines = [list(row) for row in cells]
+    ranked = [i for i, reference in enumerate(reference_rows) if not reference]
+    for j, reference in enumerate(reference_columns):
+        column = mark_best([cells[i][j] for i in ranked])
+        if not reference and any(cell.mean is not None and not cell.best for cell in column):
+            for i, cell in zip(ranked, column, strict=True):
+                lines[i][j] = cell
+    return tuple(map(tuple, lines))
+
+
+def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str], dict[str, str]]:
+    """The two dimensions that `rows×columns@dimension:value…` names, and the values of those that are fixed.
+
+    Raises:
+        InputError: unknown names or measure.
+    """
+    shape, *pins = table.replace("*", "×").split("@")
+    names = [name.strip() for name in shape.split("×")]
+    pairs = [pin.partition(":") for pin in pins]
+    fixed = {name.strip(): value.strip() for name, _, value in pairs}
+    for name in (*names, *fixed):
+        if name not in DIMENSIONS:
+            raise InputError(f"table={table}: {name!r} is no dimension{suggestion(name, DIMENSIONS)}")
+    if len(names) != 2 or names[0] == names[1]:
+        raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
+    if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):
+        raise InputError(f"table={table}: after @ stands another dimension, once, with its value: @merger:tsvm")
+    if measure not in MEASURES:
+        raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
+    return (names[0], names[1]), fixed
+
+
+def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> list[Record]:
+    kept = list(records)
+    for name, value in fixed.items():
+        known = _values(kept, name)
+        if value not in known:
+            raise InputError(f"table={table}: no record has {name} {value!r}{suggestion(value, known)}")
+        kept = [record for record in kept if _value(record, name) == value]
+    return kept
+
+
+def _distinguish(records: Sequence[Record]) -> list[Record]:
+    """Mergers that ran in several ways under one label get the labels that the leaderboard gives them."""
+    names = distinguish_labels(records)
+    return [
+        replace(record, merger=names.get((record.merger, record.model_key), record.merger))
+        if record.merger is not None
+        else record
+        for record in records
+    ]
+
+
+def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) -> None:
+    for axis in (*AXES, "merger"):
+        values = _values(records, axis)
+        if axis not in names and len(values) > 1:
+            raise InputError(
+                f"table={table} leaves {axis} open, which has several values ({listing(values)}): make it one "
+                f"of the two, or fix it, table={table}@{axis}:VALUE"
+            )
+
+
+def _refuse_several(records: Sequence[Record], where: str) -> None:
+    kept: dict[tuple[int, str], str] = {}
+    for record in records:
+        if kept.setdefault((record.seed, record.task), record.evaluation_key) != record.evaluation_key:
+            raise InputError(
+                f"{where}: {record.task}, seed {record.seed}, has several evaluations that differ in something "
+                "no dimension names: report over runs that are equal in it"
+            )
+
+
+def _value(record: Record, name: str) -> str:
+    return record.label if name == "merger" else str(getattr(record, name))
+
+
+def _values(records: Sequence[Record], name: str) -> tuple[str, ...]:
+    """In order of appearance; models in the order of a table: zero-shot, experts, mergers, joint."""
+    ordered = sorted(records, key=lambda r: KINDS.index(r.kind)) if name == "merger" else records
+    if name == "seed":
+        ordered = sorted(records, key=lambda r: r.seed)
+    return tuple(dict.fromkeys(_value(record, name) for record in ordered))

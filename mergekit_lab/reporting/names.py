@@ -1,0 +1,82 @@
+"""What a reader sees of a merger: the name that papers use, and one look in all figures of all reports.
+
+Both follow from the label alone, so that a method has them in every report. Records, files of numbers and
+options keep the labels.
+"""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
+"""Okabe and Ito's, which readers with any color vision tell apart."""
+HATCHES = ("", "///", "xx")
+DASHES = ("-", "--", ":")
+MARKERS = "osD^vPX"
+
+NAMES = {
+    "task_arithmetic": "Task arithmetic",
+    "ties": "TIES",
+    "tsvm": "TSV-M",
+    "epimer": "EpiMer",
+    "dare": "DARE",
+    "average": "Weight average",
+    "fisher": "Fisher",
+    "regmean": "RegMean",
+    "wudi": "WUDI",
+    "iso_c": "Iso-C",
+    "iso_cts": "Iso-CTS",
+    "adamerging": "AdaMerging",
+    "breadcrumbs": "Breadcrumbs",
+    "consensus": "Consensus TA",
+    "della": "DELLA",
+    "model_stock": "Model stock",
+    "slerp": "SLERP",
+}
+"""By label; the order gives the looks, so a new method comes last."""
+
+
+def display_name(label: str) -> str:
+    """ "TIES" for `ties`, "TIES (α=0.3)" for `ties (α=0.3)`; other labels are shown as they are."""
+    name, parenthesis, rest = label.partition(" (")
+    return NAMES.get(name, name) + parenthesis + rest
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a figure draws something."""
+
+    color: str
+    hatch: str
+    dash: str
+    marker: str
+
+    @staticmethod
+    def numbered(number: int) -> "Look":
+        """Seven colors; then the same with another hatch, dash and marker."""
+        again, first = divmod(number, len(COLORS))
+        hatch, dash = HATCHES[again % len(HATCHES)], DASHES[again % len(DASHES)]
+        return Look(COLORS[first], hatch, dash, MARKERS[(first + again) % len(MARKERS)])
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keywords of matplotlib's `plot`."""
+        return {"color": self.color, "linestyle": self.dash, "marker": self.marker}
+
+
+LOOKS = len(COLORS) * len(HATCHES)
+
+
+def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
+    """A look for each label. A method of `NAMES` always has the same one.
+
+    Another label takes one by its hash, or the next that no other label of the figure has.
+    """
+    every = list(dict.fromkeys(labels))
+    numbers = {label: list(NAMES).index(label) for label in every if label in NAMES}
+    for label in sorted(set(every) - set(numbers)):
+        start = zlib.crc32(label.encode())
+        order = [(start + step) % LOOKS for step in range(LOOKS)]
+        numbers[label] = next((number for number in order if number not in numbers.values()), order[0])
+    return {label: Look.numbered(numbers[label]) for label in every}

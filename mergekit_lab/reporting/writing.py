@@ -1,0 +1,164 @@
+"""Tables as text: Markdown, CSV, LaTeX, and a terminal. Each writes every kind of table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mergekit_lab.reporting.cross_table import CrossTable
+from mergekit_lab.reporting.tables import MISSING, Cell, Sheet, Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+
+def to_markdown(table: Table | CrossTable) -> str:
+    """A GitHub-flavored table and its notes; the best of a column is bold."""
+    sheet = table.sheet()
+    lines = [
+        markdown_line(map(markdown_text, (*sheet.names, *sheet.columns, *sheet.texts))),
+        markdown_line(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
+    ]
+    for line in (line for group in sheet.groups for line in group):
+        cells = [f"**{cell.text}**" if cell.best else cell.text for cell in line.cells]
+        lines.append(markdown_line([*map(markdown_text, line.names), *cells, *line.texts]))
+    return "\n".join([*lines, "", *(f"- {markdown_text(note)}" for note in sheet.notes)]) + "\n"
+
+
+def markdown_line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def markdown_text(text: str) -> str:
+    for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
+        text = text.replace(character, safe)
+    return text
+
+
+def to_csv(table: Table | CrossTable) -> str:
+    """Labels and fractions; behind a column its deviations and plain values, where the table has some."""
+    sheet = table.sheet(name=str)
+    lines = [line for group in sheet.groups for line in group]
+    ends = {
+        end: attribute
+        for end, attribute in (("", "mean"), (" sd", "sd"), (" value", "plain"))
+        if not end or any(getattr(cell, attribute) is not None for line in lines for cell in line.cells)
+    }
+    out = io.StringIO()
+    writer = csv.writer(out)
+    columns = [f"{column}{end}" for column in sheet.columns for end in ends]
+    writer.writerow(map(quote_formula, (*sheet.names, *columns, *sheet.texts)))
+    for line in lines:
+        numbers = [getattr(cell, attribute) for cell in line.cells for attribute in ends.values()]
+        names, texts = map(quote_formula, line.names), map(quote_formula, line.texts)
+        writer.writerow([*names, *("" if number is None else number for number in numbers), *texts])
+    return out.getvalue()
+
+
+def quote_formula(text: str) -> str:
+    """The text, with a quote before it where a spreadsheet would take it for a formula. Numbers are none."""
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def to_latex(table: Table | CrossTable) -> str:
+    """A `booktabs` table: groups apart, in each the best of a column bold, the second underlined."""
+    sheet = table.sheet()
+    bodies = [
+        "".join(
+            " & ".join(
+                [*map(_latex_text, line.names), *map(_latex_cell, line.cells), *map(_latex_text, line.texts)]
+            )
+            + " \\\\\n"
+            for line in group
+        )
+        for group in sheet.groups
+    ]
+    columns = "l" * len(sheet.names) + "r" * len((*sheet.columns, *sheet.texts))
+    heads = " & ".join(map(_latex_text, (*sheet.names, *sheet.columns, *sheet.texts)))
+    comment = "".join(f"% {line}\n" for line in " ".join(sheet.notes).splitlines())
+    return (
+        f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{heads} \\\\\n\\midrule\n"
+        + "\\midrule\n".join(bodies)
+        + "\\bottomrule\n\\end{tabular}\n"
+    )
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = _latex_text(cell.text)
+    return f"\\textbf{{{text}}}" if cell.best else f"\\underline{{{text}}}" if cell.second else text
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "α": r"$\alpha$",
+    "±": r"$\pm$", "÷": r"$\div$", MISSING: "--", "\n": " ",
+}  # fmt: skip
+
+
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def print_table(table: Table | CrossTable, console: Console | None = None) -> None:
+    """Print with rich; what is too wide for the terminal in tables below each other."""
+    from rich.console import Console
+
+    console = console or Console()
+    for drawn in _fit(table.sheet(), console):
+        console.print(drawn)
+    for note in table.sheet().notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _fit(sheet: Sheet, console: Console) -> Iterator[RichTable]:
+    """As few tables as fit the terminal's width, each of as many columns as fit, one at the least."""
+    unlimited = console.options.update(max_width=sys.maxsize)
+
+    def fits(drawn: RichTable) -> bool:
+        return console.measure(drawn, options=unlimited).maximum <= console.width
+
+    whole = _draw(sheet, range(len(sheet.columns)))
+    if fits(whole):
+        yield whole
+        return
+    left = list(sheet.narrow)
+    while left:
+        end = next((n for n in range(len(left), 1, -1) if fits(_draw(sheet, left[:n]))), 1)
+        yield _draw(sheet, left[:end])
+        left, sheet = left[end:], replace(sheet, texts=())  # which stand in the first alone
+
+
+def _draw(sheet: Sheet, columns: Sequence[int]) -> RichTable:
+    """The columns at these positions."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(header_style="bold")
+    for name in sheet.names:
+        drawn.add_column(Text(name), overflow="fold")
+    for i in columns:
+        widest = max((len(line.cells[i].text) for group in sheet.groups for line in group), default=0)
+        drawn.add_column(Text(sheet.columns[i]), justify="right", overflow="fold", min_width=widest)
+    for name in sheet.texts:
+        drawn.add_column(Text(name), justify="right", overflow="fold")
+    for group in sheet.groups:
+        for line in group:
+            cells: list[Any] = [Text(name) for name in line.names]
+            for cell in (line.cells[i] for i in columns):
+                style = "bold green" if cell.best else "underline" if cell.second else ""
+                cells.append(Text(cell.text, style=style))
+            cells += map(Text, line.texts[: len(sheet.texts)])
+            drawn.add_row(*cells, style="dim" if line.reference else "")
+        drawn.add_section()
+    return drawn
