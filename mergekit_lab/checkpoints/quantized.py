@@ -1,7 +1,7 @@
 """Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused.
 
-Libraries differ in what they call such tensors, and new names come every year. How they store them is the same:
-a weight in few bits (float8, or integers of at most 32), and in the same module something smaller that scales it.
+Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
+weight in few bits (float8, or integers of at most 32), and in the same module something smaller that scales it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, to
 _CONFIGS = ("quantization_config", "compression_config")
 _NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|invperm)$")
 """Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
-_NO_SCALE = re.compile(r"bias|(^|_)(b|beta|gamma|weight|mean|var|masks?)$|^(embed|head|logit)_scale$")
+_NO_SCALE = re.compile(r"bias|(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$")
 """What ordinary modules have beside a weight."""
 _INNER = re.compile(r"(\._\w+)+$")
 """Below its name, what a weight of a tensor subclass is made of: `weight._data`."""
@@ -68,7 +68,7 @@ def _are_called_alike(leaf: str, other: str) -> bool:
 
 
 def _could_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
-    """Whether a tensor could hold a weight's scales: fewer numbers, of a finer kind or that of block formats."""
+    """Whether a tensor could hold a weight's scales: fewer numbers, finer ones or those of block formats."""
     if _NO_SCALE.search(name.rpartition(".")[2]) or (scale.numel >= weight.numel and scale.numel != 1):
         return False
     if scale.dtype == torch.uint8:

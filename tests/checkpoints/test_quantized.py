@@ -12,7 +12,7 @@ I16, I32, I64, U32 = torch.int16, torch.int32, torch.int64, torch.uint32
 QUANTIZED = {
     "deepseek": {"q.weight": (F8, 256, 256), "q.weight_scale_inv": (F32, 2, 2)},
     "fbgemm": {"q.weight": (F8, 32, 16), "q.weight_scale": (BF16, 32, 1), "q.bias": (BF16, 32)},
-    "comfyui": {"q.weight": (F8, 32, 16), "q.scale_weight": (F32,), "q.scale_input": (F32,)},
+    "comfyui": {"q.weight": (F8, 32, 16), "q.scale_weight": (F32,)},
     "quanto float8": {"q.weight._data": (F8, 32, 16), "q.weight._scale": (F32, 32, 1)},
     "quanto int4": {"q.weight._data._data": (U8, 16, 16), "q.weight._scale": (F32, 64, 1)},
     "torchao": {"q.weight.qdata": (F8, 32, 16), "q.weight.scale": (F32, 32, 1)},
