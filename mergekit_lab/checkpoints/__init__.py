@@ -29,7 +29,7 @@ from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenize
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
-from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_shards
+from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabulary_rows
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
@@ -75,6 +75,7 @@ __all__ = [
     "open_checkpoint",
     "other_weights",
     "parts_with_weights",
+    "plan_files",
     "plan_shards",
     "read_tokens",
     "reconcile",

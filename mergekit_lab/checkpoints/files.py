@@ -1,16 +1,20 @@
 """Checkpoints in files: safetensors, torch's pickles, and indexes over several of either.
 
 Headers are read when a file is opened, tensor data when a tensor is asked for. Nothing is trusted: pickles
-are opened with `weights_only=True` only, an index may name files of its own folder only.
+are opened with `weights_only=True` only, an index may name files below its own folder only.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import logging
+import os
 import pickle
+import re
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -18,8 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
+from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.tied_weights import equal_ties
 from mergekit_lab.errors import InputError, listing
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "F64": torch.float64,
@@ -28,6 +35,9 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -42,34 +52,55 @@ DTYPES = {
 """What a safetensors header calls a dtype."""
 
 PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
+_INDEX = re.compile(r".+\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+"""Where trainers put a model's weights: Lightning and many others, plain torch, timm, DeepSpeed."""
+
+
+def is_index(file: Path) -> bool:
+    """Whether a file is called as an index is, a variant's (`model.safetensors.index.fp16.json`) too."""
+    return _INDEX.fullmatch(file.name) is not None
+
+
+def parse_dtype(label: str, name: str, called: str) -> torch.dtype:
+    """The dtype that a safetensors header names.
+
+    Raises:
+        InputError: it is not read here.
+    """
+    if called in DTYPES:
+        return DTYPES[called]
+    if called.startswith(("F4", "F6")):
+        raise InputError(
+            f"{label} is quantized: {name!r} is stored as {called}, numbers that mean nothing without their "
+            "scales: dequantize it first, or give the weights that it was made of"
+        )
+    raise InputError(f"{label}: tensor {name!r} has the unsupported dtype {called}")
 
 
 class Safetensors(Checkpoint):
     """One safetensors file, or several under an index.
+
+    Like transformers, it reads every tensor of every file that an index names; of a name that two files hold
+    the last file's counts.
 
     Raises:
         InputError: a file that is missing, damaged or holds an unknown dtype; an index that does not fit.
     """
 
     def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        files = sorted({file_of} if isinstance(file_of, Path) else set(file_of.values()))
+        files = [file_of] if isinstance(file_of, Path) else _shards(label, file_of)
         self._handles = {file: _open_safetensors(label, file) for file in files}
         self._file_of: dict[str, Path] = {}
         self._tied: dict[str, str] | None = None
         specs: dict[str, TensorSpec] = {}
         for file, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                if not isinstance(file_of, Path) and file_of.get(name) != file:
-                    continue
                 view = handle.get_slice(name)
-                if view.get_dtype() not in DTYPES:
-                    raise InputError(f"{label}: tensor {name!r} has the unsupported dtype {view.get_dtype()}")
-                specs[name] = TensorSpec(tuple(view.get_shape()), DTYPES[view.get_dtype()])
+                dtype = parse_dtype(label, name, view.get_dtype())
+                specs[name] = TensorSpec(tuple(view.get_shape()), dtype)
                 self._file_of[name] = file
-        if not isinstance(file_of, Path):
-            missing = file_of.keys() - specs.keys()
-            if missing:
-                raise InputError(f"{label}: its index names tensors its files lack ({listing(missing)})")
+        _check_index(label, file_of, specs)
         super().__init__(label, specs, files, folder)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -82,12 +113,27 @@ class Safetensors(Checkpoint):
         return self._tied
 
 
+def _shards(label: str, file_of: dict[str, Path]) -> list[Path]:
+    files = sorted(set(file_of.values()))
+    absent = [ascii(file.name) for file in files if not os.path.lexists(file)]
+    if absent:
+        raise InputError(
+            f"{label}: its index names {len(absent)} of {len(files)} files that are not in {files[0].parent} "
+            f"({listing(absent)}), so it does not exist as a whole: was the download stopped?"
+        )
+    return files
+
+
+def _check_index(label: str, file_of: dict[str, Path] | Path, held: Mapping[str, Any]) -> None:
+    missing = set() if isinstance(file_of, Path) else file_of.keys() - held.keys()
+    if missing:
+        raise InputError(f"{label}: its index names tensors its files lack ({listing(missing)})")
+
+
 def _open_safetensors(label: str, file: Path) -> Any:
-    _refuse_streams(label, file)
+    check_file(file, label)
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise InputError(f"{label}: the file {file} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{label}: {file} is not a readable safetensors file ({error}): was the copy cut short?"
@@ -95,89 +141,182 @@ def _open_safetensors(label: str, file: Path) -> Any:
 
 
 class Pickled(InMemory):
-    """Torch files whose storages are mapped, not read; several of them under an index."""
+    """Torch files whose storages are mapped where they can be; several of them under an index."""
 
     def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        if isinstance(file_of, Path):
-            super().__init__(label, load_pickled(label, file_of), [file_of], folder)
-            return
-        shards = {file: load_pickled(label, file) for file in sorted(set(file_of.values()))}
-        missing = [name for name, file in file_of.items() if name not in shards[file]]
-        if missing:
-            raise InputError(f"{label}: its index names tensors its files lack ({listing(missing)})")
-        super().__init__(label, {n: shards[f][n] for n, f in file_of.items()}, shards, folder)
+        files = [file_of] if isinstance(file_of, Path) else _shards(label, file_of)
+        tensors = {name: value for file in files for name, value in load_pickled(label, file).items()}
+        _check_index(label, file_of, tensors)
+        super().__init__(label, tensors, files, folder)
 
     def tied(self) -> dict[str, str]:
         return {**super().tied(), **equal_ties(self)}
 
 
-def load_pickled(label: str, file: Path) -> Mapping[str, Any]:
-    """The state dict in a torch file; a Lightning checkpoint's `state_dict`.
+def load_pickled(label: str, file: Path) -> dict[str, Any]:
+    """The state dict in a torch file, or in the container that a trainer put it into.
 
     Raises:
-        InputError: the file is missing or cut, or holds more than plain tensors.
+        InputError: the file is missing or cut, holds more than plain tensors, or several models.
     """
-    _refuse_streams(label, file)
+    check_file(file, label)
     try:
-        with file.open("rb") as opened:
-            zipped = opened.read(2) == b"PK"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*TorchScript", UserWarning)
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except FileNotFoundError:
-        raise InputError(f"{label}: the file {file} does not exist") from None
+        return _find_state_dict(label, file, _load(file))
     except pickle.UnpicklingError as error:
+        with contextlib.suppress(InputError, pickle.UnpicklingError):
+            return _find_state_dict(label, file, _load_around_foreign_classes(label, file))
         reason = str(error).split("\n")[0]
         raise InputError(
             f"{label}: {file} holds more than plain tensors and is not opened, because unpickling it could "
             f"run code ({reason}). Load it where it was made and save `model.state_dict()` instead"
         ) from None
-    except RuntimeError as error:
-        if "TorchScript" not in str(error):
-            raise _unreadable(label, file, error) from None
-        raise InputError(
-            f"{label}: {file} is a TorchScript archive, a program: load it with `torch.jit.load` where it was "
-            "made and save its `state_dict()` instead"
-        ) from None
+    except InputError:
+        raise
     except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
-        raise _unreadable(label, file, error) from None
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping):
-        raise InputError(f"{label}: {file} holds a {type(content).__name__}, not a state dict")
+        if "TorchScript" in str(error):
+            raise InputError(
+                f"{label}: {file} is a TorchScript archive, a program: load it with `torch.jit.load` where it "
+                "was made and save its `state_dict()` instead"
+            ) from None
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?") from None
+
+
+def _load(file: Path) -> Any:
+    """What a torch file holds, mapped if its records lie in it as they are."""
+    mapped = _can_be_mapped(file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*TorchScript", UserWarning)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def _can_be_mapped(file: Path) -> bool:
+    """Whether every tensor of a torch file has a record of its own length that is not compressed.
+
+    torch maps a record without a look at either. Archives that another program packed again are compressed.
+    """
+    records = _read_records(file)
+    if not records:
+        return False
+    try:
+        described = torch.load(file, map_location="meta", weights_only=True)
+        storages: list[Any] = [tensor.untyped_storage() for tensor in _tensors_in(described)]
+        return all(records.get(s._checkpoint_offset) == s.nbytes() for s in storages if s.nbytes())
+    except Exception:  # whatever is wrong, reading the file says it
+        return False
+
+
+def _read_records(file: Path) -> dict[int, int]:
+    """Where the records of a zip archive begin, and how many bytes they have; none if any is compressed."""
+    records = {}
+    try:
+        with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    return {}
+                opened.seek(entry.header_offset)
+                head = opened.read(30)
+                names = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+                records[entry.header_offset + len(head) + names] = entry.file_size
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return {}
+    return records
+
+
+def _tensors_in(content: Any) -> Iterator[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, Mapping | list | tuple):
+        for value in content.values() if isinstance(content, Mapping) else content:
+            yield from _tensors_in(value)
+
+
+class _Inert:
+    """What stands for an object whose class is not looked up: it takes what a pickle says, and does nothing."""
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, _Inert)
+
+
+def _load_around_foreign_classes(label: str, file: Path) -> Any:
+    """What a torch file holds, with nothing in the stead of objects that are no tensors: settings, paths, …
+
+    Their classes are not imported and nothing of them is called.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception as error:  # of a file in torch's older formats, or a damaged one
+        raise pickle.UnpicklingError(str(error)) from None
+    if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
+        raise pickle.UnpicklingError("it calls functions of Python itself")
+    with torch.serialization.safe_globals([(_Inert, name) for name in names]):
+        content = _load(file)
+    log.info("%s: %s holds objects that are not read (%s)", label, file.name, listing(names))
     return content
 
 
-def _refuse_streams(label: str, file: Path) -> None:
-    """Refuse a pipe or a device, which would be waited for without end."""
-    if file.exists() and not file.is_file() and not file.is_dir():
-        raise InputError(f"{label}: {file} is a pipe or a device, not a file")
+def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
+    """The tensors of a state dict, which may lie in a trainer's container; plain values stay out."""
+    if not isinstance(content, Mapping):
+        raise InputError(f"{label}: {file} holds a {type(content).__name__}, not a state dict")
+    inner = {key: value for key, value in content.items() if isinstance(value, Mapping)}
+    models = {key: value for key, value in inner.items() if _holds_tensors(value)}
+    known = next((key for key in _CONTAINERS if key in models), None)
+    if known is None and not _holds_tensors(content):
+        inside = models or {key: inner[key] for key in _CONTAINERS if key in inner}
+        if len(inside) == 1:
+            return _find_state_dict(label, file, *inside.values())
+    if known is not None:
+        content = models[known]
+        twins = [str(key) for key, value in models.items() if value.keys() == content.keys()]
+        if len(twins) > 1:
+            raise InputError(
+                f"{label}: {file} holds several models ({listing(twins)}): save the one that you mean"
+            )
+    plain = [name for name, value in content.items() if isinstance(value, _PLAIN)]
+    if plain:
+        named = listing(map(str, plain))
+        log.info("%s: %s holds values that are no tensors and not merged (%s)", label, file.name, named)
+    return {name: value for name, value in content.items() if name not in plain}
 
 
-def _unreadable(label: str, file: Path, error: Exception) -> InputError:
-    reason = str(error).split("\n")[0] or type(error).__name__
-    return InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?")
+def _holds_tensors(content: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in content.values())
+
+
+def read_index(label: str, index: Path) -> dict[str, Path]:
+    """The file of each tensor that `*.safetensors.index.json` or `*.bin.index.json` names.
+
+    Raises:
+        InputError: it is no index, or names files outside its folder or of another kind.
+    """
+    named = _INDEX.fullmatch(index.name)
+    kind = f".{named['kind']}" if named else ""
+    content = read_json(index, label)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputError(f"{label}: {index} is not a {kind[1:]} index: it has no weight_map")
+    files = {name: PurePosixPath(file) for name, file in weight_map.items()}
+    outside = {str(f) for f in files.values() if f.is_absolute() or ".." in f.parts or not f.name}
+    if outside:
+        raise InputError(f"{label}: {index} names files outside its folder ({listing(outside)}): refused")
+    others = {str(file) for file in files.values() if file.suffix != kind}
+    if others:
+        raise InputError(f"{label}: {index} names files that are not {kind} ({listing(others)}): refused")
+    return {name: index.parent / file for name, file in files.items()}
 
 
 def open_index(label: str, index: Path) -> Checkpoint:
-    """The checkpoint that `*.safetensors.index.json` or `*.bin.index.json` describes.
-
-    Raises:
-        InputError: it is no index, or names files outside its folder.
-    """
-    _refuse_streams(label, index)
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{label}: {index} is not a safetensors index ({error!r})") from None
-    suffix = Path(index.name.removesuffix(".index.json")).suffix
-    outside = {file for file in files.values() if Path(file).name != file or file in {".", ".."}}
-    if outside:
-        raise InputError(f"{label}: {index} names files outside its folder ({listing(outside)}): refused")
-    others = {file for file in files.values() if not file.endswith(suffix)}
-    if others:
-        raise InputError(f"{label}: {index} names files that are not {suffix} ({listing(others)}): refused")
-    file_of = {name: index.parent / file for name, file in files.items()}
-    opened = Safetensors if suffix == ".safetensors" else Pickled
+    """The checkpoint that an index describes; see `read_index` for what is refused."""
+    file_of = read_index(label, index)
+    opened = Safetensors if ".safetensors.index" in index.name else Pickled
     return opened(label, file_of, index.parent)

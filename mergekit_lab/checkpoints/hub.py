@@ -5,7 +5,6 @@ What is cached is used as it is, without a network. `huggingface_hub` is importe
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -18,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
-from mergekit_lab.checkpoints.files import DTYPES
-from mergekit_lab.checkpoints.libraries import OPEN_CLIP
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.checkpoints.files import is_index, parse_dtype, read_index
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP, known_weights
+from mergekit_lab.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -156,10 +155,9 @@ class RemoteHeaders(Checkpoint):
             except huggingface_hub.errors.NotASafetensorsRepoError:
                 files = [_headers_for_open_clip(api, repo, revision)]
         listed = {n: file.tensors[n] for file in files for n in file.tensors}
-        unknown = {info.dtype for info in listed.values()} - DTYPES.keys()
-        if unknown:
-            raise InputError(f"{label}: unsupported dtypes ({listing(unknown)})")
-        specs = {n: TensorSpec(tuple(info.shape), DTYPES[info.dtype]) for n, info in listed.items()}
+        specs = {
+            n: TensorSpec(tuple(info.shape), parse_dtype(label, n, info.dtype)) for n, info in listed.items()
+        }
         super().__init__(label, specs, folder=snapshot(repo, revision, weights=False))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -189,11 +187,15 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
 
 def _complete(folder: Path) -> bool:
     """Whether a cached snapshot has all its weights: others may have fetched its configuration only."""
-    for index in folder.glob("*.index.json"):
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
-        if all((folder / str(file)).is_file() for file in named):
-            return True
-    return not list(folder.glob("*.index.json")) and any(p for e in _WEIGHTS for p in folder.glob(e))
+    known = known_weights(folder)
+    if not known:
+        return any(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+    if not is_index(known[0]):
+        return True
+    try:
+        return all(file.is_file() for file in read_index(folder.name, known[0]).values())
+    except InputError:
+        return False
 
 
 def _why(name: str, error: Exception) -> str:

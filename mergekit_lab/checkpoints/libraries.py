@@ -7,10 +7,14 @@ configuration goes with it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.tied_weights import read_config
+
+_NAMED = "transformers_weights"
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Library:
         config: its configuration file.
         stem: what its safetensors are called.
         sharded: whether it reads several files under an index.
-        weights: the files that it looks for.
+        weights: the files that it looks for, in the order in which it does: the single file counts where an
+            index of an earlier save lies beside it.
     """
 
     name: str
@@ -37,7 +42,7 @@ TRANSFORMERS = Library(
     "config.json",
     "model",
     True,
-    ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"),
+    ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 OPEN_CLIP = Library(
     "open_clip",
@@ -50,9 +55,17 @@ LIBRARIES = (TRANSFORMERS, OPEN_CLIP)
 
 
 def known_weights(folder: Path) -> list[Path]:
-    """The files of a folder that a library looks for: safetensors first, then transformers' first."""
-    found = [folder / name for library in LIBRARIES for name in library.weights if (folder / name).is_file()]
-    return sorted(found, key=lambda file: ".safetensors" not in file.name)
+    """The files of a folder that a library looks for: safetensors first, then transformers' first.
+
+    A configuration of transformers 5 may name the file itself. Dead links and pipes are among them: opening one
+    says what it is.
+    """
+    names = [n for library in LIBRARIES for n in library.weights if os.path.lexists(folder / n)]
+    known = [folder / name for name in sorted(names, key=lambda name: ".safetensors" not in name)]
+    named = read_config(folder).get(_NAMED)
+    if isinstance(named, str) and PurePosixPath(named).name == named and os.path.lexists(folder / named):
+        return [folder / named, *(file for file in known if file.name != named)]
+    return known
 
 
 def library_of(checkpoint: Checkpoint) -> Library | None:

@@ -2,43 +2,49 @@
 
 Everything is written into a hidden sibling, flushed, and renamed: whoever looks at `out` sees the folder that
 was there before, or the whole new one. A process that is killed leaves the hidden sibling, which the next merge
-into the same place removes. Where the system cannot exchange two folders at once (it can on Linux, on most
+into the same folder removes. Where the system cannot exchange two folders at once (it can on Linux, on most
 filesystems), a process killed between two renames leaves no `out`; the next merge puts the old one back first.
+
+Whoever fills a hidden sibling holds a lock on it, which the kernel takes back when the process ends. The name
+says since which start of which kernel: a lock proves nothing about another machine's processes. Process numbers
+and host names, which containers share, decide nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import hashlib
+import logging
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
+
+log = logging.getLogger(__name__)
 
 RECORD = "mergekit_lab.json"
 """What made the folder; its presence marks a folder that a merge may overwrite."""
 
 
 def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a place where a merge must not write.
+    """Refuse a folder that a merge must not write.
 
     Raises:
         InputError: a file, a folder with something in it (with `overwrite`: that no merge wrote), one that
-            holds an input, or one in a place where none can be made.
+            holds an input, or one that cannot be made.
     """
-    try:
-        where = out.resolve()
-        out.exists()
-    except (OSError, ValueError) as error:
-        raise InputError(f"out={str(out)[:200]} is no place for a folder ({error})") from None
+    where = _resolve(out)
     if out.suffix in {".safetensors", ".bin", ".pt"} or out.is_file():
         raise InputError(f"out={out} is a file; give a folder")
-    if where == Path(where.anchor) or where == Path.home():
+    if where in {Path(where.anchor), Path(os.path.expanduser("~"))}:
         raise InputError(f"out={out} is no place for a model")
     for path in inputs:
         if path.resolve().is_relative_to(where) or path.absolute().is_relative_to(out.absolute()):
@@ -58,55 +64,150 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
         raise InputError(f"out={out} was not written by a merge (it has no {RECORD}): remove it yourself")
 
 
+def _resolve(out: Path) -> Path:
+    try:
+        out.exists()
+        return out.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop, no working folder
+        raise InputError(f"out={str(out)[:200]} is no place for a folder ({error})") from None
+
+
 @contextmanager
-def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] | None = None) -> Iterator[Path]:
     """A folder to fill, which becomes `out` when the context is left without an error.
 
     Where `out` is a link, the folder that it leads to is made or replaced, and the link stays.
 
+    Args:
+        planned: the files that must be there in the end, each with its bytes.
+
     Raises:
-        InputError: see `check_out`; the disk is full.
+        InputError: see `check_out`; the disk is full; somebody removed the folder, or files of it, meanwhile.
     """
-    out = out.resolve()
-    _clear_leftovers(out)
+    out = _resolve(out)
+    _put_back(out)
     check_out(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.partial")
+    _clear_leftovers(out)
+    partial, lock = _make_partial(out)
     try:
-        partial.mkdir()
-        yield partial
-        _sync_tree(partial)
+        with _explain_failures(out, partial, lock):
+            yield partial
+            _sync_tree(partial)
+        _check_whole(out, partial, lock, planned or {})
         _swap(partial, out, overwrite)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def _explain_failures(out: Path, partial: Path, lock: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise InputError(f"the disk of {out} is full") from error
+        _check_whole(out, partial, lock, {})
         raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]) -> None:
+    """Refuse to publish less than was written."""
+    problem = None
+    if not os.path.isdir(partial) or not os.path.samestat(os.stat(partial), os.fstat(lock)):
+        problem = "was removed"
+    else:
+        sizes = {name: os.stat(partial / name).st_size for name in planned if (partial / name).is_file()}
+        cut = [name for name, size in planned.items() if sizes.get(name) != size]
+        if cut:
+            problem = f"lost files or parts of them ({listing(cut)})"
+    if problem:
+        raise InputError(
+            f"out={out} was not written, and what was there is as it was: the folder in the making, {partial}, "
+            f"{problem} before it was whole. Does another program clear hidden folders there?"
+        )
+
+
+def _make_partial(out: Path) -> tuple[Path, int]:
+    """A hidden sibling under a name of its own, and its lock, held before anybody can take it for abandoned."""
+    token = uuid.uuid4().hex[:12]
+    making = out.with_name(f".{token}.making")
+    making.mkdir()
+    lock = os.open(making, os.O_RDONLY | os.O_DIRECTORY)
+    _take(lock)
+    partial = out.with_name(f"{_prefix(out)}{_boot()}.{token}.partial")
+    making.rename(partial)
+    return partial, lock
+
+
+def _take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process has it, or the filesystem knows no locks
+        return False
+    return True
+
+
+_LONGEST = 150
+"""Bytes of a name that hidden siblings repeat; what is longer is cut, and told apart by a hash."""
+
+
+def _prefix(out: Path) -> str:
+    name = os.fsencode(out.name)
+    if len(name) <= _LONGEST:
+        return f".{out.name}."
+    return f".{name[:_LONGEST].decode(errors='ignore')}-{hashlib.sha256(name).hexdigest()[:12]}."
+
+
+def _boot() -> str:
+    """Which kernel since which start: as far as locks reach."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = socket.gethostname()
+    return hashlib.sha256(boot.encode()).hexdigest()[:12]
+
+
+def _put_back(out: Path) -> None:
+    """Give `out` back what a merge had moved away that was killed between two renames."""
+    for old in _siblings(out, ".old"):
+        partial = old.with_suffix(".partial")
+        if not out.exists() and (not partial.exists() or _is_abandoned(partial)):
+            old.rename(out)
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Delete what killed merges of this machine left beside `out`, but put back what one had moved away."""
-    head = f".{out.name}.{socket.gethostname()}."
-    for path in list(out.parent.iterdir()) if out.parent.is_dir() else ():
-        if path.name.startswith(head) and path.name.endswith((".partial", ".old")):
-            owner = path.name.removeprefix(head).split(".")[0]
-            if not owner.isdigit() or _alive(int(owner)):
-                continue
-            if path.suffix == ".old" and not out.exists():
-                path.rename(out)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+    """Delete what merges that were killed left beside `out`, if it is sure that they were."""
+    for path in [*_siblings(out, ".old"), *_siblings(out, ".partial")]:
+        partial = path.with_suffix(".partial")
+        if path.exists() and (not partial.exists() or _is_abandoned(partial)):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.exists() and f".{_boot()}." not in path.name:
+            log.warning(
+                "%s was left by another machine, or before this one was started anew: remove it, unless a "
+                "merge into %s is under way there",
+                *(path, out),
+            )
 
 
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+def _siblings(out: Path, suffix: str) -> list[Path]:
+    names = os.listdir(out.parent) if out.parent.is_dir() else []
+    return [out.with_name(n) for n in sorted(names) if n.startswith(_prefix(out)) and n.endswith(suffix)]
+
+
+def _is_abandoned(partial: Path) -> bool:
+    """Whether a process of this boot made it, and lives no more."""
+    if f".{_boot()}." not in partial.name:
         return False
+    try:
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return True
-    return True
+        return False
+    try:
+        return _take(lock)
+    finally:
+        os.close(lock)
 
 
 def _sync_tree(folder: Path) -> None:

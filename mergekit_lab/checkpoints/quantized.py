@@ -1,7 +1,12 @@
-"""Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused."""
+"""Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused.
+
+Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
+weight in few bits (float8, or integers of at most 32), and in the same module something smaller that scales it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -10,29 +15,65 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, listing
 
-_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
-_PACKED = {*_FLOAT8, torch.int8, torch.uint8, torch.int32}
-_PACKED_BESIDE = (".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-_SCALES = ("_scale_inv", "_scale", ".scale_inv", ".scale")
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
+_CONFIGS = ("quantization_config", "compression_config")
+_NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|invperm)$")
+"""Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
+_NO_SCALE = re.compile(r"bias|(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$")
+"""What ordinary modules have beside a weight."""
+_INNER = re.compile(r"(\._\w+)+$")
+"""Below its name, what a weight of a tensor subclass is made of: `weight._data`."""
 
 
-def quantised_names(checkpoint: Checkpoint) -> list[str]:
-    """Tensors that are numbers only with a scale: float8 beside one, what `quantization_config` packs, and what
-    bitsandbytes, GPTQ and AWQ call theirs."""
-    specs = checkpoint.specs
-    packed = _PACKED if "quantization_config" in read_config(checkpoint.folder) else set()
+def find_quantized(checkpoint: Checkpoint) -> list[str]:
+    """Tensors that are numbers only with a scale."""
+    specs, config = checkpoint.specs, read_config(checkpoint.folder)
+    configured = any(config.get(key) for key in _CONFIGS)
+    modules: dict[str, list[str]] = {}
+    for name in specs:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    packed = [name for name, spec in specs.items() if spec.dtype in _FLOAT8 | _INTEGERS]
     return [
         name
-        for name, spec in specs.items()
-        if (spec.dtype in packed and len(spec.shape) > 1)
-        or (spec.dtype in _PACKED and _is_called_packed(name, specs))
-        or (spec.dtype in _FLOAT8 and any(name + scale in specs for scale in _SCALES))
+        for name in packed
+        if (configured and len(specs[name].shape) > 1) or _is_quantized(name, specs, modules)
     ]
 
 
-def _is_called_packed(name: str, others: Mapping[str, TensorSpec]) -> bool:
-    beside = [*(name + end for end in _PACKED_BESIDE), name.removesuffix("weight") + "SCB"]
-    return name.endswith(".qweight") or any(other in others for other in beside)
+def _is_quantized(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> bool:
+    spec, owner = specs[name], _INNER.sub("", name)
+    module, _, leaf = owner.rpartition(".")
+    wide = len(spec.shape) > 1
+    if not spec.shape or spec.numel < 2 or _NO_WEIGHT.search(name.rpartition(".")[2]):
+        return False
+    if spec.dtype in _INTEGERS and not wide:
+        return False
+    if spec.dtype in _INTEGERS and leaf == "weight":
+        return True
+    siblings = modules.get(module, [])
+    weights = [n for n in siblings if len(specs[n].shape) > 1 and not _NO_WEIGHT.search(n.rpartition(".")[2])]
+    rivals = {n for n in weights if specs[n].dtype in _FLOAT8 or n == f"{module}.weight"} - {name}
+    if leaf != "weight" and (rivals or not module):
+        siblings = [other for other in siblings if _are_called_alike(leaf, other.rpartition(".")[2])]
+    return any(_could_scale(other, specs[other], spec) for other in [*siblings, *modules.get(owner, [])])
+
+
+def _are_called_alike(leaf: str, other: str) -> bool:
+    """Whether two parameters of a module belong together: `up_blocks` and `up_scales`, or `scale_up`."""
+    words = leaf.split("_")
+    stem = words[:-1] or words
+    others = other.split("_")
+    return any(others[n : n + len(stem)] == stem for n in range(len(others)))
+
+
+def _could_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
+    """Whether a tensor could hold a weight's scales: fewer numbers, finer ones or those of block formats."""
+    if _NO_SCALE.search(name.rpartition(".")[2]) or (scale.numel >= weight.numel and scale.numel != 1):
+        return False
+    if scale.dtype == torch.uint8:
+        return len(scale.shape) > 1 and scale.shape[0] == weight.shape[0] and weight.numel % scale.numel == 0
+    return scale.dtype.is_floating_point and (scale.dtype not in _FLOAT8 or weight.dtype not in _FLOAT8)
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
@@ -41,7 +82,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     Raises:
         InputError: it does, with what to do.
     """
-    names = quantised_names(checkpoint)
+    names = find_quantized(checkpoint)
     if names:
         raise InputError(
             f"{checkpoint.label} is quantized ({len(names)} tensors: {listing(names)}), and quantized numbers "

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
-from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, open_index
+from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, is_index, open_index, read_index
 from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
 from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, known_weights, other_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
+from mergekit_lab.checkpoints.plain_files import check_file
 from mergekit_lab.errors import InputError
 
 _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
@@ -104,34 +105,44 @@ def _open_folder(label: str, path: Path, base: Checkpoint | None) -> Checkpoint:
     """What a library looks for, of two libraries' files the one with the base's names; else the only file."""
     known = known_weights(path)
     if known:
-        best = _open_file(label, known[0])
+        best = _open_file(label, known[0], path)
         other = None if base is None else other_weights(best)
         if base is not None and other is not None:
-            second = _open_file(label, other)
+            second = _open_file(label, other, path)
             if len(second.keys() & base.keys()) > len(best.keys() & base.keys()):
                 return second
         return best
-    found = sorted(path.glob("*.safetensors"))
-    lone = found or [file for file in sorted(path.glob("*.bin")) if file.name not in _NO_MODEL]
+    return _open_lone_file(label, path)
+
+
+def _open_lone_file(label: str, path: Path) -> Checkpoint:
+    """The one file, or the one index with its shards, of a folder in which no library finds its own."""
+    visible = [file for file in sorted(path.iterdir()) if not file.name.startswith(".")]
+    safe = [file for file in visible if file.suffix == ".safetensors"]
+    pickled = [file for file in visible if file.suffix == ".bin" and file.name not in _NO_MODEL]
+    kind, files = (".safetensors", safe) if safe or not pickled else (".bin", pickled)
+    indexes = [file for file in visible if is_index(file) and f"{kind}.index" in file.name]
+    shards = {file for index in indexes for file in read_index(label, index).values()}
+    lone = [*indexes, *(file for file in files if file not in shards)]
     if len(lone) != 1:
         raise InputError(
-            f"{label}: the folder {path} holds {len(found)} .safetensors files and no "
+            f"{label}: the folder {path} holds {len(safe)} .safetensors files and no "
             f"{TRANSFORMERS.weights[0]}: name one file"
         )
-    return (Safetensors if found else Pickled)(label, lone[0], path)
+    return _open_file(label, lone[0], path)
 
 
-def _open_file(label: str, path: Path) -> Checkpoint:
+def _open_file(label: str, path: Path, folder: Path | None = None) -> Checkpoint:
     """A file; one that a library looks for belongs with what is beside it."""
-    folder = path.parent if any(path.name in library.weights for library in LIBRARIES) else None
-    if path.name.endswith(".index.json"):
+    if any(path.name in library.weights for library in LIBRARIES):
+        folder = path.parent
+    if is_index(path):
         return open_index(label, path)
     if path.suffix == ".safetensors":
         return Safetensors(label, path, folder)
     if path.suffix in PICKLED:
         return Pickled(label, path, folder)
-    if not path.exists():
-        raise InputError(f"{label}: {path} does not exist")
+    check_file(path, label)
     if path.suffix == ".gguf":
         raise InputError(
             f"{label}: {path} is a GGUF file: `python -m mergekit_lab.backbones.folder {path} OUT` makes a "

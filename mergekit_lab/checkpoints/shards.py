@@ -1,7 +1,7 @@
 """Write safetensors files of any size with one tensor in memory.
 
 Names, shapes and dtypes are known before the first value is: files are planned from them, each file's header is
-written first, and a tensor's bytes go to their place when they arrive, in any order and from any thread.
+written first, and a tensor's bytes go where they belong when they arrive, in any order and from any thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MOST_AT_ONCE = 1 << 30
+_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def plan_shards(
     groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():
+        if spec.dtype not in _NAME_OF:
+            raise InputError(f"tensor {name!r} is {spec.dtype}, which safetensors cannot hold")
         if groups[-1] and filled + spec.nbytes > max_bytes:
             groups.append({})
             filled = 0
@@ -69,34 +72,59 @@ def plan_shards(
     return [Shard(f"{stem}-{n:05}-of-{total:05}.safetensors", group) for n, group in enumerate(groups, 1)]
 
 
+def plan_files(
+    specs: Mapping[str, TensorSpec], max_bytes: int = MAX_SHARD_BYTES, stem: str = "model"
+) -> dict[str, int]:
+    """The files that a `ShardedWriter` without metadata leaves, each with its bytes; see `plan_shards`."""
+    shards = plan_shards(specs, max_bytes, stem)
+    files = {shard.file: len(_layout(shard.specs, _METADATA)[0]) + shard.nbytes for shard in shards}
+    if len(shards) > 1:
+        files[_index_name(stem)] = len(_index_text(shards).encode())
+    return files
+
+
+def _layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where each tensor begins in it."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
+        spec = specs[name]
+        offsets[name] = end
+        header[name] = {
+            "dtype": _NAME_OF[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end := end + spec.nbytes],
+        }
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, {n: 8 + len(text) + start for n, start in offsets.items()}
+
+
+def _index_name(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def _index_text(shards: Sequence[Shard]) -> str:
+    total = sum(shard.nbytes for shard in shards)
+    weight_map = {name: shard.file for shard in shards for name in shard.specs}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2) + "\n"
+
+
 class _File:
     """One safetensors file of known content."""
 
-    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
-        ordered = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-        header: dict[str, object] = {"__metadata__": dict(metadata)}
-        self._places: dict[str, int] = {}
-        end = 0
-        for name in ordered:
-            spec = specs[name]
-            if spec.dtype not in _NAME_OF:
-                raise InputError(f"tensor {name!r} is {spec.dtype}, which safetensors cannot hold")
-            self._places[name] = end
-            offsets = [end, end + spec.nbytes]
-            header[name] = {"dtype": _NAME_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-            end += spec.nbytes
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self.path = path
-        self._data = 8 + len(text)
+    def __init__(self, path: Path, shard: Shard, metadata: Mapping[str, str]) -> None:
+        head, self._offsets = _layout(shard.specs, metadata)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.ftruncate(self._file, self._data + end)
-        _write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.ftruncate(self._file, len(head) + shard.nbytes)
+        _write_at(self._file, memoryview(head), 0)
 
     def write(self, name: str, tensor: Tensor) -> None:
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            _write_at(self._file, flat.view(torch.uint8).numpy().data, self._data + self._places[name])
+            _write_at(self._file, flat.view(torch.uint8).numpy().data, self._offsets[name])
 
     def close(self, sync: bool = True) -> None:
         try:
@@ -106,10 +134,10 @@ class _File:
             os.close(self._file)
 
 
-def _write_at(file: int, content: memoryview, place: int) -> None:
+def _write_at(file: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
-        done += os.pwrite(file, content[done : done + _MOST_AT_ONCE], place + done)
+        done += os.pwrite(file, content[done : done + _MOST_AT_ONCE], offset + done)
 
 
 class ShardedWriter:
@@ -138,7 +166,7 @@ class ShardedWriter:
         self._folder = folder
         self._specs = specs
         self._stem = stem
-        self._metadata = dict(metadata or {}) | {"format": "pt"}
+        self._metadata = dict(metadata or {}) | _METADATA
         self._shard_of = {name: shard for shard in self.shards for name in shard.specs}
         self._left = {shard.file: len(shard.specs) for shard in self.shards}
         self._pending = set(specs)
@@ -162,7 +190,7 @@ class ShardedWriter:
             self._pending.discard(name)
             shard = self._shard_of[name]
             if shard.file not in self._open:
-                self._open[shard.file] = _File(self._folder / shard.file, shard.specs, self._metadata)
+                self._open[shard.file] = _File(self._folder / shard.file, shard, self._metadata)
             file = self._open[shard.file]
         file.write(name, tensor)
         with self._lock:
@@ -182,11 +210,7 @@ class ShardedWriter:
             flushed.result()
         self._flusher.shutdown()
         if len(self.shards) > 1:
-            total = sum(shard.nbytes for shard in self.shards)
-            weight_map = {name: self._shard_of[name].file for name in sorted(self._specs)}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            path = self._folder / f"{self._stem}.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=2) + "\n")
+            (self._folder / _index_name(self._stem)).write_text(_index_text(self.shards))
 
     def abort(self) -> None:
         """Close all files as they are."""

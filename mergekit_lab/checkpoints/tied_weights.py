@@ -9,7 +9,7 @@ keeps. The embeddings of an encoder and of a decoder that are `shared` are one w
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError
 
 _KEPT_FIRST = (
@@ -61,16 +62,14 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     """`config.json` of a folder; empty where there is none.
 
     Raises:
-        InputError: it is not a JSON object.
+        InputError: it is not a JSON object, or no file that can be read.
     """
-    if folder is None or not (folder / "config.json").is_file():
+    file = None if folder is None else folder / "config.json"
+    if file is None or not os.path.lexists(file):
         return {}
-    try:
-        content = json.loads((folder / "config.json").read_text())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{folder / 'config.json'} is not JSON ({error})") from None
+    content = read_json(file)
     if not isinstance(content, dict):
-        raise InputError(f"{folder / 'config.json'} holds a {type(content).__name__}, not an object")
+        raise InputError(f"{file} holds a {type(content).__name__}, not an object")
     return content
 
 
@@ -91,7 +90,8 @@ def ties_embeddings(config: dict[str, Any]) -> bool | None:
             return False
         if isinstance(part.get("tie_word_embeddings"), bool):
             return bool(part["tie_word_embeddings"])
-    return True if any(part.get("model_type") in _TIED_UNLESS_SAID for part in parts) else None
+    kinds = [kind for part in parts if isinstance(kind := part.get("model_type"), str)]
+    return True if any(kind in _TIED_UNLESS_SAID for kind in kinds) else None
 
 
 def is_vocabulary_name(name: str) -> bool:

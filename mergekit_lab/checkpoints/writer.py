@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         tensors: tensors on any device. Names that share memory are written as copies.
         metadata: strings kept in the file's header.
     """
-    stem = f".{path.name}.{os.getpid()}.tmp"
+    stem = f".{uuid.uuid4().hex}.tmp"
     temporary = path.with_name(f"{stem}.safetensors")
     try:
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -2,11 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -91,17 +90,89 @@ def test_there_is_no_moment_without_the_old_folder_or_the_new_one(tmp_path, monk
     assert list(tmp_path.iterdir()) == [out]
 
 
+BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+from mergekit_lab.checkpoints import new_folder, publish
+publish._exchange = lambda one, other: False
+rename = Path.rename
+def die(self, target):
+    done = rename(self, target)
+    if self.name == "out":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+with new_folder(Path(sys.argv[1]), overwrite=True) as folder:
+    (folder / "mergekit_lab.json").write_text("new")
+    Path.rename = die
+"""
+
+
 def test_what_a_merge_killed_between_two_renames_moved_away_is_put_back(tmp_path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    head = f".out.{socket.gethostname()}.{ended.pid}"
-    for name in (f"{head}.old", f"{head}.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / RECORD).write_text(name)
+    with new_folder(tmp_path / "out") as folder:
+        (folder / RECORD).write_text("old")
+    subprocess.run([sys.executable, "-c", BETWEEN, str(tmp_path / "out")], check=False)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="set overwrite=true"), new_folder(tmp_path / "out"):
         pass
+    assert (tmp_path / "out" / RECORD).read_text() == "old"
+    with new_folder(tmp_path / "out", overwrite=True):
+        pass
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / RECORD).read_text() == f"{head}.old"
+
+
+@pytest.mark.parametrize("also", ["made again", "gone"])
+def test_a_folder_that_is_removed_while_it_is_filled_is_not_published(also: str, tmp_path) -> None:
+    out = tmp_path / "out"
+    with new_folder(out) as folder:
+        (folder / RECORD).write_text("old")
+
+    def fill(folder: Path) -> None:
+        with (folder / "model.safetensors").open("w") as weights:
+            shutil.rmtree(folder)
+            weights.write("into nothing")
+        if also == "made again":
+            folder.mkdir()
+        (folder / RECORD).write_text("new")
+
+    with (
+        pytest.raises(InputError, match=r"what was there is as it was: .* was removed"),
+        new_folder(out, overwrite=True) as folder,
+    ):
+        fill(folder)
+    assert (out / RECORD).read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("left", [None, b"", b"123", b"12345"])
+def test_a_folder_without_what_was_planned_is_not_published(left: bytes | None, tmp_path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "other").touch()
+        if left is not None:
+            (folder / "model.safetensors").write_bytes(left)
+
+    with (
+        pytest.raises(InputError, match=r"lost files or parts of them \(model\.safetensors\)"),
+        new_folder(tmp_path / "out", planned={"model.safetensors": 4, "other": 0}) as folder,
+    ):
+        fill(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_path) -> None:
+    """As in containers that share the host's name: each counts its processes from 1."""
+
+    def disturb(first: Path) -> None:
+        (first / "file").write_text("first")
+        with pytest.raises(InputError, match="has to stop"), new_folder(tmp_path / "out"):
+            raise InputError("has to stop")
+        assert (first / "file").read_text() == "first"
+        with new_folder(tmp_path / "out") as second:
+            (second / "file").write_text("second")
+        assert (first / "file").read_text() == "first"
+
+    with pytest.raises(InputError, match="exists and is not empty"), new_folder(tmp_path / "out") as folder:
+        disturb(folder)
+    assert (tmp_path / "out/file").read_text() == "second"
 
 
 @pytest.mark.parametrize("target", ["merge", "empty", "nothing"])
@@ -134,28 +205,56 @@ with new_folder(Path(sys.argv[1])) as folder, ShardedWriter(folder, specs, 40_00
 """
 
 
-def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_clears_it(tmp_path) -> None:
-    out = tmp_path / "out"
+@pytest.mark.parametrize("name", ["out", "n" * 240, "n" * 255, "é" * 127])
+def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_clears_it(name, tmp_path) -> None:
+    out = tmp_path / name
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if line.strip() == "30":
             break
+    (left,) = tmp_path.iterdir()
+    with pytest.raises(InputError, match="has to stop"), new_folder(out):
+        raise InputError("has to stop")
+    assert list(tmp_path.iterdir()) == [left]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    left = list(tmp_path.iterdir())
-    assert len(left) == 1
-    assert left[0].name.startswith(".out.")
-    assert left[0].name.endswith(".partial")
-    assert not list(left[0].glob("*.json"))
-    for _ in range(50):
-        if not os.path.exists(f"/proc/{process.pid}"):
-            break
-        time.sleep(0.1)
+    assert left.name.startswith(f".{name[:70]}")
+    assert left.name.endswith(".partial")
+    assert not list(left.glob("*.json"))
     with new_folder(out) as folder:
         (folder / "done").write_text("")
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
+    """A lock says nothing of who holds it there."""
+    with new_folder(tmp_path / "out") as folder:
+        here = folder.name
+    _, name, boot, token, kind = here.split(".")
+    (tmp_path / f".{name}.{boot[::-1]}.{token}.{kind}").mkdir()
+    with new_folder(tmp_path / "out", overwrite=True):
+        pass
+    assert len(list(tmp_path.iterdir())) == 2
+    assert "left by another machine" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "a\0b", "loop/out"])
+def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match=r"is no place for a folder|cannot be made"):
+        check_out(tmp_path / name, False)
+
+
+def test_where_the_working_folder_was_deleted_a_relative_name_is_refused(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(InputError, match="is no place for a folder"):
+        check_out(Path("out"), False)
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
 
 
 def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:

@@ -1,9 +1,13 @@
 """Whatever holds them, tensors come back the same; what cannot be trusted is not opened."""
 
+import argparse
 import json
 import os
 import pickle
+import shutil
 import warnings
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,9 +42,118 @@ def test_every_layout_gives_the_same_tensors(tmp_path, tensors) -> None:
     for file in set(shards.values()):
         save_file({n: tensors[n] for n, f in shards.items() if f == file}, tmp_path / "sharded" / file)
     (tmp_path / "sharded/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    for source in ("single.safetensors", "plain.pt", "lightning.ckpt", "folder", "sharded", "odd"):
+    variant = shutil.copytree(tmp_path / "sharded", tmp_path / "variant")
+    (variant / "model.safetensors.index.json").rename(variant / "model.safetensors.index.fp16.json")
+    for source in ("single.safetensors", "plain.pt", "lightning.ckpt", "folder", "sharded", "odd", "variant"):
         assert_same(open_checkpoint(tmp_path / source), tensors)
     assert_same(open_checkpoint(tensors), tensors)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_single_file_counts_before_an_index_of_an_earlier_save(kind: str, tmp_path, tensors) -> None:
+    """As in transformers, whether the shards of that index are still there or not."""
+    old = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    write = write_tensors if kind == "safetensors" else lambda file, values: torch.save(values, file)
+    name = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": dict.fromkeys(tensors, f"shard-1.{kind}")}
+    (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
+    write(tmp_path / name, tensors)
+    assert_same(open_checkpoint(tmp_path), tensors)
+    write(tmp_path / f"shard-1.{kind}", old)
+    assert_same(open_checkpoint(tmp_path), tensors)
+    (tmp_path / name).unlink()
+    assert_same(open_checkpoint(tmp_path), old)
+
+
+def test_the_file_that_a_configuration_names_counts_first(tmp_path, tensors) -> None:
+    write_tensors(tmp_path / "model.safetensors", {"old": torch.zeros(1)})
+    write_tensors(tmp_path / "consolidated.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "consolidated.safetensors"}))
+    assert_same(open_checkpoint(tmp_path), tensors)
+
+
+def test_every_tensor_of_the_files_under_an_index_is_read(tmp_path, tensors) -> None:
+    """Some indexes are written by hand: transformers takes of them only which files there are."""
+    write_tensors(tmp_path / "a.safetensors", {"w": tensors["w"], "b": tensors["b"]})
+    write_tensors(tmp_path / "b.safetensors", {"ids": tensors["ids"]})
+    index = {"weight_map": {"w": "./a.safetensors", "ids": ".//b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(open_checkpoint(tmp_path), tensors)
+
+
+def repack(file: Path, compression: int, cut: str = "") -> None:
+    """Write a zip archive again, as an archiver does, with one record too short if that is wanted."""
+    with zipfile.ZipFile(file) as archive:
+        records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content[:4] if cut and name.endswith(cut) else content)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_a_torch_file_that_was_packed_again_holds_the_same_tensors(compression, tmp_path, tensors) -> None:
+    torch.save(tensors, tmp_path / "model.pt")
+    repack(tmp_path / "model.pt", compression)
+    assert_same(open_checkpoint(tmp_path / "model.pt"), tensors)
+
+
+def test_a_torch_file_with_a_record_too_short_is_refused(tmp_path, tensors) -> None:
+    torch.save(tensors, tmp_path / "model.pt")
+    repack(tmp_path / "model.pt", zipfile.ZIP_STORED, cut="data/0")
+    with pytest.raises(InputError, match=r"model\.pt cannot be read"):
+        open_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_large_torch_file_is_mapped_and_not_read(tmp_path) -> None:
+    torch.save({"w": torch.zeros(1 << 22)}, tmp_path / "model.pt")
+    before = resident()
+    opened = open_checkpoint(tmp_path / "model.pt")
+    assert opened["w"].shape == (1 << 22,)
+    assert resident() - before < 8 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}, "epoch": 3},
+        lambda state: {"module": state, "ds_config": {}, "param_shapes": [{"w": torch.Size([4, 3])}]},
+        lambda state: {"model_state_dict": state, "rng_state": torch.zeros(8, dtype=torch.uint8)},
+        lambda state: {"state_dict": {"model": state}},
+        lambda state: {"weights": state, "loss": 0.5},
+        lambda state: {**state, "version": "2", "extra": None},
+    ],
+    ids=["model", "deepspeed", "model_state_dict", "nested", "unknown", "plain values"],
+)
+def test_a_state_dict_is_read_out_of_what_trainers_put_it_into(wrap, tmp_path, tensors) -> None:
+    torch.save(wrap(tensors), tmp_path / "saved.pt")
+    assert_same(open_checkpoint(tmp_path / "saved.pt"), tensors)
+
+
+def test_of_two_models_in_one_file_none_is_guessed(tmp_path, tensors) -> None:
+    torch.save({"model": tensors, "model_ema": tensors}, tmp_path / "saved.pt")
+    with pytest.raises(InputError, match=r"several models \(model, model_ema\)"):
+        open_checkpoint(tmp_path / "saved.pt")
+
+
+class Settings:
+    """A class that unpickling would have to import; it says if anything of it is called."""
+
+    def __setstate__(self, state):
+        raise AssertionError("called")
+
+
+def test_foreign_objects_beside_the_weights_are_left_out_unread(tmp_path, tensors) -> None:
+    settings = Settings()
+    settings.rate = 0.1  # type: ignore[attr-defined]
+    extra = {"hyper_parameters": argparse.Namespace(path=tmp_path, settings=settings), "epoch": 1}
+    torch.save({"state_dict": tensors, **extra}, tmp_path / "run.ckpt")
+    assert_same(open_checkpoint(tmp_path / "run.ckpt"), tensors)
+    torch.save({**tensors, "_extra_state": settings}, tmp_path / "plain.pt")
+    assert_same(open_checkpoint(tmp_path / "plain.pt"), tensors)
 
 
 def test_a_truncated_file_is_named(tmp_path, tensors) -> None:
@@ -95,7 +208,7 @@ def test_an_index_that_leaves_its_folder_is_refused(tmp_path, tensors) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"metadata": {}}'])
 def test_a_broken_index_is_named(tmp_path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(InputError, match="not a safetensors index"):
+    with pytest.raises(InputError, match=r"index\.json is not (JSON|a safetensors index)"):
         open_checkpoint(tmp_path)
 
 
@@ -155,7 +268,7 @@ def test_folders_with_pickles_as_older_programs_wrote_them(tmp_path, tensors) ->
         open_checkpoint(tmp_path / "sharded")
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "."])
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/../../b.safetensors", "..", "."])
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_no_index_leads_out_of_its_folder(file: str, index: str, tmp_path) -> None:
     (tmp_path / index).write_text(json.dumps({"weight_map": {"w": file}}))
@@ -163,11 +276,66 @@ def test_no_index_leads_out_of_its_folder(file: str, index: str, tmp_path) -> No
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.safetensors.index.json"])
-def test_a_pipe_is_refused_rather_than_waited_for(name: str, tmp_path) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(InputError, match="is a pipe or a device, not a file"):
-        open_checkpoint(tmp_path / name)
+FILES = ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "config.json"]
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is a pipe or a device, not a file"),
+        (lambda file: file.symlink_to("/dev/zero"), "is a pipe or a device, not a file"),
+        (lambda file: file.symlink_to(file.name), "cannot be read .*symbolic links"),
+        (lambda file: file.symlink_to("nowhere"), r"is a link that leads nowhere \(nowhere\)"),
+        (lambda file: file.mkdir(), "is a folder, not a file"),
+        (lambda file: file.write_bytes(LFS), "is a Git LFS pointer, not the file: run `git lfs pull`"),
+        (lambda file: file.write_text("/annex/objects/SHA256E-s1--a"), "is a git-annex pointer"),
+    ],
+    ids=["pipe", "device", "loop", "dead link", "folder", "lfs", "annex"],
+)
+def test_what_is_no_file_is_named_rather_than_waited_for(name: str, make, message: str, tmp_path) -> None:
+    if name == "config.json":
+        write_tensors(tmp_path / "model.safetensors", {"w": torch.zeros(2)})
+    make(tmp_path / name)
+    sources = [tmp_path]
+    if name != "config.json" and not (tmp_path / name).is_dir():
+        sources.append(tmp_path / name)
+    for source in sources:
+        with pytest.raises(InputError, match=rf"{name} {message}"):
+            dict(open_checkpoint(source))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 900 + "1" + "}" * 900])
+def test_a_file_that_is_nested_too_deep_is_named(name: str, content: str, tmp_path) -> None:
+    if name == "config.json":
+        write_tensors(tmp_path / "model.safetensors", {"w": torch.zeros(2)})
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=f"{name} is nested too deep"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"model_type": ["llama"]}, {"model_type": {}}, {"text_config": [1]}])
+def test_a_configuration_of_odd_types_ties_nothing(config, tmp_path, tensors) -> None:
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(tmp_path).tied() == {}
+
+
+@pytest.mark.parametrize("file", ["x" * 300 + ".safetensors", "x\0.safetensors", "é" * 200 + ".safetensors"])
+def test_an_index_with_names_that_cannot_be_is_named(file: str, tmp_path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(InputError, match=r"names 1 of 1 files that are not in"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_says_which_of_its_files_are_not_there(tmp_path, tensors) -> None:
+    write_tensors(tmp_path / "a.safetensors", tensors)
+    index = {"weight_map": {"w": "a.safetensors", "b": "b.safetensors", "ids": "c.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"2 of 3 files that are not in .*b\.safetensors', 'c\.safetensors"):
+        open_checkpoint(tmp_path)
 
 
 def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, plan_shards
+from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, plan_files, plan_shards, write_tensors
 
 
 def make_tensors(count: int = 12) -> dict[str, torch.Tensor]:
@@ -45,6 +45,7 @@ def test_any_order_and_any_size_of_files_give_the_tensors_back(limit: int, tmp_p
     assert len(files) == len(plan_shards(specs_of(tensors), limit))
     for file in files:
         load_file(file)
+    assert plan_files(specs_of(tensors), limit) == {p.name: p.stat().st_size for p in tmp_path.iterdir()}
     index = tmp_path / "model.safetensors.index.json"
     assert index.is_file() == (len(files) > 1)
     if index.is_file():
@@ -61,6 +62,17 @@ def test_files_stay_under_their_limit_unless_one_tensor_is_larger() -> None:
     for wrong in (0, -1):
         with pytest.raises(InputError, match="max_shard_bytes"):
             plan_shards(specs, wrong)
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_refused_before_anything_is_written() -> None:
+    with pytest.raises(InputError, match=r"'w' is torch\.complex128"):
+        plan_shards({"w": TensorSpec((2,), torch.complex128)})
+
+
+def test_a_file_may_have_the_longest_name_there_is(tmp_path) -> None:
+    file = tmp_path / ("n" * 243 + ".safetensors")
+    write_tensors(file, {"w": torch.ones(2)})
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_threads_may_write_at_once(tmp_path) -> None:

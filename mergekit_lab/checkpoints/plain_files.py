@@ -1,0 +1,81 @@
+"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.errors import InputError
+
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "a Git LFS pointer, not the file: run `git lfs pull` there",
+    b"/annex/objects/": "a git-annex pointer, not the file: run `git annex get` there",
+}
+_DEEPEST = 64
+"""Levels of a JSON file; configurations have fewer than ten."""
+
+
+def check_file(file: Path, label: str = "") -> None:
+    """Refuse what cannot be read as a file.
+
+    Args:
+        label: what messages call the checkpoint that the file belongs to.
+
+    Raises:
+        InputError: nothing there, a folder, a dead link, a pipe or a device (reading one may never end), a
+            pointer that version control left in the file's stead, or no permission.
+    """
+    who = f"{label}: {file}" if label else str(file)
+    try:
+        mode = file.stat().st_mode
+        if stat.S_ISREG(mode):
+            with file.open("rb") as opened:
+                head = opened.read(64)
+    except (FileNotFoundError, NotADirectoryError):
+        if file.is_symlink():
+            raise InputError(f"{who} is a link that leads nowhere ({os.readlink(file)})") from None
+        raise InputError(f"{label}: the file {file} does not exist".removeprefix(": ")) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{who[:1000]} cannot be read ({_explain(error)})") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise InputError(f"{who} is {kind}, not a file")
+    for start, what in _POINTERS.items():
+        if head.startswith(start):
+            raise InputError(f"{who} is {what}")
+
+
+def _explain(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def read_json(file: Path, label: str = "") -> Any:
+    """What a small JSON file holds.
+
+    Raises:
+        InputError: see `check_file`; it is not JSON, or lists and objects in it lie deeper in each other than
+            any configuration's.
+    """
+    check_file(file, label)
+    who = f"{label}: {file}" if label else str(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except RecursionError:
+        raise InputError(f"{who} is nested too deep to be read") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{who} is not JSON ({str(error)[:200]})") from None
+    level = [content]
+    for _ in range(_DEEPEST):
+        level = [child for item in level for child in _children(item)]
+    if level:
+        raise InputError(f"{who} is nested too deep to be read")
+    return content
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return list(item.values())
+    return item if isinstance(item, list) else []
