@@ -34,7 +34,7 @@ ONLY_IN = {
     "omegaconf": {"__main__", "schema", "commands", "runs"},
     "open_clip": {"backbones"},
     "peft": {"backbones"},
-    "transformers": {"backbones", "tasks", "training"},
+    "transformers": {"checkpoints", "backbones", "tasks", "training"},
     "wandb": {"reporting"},
     "wandb_workspaces": {"reporting"},
     "torchmetrics": {"tasks"},

@@ -1,7 +1,8 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
-from mergekit_lab.checkpoints.align import align, computed_buffers
+from mergekit_lab.checkpoints.adapters import ADAPTER_FILES
+from mergekit_lab.checkpoints.align import align, computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
@@ -35,6 +36,7 @@ from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabular
 from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
 
 __all__ = [
+    "ADAPTER_FILES",
     "FLOATING",
     "LIBRARIES",
     "MAX_SHARD_BYTES",
@@ -83,6 +85,7 @@ __all__ = [
     "sha256_of",
     "size_text",
     "unreachable",
+    "untie",
     "versions",
     "vocabulary_rows",
     "write_tensors",

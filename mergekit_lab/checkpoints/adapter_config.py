@@ -13,14 +13,16 @@ import regex
 from mergekit_lab.errors import InputError, listing
 
 ADAPTER_CONFIG = "adapter_config.json"
-_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out"}
+_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"} | {
+    *("fan_in_fan_out", "target_parameters"),
+}
 _NO_EFFECT = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "bias", "modules_to_save", "lora_bias", "megatron_core", "qalora_group_size"),
     *("runtime_config", "ensure_weight_tying", "eva_config", "init_lora_weights"),
 }
-_PLAIN_STARTS = {"gaussian", "orthogonal", "eva"}
+_PLAIN_STARTS = {"gaussian", "orthogonal", "eva", "mica"}
 """`init_lora_weights` that leave the base's weights as they are."""
 
 

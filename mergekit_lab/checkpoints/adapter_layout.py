@@ -15,6 +15,7 @@ from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError
 
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+_TRANSPOSED_STACKS = {"gpt_oss", "aria", "aria_text", "openai_privacy_filter"}
 _CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
 
 
@@ -31,19 +32,24 @@ class Layout(NamedTuple):
 
 
 def stored_transposed(
-    label: str, base: Checkpoint, layouts: Mapping[str, Layout], configured: bool
+    label: str, base: Checkpoint, layouts: Mapping[str, Layout], configured: bool, version: str = ""
 ) -> set[str]:
     """The adapted matrices that `base` stores as [in, out].
 
     Args:
         layouts: of every adapted matrix, by its name in the base.
         configured: the adapter's `fan_in_fan_out`.
+        version: of the peft that wrote it.
 
     Raises:
         InputError: nothing tells for a square matrix.
     """
-    known = {name: layout.transposed for name, layout in layouts.items() if layout.transposed is not None}
-    square = [name for name in layouts if name not in known]
+    stacks = {
+        name: layout for name, layout in layouts.items() if name in base and len(base.specs[name].shape) == 3
+    }
+    single = {name: layout for name, layout in layouts.items() if name not in stacks}
+    known = {name: layout.transposed for name, layout in single.items() if layout.transposed is not None}
+    square = [name for name in single if name not in known]
     seen = {**_by_biases(base), **known} if square else known
     conv1d = read_config(base.folder).get("model_type") in _CONV1D_MODELS
     found = {name for name, transposed in known.items() if transposed}
@@ -60,7 +66,30 @@ def stored_transposed(
             )
         if True in votes:
             found.add(name)
-    return found
+    return found | _stacks_transposed(label, base, stacks, version)
+
+
+def _stacks_transposed(label: str, base: Checkpoint, layouts: Mapping[str, Layout], version: str) -> set[str]:
+    """The adapted stacks of matrices whose factors were made for [in, out].
+
+    peft goes by the model's class, and before 0.21 it may have gone by the shape alone.
+    """
+    known = {layout.transposed for layout in layouts.values() if layout.transposed is not None}
+    if not known and read_config(base.folder).get("model_type") in _TRANSPOSED_STACKS:
+        known = {True}
+    elif not known and _release(version) >= (0, 21):
+        known = {False}
+    square = [name for name, layout in layouts.items() if layout.transposed is None]
+    if square and len(known) != 1:
+        raise InputError(
+            f"{label}: the matrices of {square[0]} are square, and nothing tells whether they are stored as "
+            "[out, in] or [in, out]: merge it with peft and give the saved model"
+        )
+    return {name for name, layout in layouts.items() if layout.transposed or (name in square and True in known)}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def conv1d_weights(base: Checkpoint) -> frozenset[str]:

@@ -55,6 +55,24 @@ def align(
     return _with_second_names(base, expert, read, say)
 
 
+def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda text: None) -> Checkpoint:
+    """The base with two tensors for each weight that it ties and an expert does not, and the configuration that
+    goes with them."""
+    pairs = {name: kept for expert in experts for name, kept in expert.untied.items()}
+    pairs = {name: kept for name, kept in pairs.items() if kept in base}
+    if not pairs:
+        return base
+    say(
+        f"{listing(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
+        "one of the tied weights alone"
+    )
+    specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
+    tied = {name: kept for name, kept in base.tied().items() if name not in pairs}
+    view = View(base, specs, {name: _reader(base, kept) for name, kept in pairs.items()}, tied)
+    view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
+    return view
+
+
 def computed_buffers(checkpoint: Checkpoint) -> list[str]:
     """Tensors that a model makes anew from its configuration, whatever a file holds: they are never merged."""
     return [name for name, spec in checkpoint.specs.items() if _is_computed(name, spec)]
@@ -177,7 +195,7 @@ def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Sa
     tied = ties_embeddings(own)
     if tied is None:
         tied = bool(ties_embeddings(theirs)) and (not read or bool(base.tied()))
-    second: dict[str, str] = {}
+    second = {name: kept for name, kept in base.untied.items() if name in missing and kept in expert.specs}
     for group in tied_groups(base.specs, size, tied):
         shared = [name for name in group if name in expert.specs]
         if shared:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,13 @@ class Checkpoint(Mapping[str, Tensor]):
         specs: shape and dtype of every tensor, in file order.
         files: the files whose bytes hold the tensors; empty for tensors in memory.
         folder: where `config.json` and the tokenizer's files are, if anywhere.
+        changed: keys of `config.json` that need other values for these tensors.
+        untied: names of weights that `config.json` ties and these tensors do not, each with the one it was tied
+            to.
     """
+
+    changed: Mapping[str, Any] = MappingProxyType({})
+    untied: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -170,6 +177,7 @@ class View(Computed):
     ) -> None:
         super().__init__(origin.label, specs, origin.files, origin.folder)
         self.origin = origin
+        self.changed, self.untied = origin.changed, origin.untied
         self._read = read
         self._tied = tied
 

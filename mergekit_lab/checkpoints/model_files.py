@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def copy_model_files(
     library: Library | None = None,
     dtype: torch.dtype | None = None,
     vocabulary: int | None = None,
+    changed: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Copy configuration, processor and license files; their names.
 
@@ -62,6 +63,7 @@ def copy_model_files(
         library: whose files are wanted; None: all.
         dtype: written into `config.json`, if given.
         vocabulary: `vocab_size` in the configuration, if given.
+        changed: other keys of `config.json`, with their values.
 
     Raises:
         InputError: a link that leads out of `source`; a damaged configuration.
@@ -73,8 +75,11 @@ def copy_model_files(
         patterns += (*_SENTENCES, *(f"{escape(part)}/{p}" for part in _parts(source) for p in _PART))
     names = _copy(source, folder, patterns)
     quantized = config.pop("quantization_config", None)  # the weights that are written are not
-    if "config.json" in names and (dtype is not None or vocabulary is not None or quantized is not None):
+    if "config.json" in names and (dtype or vocabulary is not None or quantized is not None or changed):
         _adapt(config, dtype, vocabulary)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part |= {k: v for k, v in (changed or {}).items() if part is config or k in part}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if "open_clip_config.json" in names and vocabulary is not None:
         _adapt_open_clip(folder / "open_clip_config.json", vocabulary)

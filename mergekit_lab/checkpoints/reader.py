@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, open_adapter
+from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, adapter_folder, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, is_index, open_index, read_index
 from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
@@ -62,7 +62,7 @@ def open_checkpoint(
         small = snapshot(*wanted, weights=False)
         if not (small / ADAPTER_CONFIG).is_file():
             return RemoteHeaders(label, *wanted)
-    path = find_source(source)
+    path = adapter_folder(find_source(source), label)
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)

@@ -140,5 +140,5 @@ def equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
 
 def configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
     """`tied_groups` as the configuration beside the files has them."""
-    config = read_config(checkpoint.folder)
+    config = {**read_config(checkpoint.folder), **checkpoint.changed}
     return tied_groups(checkpoint.specs, vocabulary_size(config), bool(ties_embeddings(config)))

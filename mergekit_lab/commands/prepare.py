@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mergekit_lab.checkpoints import (
+    ADAPTER_FILES,
     FLOATING,
     LIBRARIES,
     MAX_SHARD_BYTES,
@@ -28,6 +29,7 @@ from mergekit_lab.checkpoints import (
     parts_with_weights,
     read_tokens,
     reconcile,
+    untie,
     vocabulary_rows,
     written_specs,
 )
@@ -148,10 +150,9 @@ def prepare(
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
     notes = _about_folder(origin)
-    opened = {
-        n: align(origin, _kin(origin, _open(n, s, origin, read)), read=read, say=notes.append)
-        for n, s in named.items()
-    }
+    sources = {n: _kin(origin, _open(n, s, origin, read)) for n, s in named.items()}
+    origin = untie(origin, sources.values(), notes.append)
+    opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
     tokenizer, problems = None, []
     try:
         tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
@@ -226,7 +227,7 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
 def _folder_or_file(source: str | Path) -> str:
     """A path's last part, but for a file whose name is every model's."""
     path = Path(source)
-    known = any(path.name in library.weights for library in LIBRARIES)
+    known = path.name in ADAPTER_FILES or any(path.name in library.weights for library in LIBRARIES)
     return path.absolute().parent.name if known else path.name
 
 

@@ -216,7 +216,10 @@ def _check_room(out: Path, needed: int) -> None:
 
 def _copy_files(prepared: Prepared, folder: Path) -> None:
     if prepared.base.folder is not None:
-        copy_model_files(prepared.base.folder, folder, prepared.library, prepared.dtype, prepared.vocabulary)
+        copy_model_files(
+            prepared.base.folder, folder, prepared.library, prepared.dtype, prepared.vocabulary,
+            prepared.base.changed,
+        )  # fmt: skip
     if prepared.tokenizer is not None:
         copy_tokenizer_files(prepared.tokenizer, folder)
 

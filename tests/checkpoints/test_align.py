@@ -8,7 +8,7 @@ from checkpoints.models import bert, gpt2, llama, save, t5, t5_1_1, tuned
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import align, ties
+from mergekit_lab.checkpoints import align, tied_weights
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -158,7 +158,7 @@ def test_a_silent_configuration_ties_as_its_model_type_does(tmp_path) -> None:
 def test_model_types_that_are_said_to_tie_do_so_in_transformers() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for model_type in ties._TIED_UNLESS_SAID:
+    for model_type in tied_weights._TIED_UNLESS_SAID:
         assert CONFIG_MAPPING[model_type]().tie_word_embeddings is True, model_type
 
 
@@ -182,7 +182,7 @@ def test_heads_are_known_by_what_models_call_them(embedding: str, head: str) -> 
     specs = open_checkpoint(
         {f"{n}.weight": torch.zeros(9, 4) for n in (head, embedding, "norm", "h.0.q")}
     ).specs
-    assert ties.tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
+    assert tied_weights.tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
 
 
 def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> None:

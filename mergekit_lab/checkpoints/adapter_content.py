@@ -1,0 +1,127 @@
+"""An adapter's tensors, by what they are for, as peft names them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mergekit_lab.checkpoints.adapter_placement import Wanted
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.errors import InputError, listing
+
+_PREFIX = "base_model.model."
+_PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_B.bias": "b_bias",
+    "lora_embedding_A": "embedding_a",
+    "lora_embedding_B": "embedding_b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+
+
+@dataclass
+class AdapterContent:
+    """An adapter's tensors: names in its file, by what they are for.
+
+    Attributes:
+        modules: of factors, by the name of the adapted module and by part.
+        plain: of tensors that are saved whole.
+        copies: of what a saved module, or an adapted one, is beside the adapter: what weights that are tied to
+            it keep.
+        nested: modules of which several parameters are adapted: by the module, from the outermost on.
+        stacks: names of parameters that are adapted without a module of their own (`target_parameters`).
+    """
+
+    modules: dict[str, dict[str, str]] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    nested: dict[str, list[str]] = field(default_factory=dict)
+    stacks: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, label: str, tensors: Checkpoint, config: Mapping[str, Any]) -> AdapterContent:
+        content = cls(stacks=tuple(_parameters(label, config)))
+        for name in tensors:
+            if not name.startswith(_PREFIX):
+                raise InputError(f"{label}: the adapter's tensor {name!r} does not start with {_PREFIX!r}")
+            content._sort(label, tensors, name)
+        for module, parts in content.modules.items():
+            pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
+            if not {*pair} <= parts.keys():
+                raise InputError(f"{label}: the adapter of {module!r} lacks one of its two factors")
+        return content
+
+    def _sort(self, label: str, tensors: Checkpoint, name: str) -> None:
+        inner = name.removeprefix(_PREFIX)
+        ending = next((end for end in _PARTS if inner.endswith(f".{end}")), None)
+        if ending and self.stacks:
+            module = inner.removesuffix(f".{ending}")
+            outer = re.sub(r"(\.base_layer)+$", "", module)
+            if module not in self.nested.setdefault(outer, []):
+                self.nested[outer] = sorted([*self.nested[outer], module], key=len)
+            self.modules.setdefault(module, {})[_PARTS[ending]] = name
+            return
+        adapted, unused = ".base_layer." in inner, ".original_module." in inner
+        inner = re.sub(r"\.(base_layer|original_module)(?=\.)", "", inner)
+        inner = re.sub(r"\.modules_to_save(\.default)?(?=\.)", "", inner)
+        if ending:
+            self.modules.setdefault(inner.removesuffix(f".{ending}"), {})[_PARTS[ending]] = name
+        elif re.search(r"\.(lora_|token_adapter\.)", inner):
+            raise InputError(f"{label}: the adapter's tensor {name!r} is of a kind that is not folded")
+        if not ending and (adapted or unused):
+            self.copies[inner] = name
+        if not ending and not unused:
+            if inner in self.plain and not torch.equal(tensors[self.plain[inner]], tensors[name]):
+                raise InputError(f"{label}: {self.plain[inner]} and {name} are one tensor with two values")
+            self.plain[inner] = name
+
+    def wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
+        """What is looked for in the base: modules by their name, whole tensors by theirs."""
+        found = {}
+        for module, parts in self.modules.items():
+            outer = re.sub(r"(\.base_layer)+$", "", module)
+            stacks = [f"{outer}.{name}" for name in self.stacks]
+            names = (f"{outer}.weight", f"{outer}.in_proj_weight", *stacks)
+            found[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
+        for inner, name in {**self.copies, **self.plain}.items():
+            found[f"={inner}"] = Wanted(
+                (inner,),
+                lambda shape, n=name: shape[1:] == tensors.specs[n].shape[1:],  # type: ignore[misc]
+            )
+        return found
+
+
+def _parameters(label: str, config: Mapping[str, Any]) -> list[str]:
+    """The last parts of the names in `target_parameters`, in the order in which peft nests them."""
+    names = config.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{label}: target_parameters is not a list of names")
+    return list(dict.fromkeys(name.split(".")[-1] for name in names))
+
+
+def fits(tensors: Checkpoint, parts: Mapping[str, str], shape: tuple[int, ...]) -> bool:
+    """Whether factors make a change of a tensor of this shape."""
+    pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
+    a, b = (tensors.specs[parts[part]].shape for part in pair)
+    inner = math.prod(a[1:])
+    if len(shape) == 3 and len(a) == len(b) == 2 and a[0] % shape[0] == 0 and a[0] == b[1]:
+        return sorted((b[0], inner)) == sorted(shape[1:])
+    if len(shape) == 2:
+        return sorted((b[0], inner)) == sorted(shape)
+    return b[0] * inner == math.prod(shape)
+
+
+def check_kinds(label: str, tensors: Checkpoint) -> None:
+    odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
+    if odd:
+        raise InputError(
+            f"{label}: the adapter holds tensors that are no floating-point numbers ({listing(odd)}): if it is "
+            "quantized, merge it with peft and give the saved model"
+        )

@@ -1,0 +1,160 @@
+"""Where an adapter's tensors are in a base.
+
+An adapter has the names that its model had in memory. They are the base's as they are; or what transformers
+calls the base's tensors in memory, by the class that the adapter names or the base's own; or those of a part,
+which the base has under a prefix. A part's names may fit more than one prefix (the towers of a SigLIP, the
+encoder and the decoder of a Whisper): what decides is the class, then names and shapes, else nothing is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.in_memory import Architecture, Made, architecture_of, class_prefix, loaded
+from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, read_config, ties_embeddings
+from mergekit_lab.errors import InputError, listing
+
+
+class Wanted(NamedTuple):
+    """What one part of an adapter changes: the names that its tensor may have, and whether it fits a shape."""
+
+    names: tuple[str, ...]
+    fits: Callable[[tuple[int, ...]], bool]
+
+
+class Placed(NamedTuple):
+    """Where everything is.
+
+    Attributes:
+        base: the base, with the stacks that its tensors have in memory if the adapter changes one.
+        targets: names in `base`, by what is wanted; what is nowhere is not there.
+        seconds: names of tied weights that `base` lacks or repeats, each with the first.
+        made: how `base` was made of the given one's tensors, if it was.
+    """
+
+    base: Checkpoint
+    targets: dict[str, str]
+    seconds: dict[str, str]
+    made: Mapping[str, Made] | None = None
+
+
+def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
+    """Find everything that is wanted.
+
+    Args:
+        kind: the class of the adapter's model, if the adapter says.
+
+    Raises:
+        InputError: two prefixes fit, and nothing tells which.
+    """
+    ties = bool(base.tied()) or bool(ties_embeddings({**read_config(base.folder), **base.changed}))
+    direct = _found(wanted, base.specs.__contains__)
+    if len(direct) == len(wanted) and not (ties and any(map(could_be_vocabulary, direct.values()))):
+        return Placed(base, direct, {})
+    own = architecture_of(base)
+    seconds = _second_names(base, own) if ties else {}
+    direct = _found(wanted, {*base, *seconds}.__contains__)
+    if len(direct) == len(wanted):
+        return Placed(base, direct, seconds)
+    best = Placed(base, direct, seconds)
+    for architecture in (architecture_of(base, kind) if kind else None, own):
+        if architecture is not None:
+            by_class = _by_architecture(base, wanted, architecture, ties)
+            if len(by_class.targets) > len(best.targets):
+                best = by_class
+    if len(best.targets) < len(wanted):
+        by_prefix = _by_prefix(label, base, wanted, seconds, kind)
+        if len(by_prefix.targets) > len(best.targets):
+            best = by_prefix
+    return best
+
+
+def _found(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[str, str]:
+    pairs = ((key, next((n for n in want.names if known(n)), None)) for key, want in wanted.items())
+    return {key: name for key, name in pairs if name is not None}
+
+
+def _second_names(base: Checkpoint, architecture: Architecture | None) -> dict[str, str]:
+    """Second names of tied weights, also of those that the files leave out."""
+    seconds = dict(base.tied())
+    if architecture is not None:
+        names = {target: made.name or target for target, made in architecture.made_of(base).items()}
+        for second, first in architecture.tied.items():
+            first, second = names.get(first, first), names.get(second, second)
+            if first in base and second not in seconds and (second not in base or second in base.tied()):
+                seconds[second] = first
+    return seconds
+
+
+def _by_architecture(
+    base: Checkpoint, wanted: Mapping[str, Wanted], architecture: Architecture, ties: bool
+) -> Placed:
+    made = architecture.made_of(base)
+    tied = {n: k for n, k in architecture.tied.items() if ties and k in made and n not in made}
+    targets = _found(wanted, {*made, *tied}.__contains__)
+    if all(name in tied or made[name].name for name in targets.values()):
+        names = {target: one.name for target, one in made.items() if one.name}
+        placed = {key: names.get(name, name) for key, name in targets.items()}
+        return Placed(base, placed, _second_names(base, architecture) if ties else {})
+    whole = loaded(base, architecture)
+    return Placed(whole, targets, {**whole.tied(), **tied}, made)
+
+
+def _by_prefix(
+    label: str, base: Checkpoint, wanted: Mapping[str, Wanted], seconds: Mapping[str, str], kind: str | None
+) -> Placed:
+    options = {}
+    for drop, add in _prefixes(base, wanted.values()):
+        names = _without(wanted, drop)
+        found = _found(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
+        targets = {key: add + name for key, name in found.items()}
+        fitting = sum(name not in base or wanted[k].fits(base.specs[name].shape) for k, name in targets.items())
+        options[drop, add] = (fitting, targets)
+    most = max((fitting for fitting, _ in options.values()), default=0)
+    best = {prefix: targets for prefix, (fitting, targets) in options.items() if fitting == most}
+    if len(best) > 1 and most:
+        named = class_prefix(kind) if kind else None
+        chosen = {p: t for p, t in best.items() if named and f".{p[1]}".endswith(f".{named}.")}
+        if len(chosen) != 1:
+            shown = [add or drop for drop, add in best]
+            raise InputError(
+                f"{label}: the adapter's names fit the base under several prefixes ({listing(shown)}), and "
+                "nothing tells which part it was trained on: set "
+                '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
+                "model that it was trained on, or put the prefix before its names"
+            )
+        best = chosen
+    return Placed(base, next(iter(best.values()), {}), dict(seconds))
+
+
+def _without(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
+    if not drop:
+        return dict(wanted)
+    return {k: Wanted(tuple(n.removeprefix(drop) for n in w.names), w.fits) for k, w in wanted.items()}
+
+
+def _prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
+    """What may be left out before names, or put there: all that makes some of them the base's."""
+    names = {name for want in wanted for name in want.names}
+    added = set()
+    for name in base:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            if ".".join(parts[cut:]) in names:
+                added.add(".".join(parts[:cut]) + ".")
+    dropped = set()
+    for name in names:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            if ".".join(parts[cut:]) in base:
+                dropped.add(".".join(parts[:cut]) + ".")
+    return [*(("", add) for add in sorted(added)), *((drop, "") for drop in sorted(dropped))]
+
+
+def target_class(config: Mapping[str, Any]) -> str | None:
+    """The class of the model that an adapter was trained on, if its configuration says."""
+    mapping = config.get("auto_mapping")
+    kind = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    return kind if isinstance(kind, str) and kind.isidentifier() else None

@@ -1,0 +1,242 @@
+"""What transformers calls the tensors of a folder once they are in a model, and how it makes them of files.
+
+Files on the hub keep the names of the release that wrote them. A model in memory, and hence an adapter of peft
+or a state dict, has others: `language_model.model.layers.0` in the files of Gemma 3 is
+`model.language_model.layers.0` in memory, and the experts of a mixture are one stack there. transformers 5
+has a mapping between both for every class; it is asked here, with a model without memory, and only where names
+do not fit as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.tied_weights import read_config
+
+_LAYERS = re.compile(r"^(n|num|encoder|decoder)_(\w+_)?layers?$|^depth$")
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor in memory is made of a file's.
+
+    Attributes:
+        sources: names in the file: for each part that is joined, the tensors that are stacked, in order.
+        stacked: the dimension along which the tensors of a part are stacked; None: each part is one tensor.
+        joined: the dimension along which the parts are joined; None: there is one part.
+        turned: pairs of dimensions that are swapped at the end, in order.
+    """
+
+    sources: tuple[tuple[str, ...], ...]
+    stacked: int | None = None
+    joined: int | None = None
+    turned: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def name(self) -> str | None:
+        """The file's only tensor, where it is taken as it is."""
+        plain = self.stacked is None and self.joined is None and not self.turned
+        return self.sources[0][0] if plain else None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for part in self.sources for name in part]
+
+    def make(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The tensor in memory of the file's tensors."""
+        parts = [
+            torch.stack([read(name) for name in part], self.stacked)
+            if self.stacked is not None
+            else read(part[0])
+            for part in self.sources
+        ]
+        whole = parts[0] if self.joined is None else torch.cat(parts, self.joined)
+        for pair in self.turned:
+            whole = whole.transpose(*pair)
+        return whole.contiguous()
+
+    def spec(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
+        """Of the tensor in memory."""
+        whole = self.make(lambda name: torch.empty(specs[name].shape, device="meta"))
+        return TensorSpec(tuple(whole.shape), specs[self.names[0]].dtype)
+
+    def take(self, whole: Tensor, name: str, shape_of: Callable[[str], tuple[int, ...]]) -> Tensor:
+        """The file's tensor of a name out of the tensor in memory."""
+        for pair in reversed(self.turned):
+            whole = whole.transpose(*pair)
+        part = next(n for n, names in enumerate(self.sources) if name in names)
+        if self.joined is not None:
+            at = self.joined if self.stacked is None or self.joined < self.stacked else self.joined - 1
+            sizes = [shape_of(names[0])[at] for names in self.sources]
+            whole = whole.narrow(self.joined, sum(sizes[:part]), sizes[part])
+        if self.stacked is not None:
+            whole = whole.select(self.stacked, self.sources[part].index(name))
+        return whole.contiguous()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of transformers with a configuration.
+
+    Attributes:
+        name: of the class.
+        shapes: of every tensor, by its name in memory.
+        tied: names in memory of second names of tied weights, each with the first.
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    renamings: list[Any]
+    converters: list[Any]
+    prefix: str
+
+    def made_of(self, names: Iterable[str]) -> dict[str, Made]:
+        """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        present: Any = dict.fromkeys(self.shapes, True)
+        plain: dict[str, Made] = {}
+        grouped: dict[tuple[str, int], dict[str, list[str]]] = {}
+        for name in sorted(names, key=dot_natural_key):
+            target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, present)
+            if target not in self.shapes:
+                target, pattern = rename_source_key(name, [], [], self.prefix, present)
+            if target not in self.shapes:
+                continue
+            if pattern is None:
+                plain.setdefault(target, Made(((name,),)))
+            else:
+                number = next(n for n, c in enumerate(self.converters) if pattern in c.source_patterns)
+                grouped.setdefault((target, number), {}).setdefault(pattern, []).append(name)
+        for (target, number), by_pattern in grouped.items():
+            made = _made(self.converters[number], by_pattern)
+            if made is not None:
+                plain.setdefault(target, made)
+        return plain
+
+
+def _made(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
+    """What a converter does to these tensors; None where it does what is not done here."""
+    if len(converter.target_patterns) != 1 or set(by_pattern) != set(converter.source_patterns):
+        return None
+    stacked = joined = None
+    turned: list[tuple[int, int]] = []
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist" and stacked is None and joined is None and not turned:
+            stacked = operation.dim
+        elif kind == "Concatenate" and joined is None and not turned:
+            joined = operation.dim
+        elif kind == "Transpose" and not getattr(operation, "check_dims", False):
+            turned.append((operation.dim0, operation.dim1))
+        else:
+            return None
+    sources = tuple(tuple(by_pattern[pattern]) for pattern in converter.source_patterns)
+    odd = stacked is None and any(len(part) != 1 for part in sources)
+    return (
+        None if odd or (joined is None and len(sources) > 1) else Made(sources, stacked, joined, tuple(turned))
+    )
+
+
+def architecture_of(checkpoint: Checkpoint, name: str | None = None) -> Architecture | None:
+    """The class that a checkpoint's configuration names, or another class with that configuration; None where
+    transformers does not know it."""
+    folder = checkpoint.folder
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    named = read_config(folder).get("architectures")
+    name = name or (named[0] if isinstance(named, list) and named else None)
+    if not isinstance(name, str):
+        return None
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    return _architecture(folder.absolute(), stamp, name, len(checkpoint))
+
+
+@lru_cache(16)
+def _architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architecture | None:
+    import transformers
+
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and hasattr(kind, "config_class") and hasattr(kind, "base_model_prefix")):
+        return None
+    if _largest_count(read_config(folder)) > tensors:  # of layers; a model has more tensors than those
+        return None
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        with torch.device("meta"):
+            model: Any = kind(kind.config_class.from_pretrained(folder))
+        conversions = get_model_conversion_mapping(model)
+    except Exception:  # a configuration from elsewhere can make a class of transformers raise anything
+        return None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    converters = [entry for entry in conversions if hasattr(entry, "operations")]
+    renamings = [entry for entry in conversions if not hasattr(entry, "operations")]
+    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix)
+
+
+def _largest_count(config: Any) -> int:
+    """The largest number of layers that a configuration asks for."""
+    if not isinstance(config, dict):
+        return 0
+    own = [v for k, v in config.items() if _LAYERS.search(k) and type(v) is int]
+    return max([0, *own, *(_largest_count(part) for part in config.values())])
+
+
+def class_prefix(name: str) -> str | None:
+    """What transformers puts before the names of this class in a larger model."""
+    import transformers
+
+    prefix = getattr(getattr(transformers, name, None), "base_model_prefix", None)
+    return prefix if isinstance(prefix, str) and prefix else None
+
+
+def loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
+    """A checkpoint under the names, and with the stacks, that its tensors have in memory."""
+    specs, read = {}, {}
+    for target, made in architecture.made_of(checkpoint).items():
+        specs[target] = made.spec(checkpoint.specs)
+        read[target] = partial(made.make, checkpoint.__getitem__)
+    tied = {n: k for n, k in architecture.tied.items() if n in specs and k in specs}
+    return View(checkpoint, specs, read, tied)
+
+
+def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]) -> View:
+    """A checkpoint as in memory, under the names and in the pieces that a file has.
+
+    Args:
+        checkpoint: names as in memory; those that are not in `made` stay as they are.
+        like: names and shapes of the file.
+        made: how each tensor in memory is made of the file's.
+    """
+    specs: dict[str, TensorSpec] = {}
+    read: dict[str, Callable[[], Tensor]] = {}
+
+    def piece(target: str, name: str) -> Tensor:
+        return made[target].take(checkpoint[target], name, lambda other: like.specs[other].shape)
+
+    for target, spec in checkpoint.specs.items():
+        for name in made[target].names if target in made else [target]:
+            whole = target not in made or made[target].name is not None
+            specs[name] = spec if whole else TensorSpec(like.specs[name].shape, spec.dtype)
+            read[name] = partial(checkpoint.__getitem__, target) if whole else partial(piece, target, name)
+    stored = {target: one.name or target for target, one in made.items()}
+    tied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.tied().items()}
+    view = View(checkpoint, specs, read, tied)
+    view.untied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.untied.items()}
+    return view
