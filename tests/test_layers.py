@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
-    {"errors", "machine", "paths"},
+    {"errors", "machine", "owners", "paths"},
     {"workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
@@ -23,7 +23,7 @@ LEFT_TO_RIGHT = [
     {"__main__"},
 ]
 BESIDE = {
-    "store": {"errors", "paths", "checkpoints"},
+    "store": {"errors", "owners", "paths", "checkpoints"},
     "reporting": {"errors", "paths"},
 }
 ONLY_IN = {

@@ -20,7 +20,7 @@ from mergekit_lab.runs.context import Context
 from mergekit_lab.runs.curvature import prefix
 from mergekit_lab.runs.setup import Merger
 from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 _FILE = "coefficients.json"
@@ -56,7 +56,7 @@ def learn(run: Context, merger: Merger) -> Artifact:
     assert merger.method.learn is not None
     how = merger.method.learn
 
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         experts = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
         wholes = {task: run.objective(task).scored(run.model) for task in run.tasks}
         inside = {task: prefix(whole, run.model) for task, whole in wholes.items()}

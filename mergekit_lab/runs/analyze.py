@@ -13,7 +13,7 @@ from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.context import Context
 from mergekit_lab.schema.check import build
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def stage_analyze(run: Context) -> None:
         raise InputError(f"analysis is a {type(analysis).__name__}, not an analysis")
     name = run.choices.get("analysis") or type(analysis).__name__
 
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         data = analysis.compute(run, place.resume)
         (place.out / DATA).write_text(json.dumps(without_nan(data), allow_nan=False) + "\n")
         return {}

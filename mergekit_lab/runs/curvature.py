@@ -18,7 +18,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.runs.context import Context, load_state
 from mergekit_lab.schema.run import Curvature
 from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def obtain_side(run: Context, kind: str, task: str) -> Artifact:
 
 
 def _maker(run: Context, kind: str, task: str) -> Any:
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         settings = Curvature(**run.plain["curvature"])
         objective = run.objective(task)
         run.model.load_state_dict(load_state(run.expert(task)))

@@ -19,7 +19,7 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.runs.context import Context, load_state
 from mergekit_lab.runs.setup import Merger
 from mergekit_lab.store import Artifact, content_key
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import Part
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def evaluation_content(run: Context, subject: Subject, task: str, part: Part) ->
 def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artifact:
     """A model on one part of one task, as an artifact: `info["value"]`, and all its `info["metrics"]`."""
 
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         run.model.load_state_dict(subject.state())
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)

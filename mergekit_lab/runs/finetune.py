@@ -22,7 +22,7 @@ from mergekit_lab.runs.context import Context
 from mergekit_lab.runs.published_experts import import_expert
 from mergekit_lab.schema.run import optimizer_factory, wants_fit
 from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import Settings, TrainingCost, finetune
 from mergekit_lab.workers import import_ahead, together
@@ -110,8 +110,8 @@ class Training:
         _say(title, artifact)
         return artifact
 
-    def maker(self, title: str, tasks: list[str]) -> Callable[[Workplace], Mapping[str, Any]]:
-        def make(place: Workplace) -> Mapping[str, Any]:
+    def maker(self, title: str, tasks: list[str]) -> Callable[[Workspace], Mapping[str, Any]]:
+        def make(place: Workspace) -> Mapping[str, Any]:
             budget = self.settings
             told = f"{budget.steps} steps" if budget.seconds is None else f"{budget.seconds:g} seconds"
             if self.run.place.strategy == "auto":
@@ -127,7 +127,7 @@ class Training:
 
         return make
 
-    def train(self, tasks: list[str], place: Workplace) -> Mapping[str, Any]:
+    def train(self, tasks: list[str], place: Workspace) -> Mapping[str, Any]:
         """Train on these tasks; where processes train together, every one calls this, and the first writes.
 
         Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
@@ -155,7 +155,7 @@ class Training:
                 settings = smaller
             torch.cuda.empty_cache()
 
-    def _train(self, tasks: list[str], place: Workplace, settings: Settings) -> Mapping[str, Any]:
+    def _train(self, tasks: list[str], place: Workspace, settings: Settings) -> Mapping[str, Any]:
         run = self.run
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         pretrained = run.backbone.model()
@@ -215,7 +215,7 @@ def train_pilots(run: Context) -> None:
 def _fit(run: Context) -> Mapping[str, float]:
     """The distribution of the task vectors of the base optimizer's experts, which are trained if need be."""
 
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         missing = [t for t in run.tasks if not run.store.find("experts", run.pilot_content(t))]
         with run.working_on(list(run.tasks)):
             run.spread(train_pilots, missing)

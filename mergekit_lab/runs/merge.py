@@ -24,7 +24,7 @@ from mergekit_lab.runs.evaluate import Subject, evaluate, peak_memory
 from mergekit_lab.runs.setup import Merger
 from mergekit_lab.schema.check import build
 from mergekit_lab.store import Artifact, content_key
-from mergekit_lab.store.store import Workplace
+from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def merge_experts(
 
 
 def _maker(run: Context, merger: Merger) -> Any:
-    def make(place: Workplace) -> Mapping[str, Any]:
+    def make(place: Workspace) -> Mapping[str, Any]:
         alpha = chosen_coefficient(run, merger)
         method = _method(merger, chosen_fields(run, merger))
         if merger.searched and alpha is not None:
