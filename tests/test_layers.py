@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
-    {"errors", "machine", "paths"},
+    {"errors", "machine", "owners", "paths"},
     {"batches", "ranges", "workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
@@ -25,7 +25,7 @@ LEFT_TO_RIGHT = [
     {"__main__"},
 ]
 BESIDE = {
-    "store": {"errors", "paths", "checkpoints"},
+    "store": {"errors", "owners", "paths", "checkpoints"},
     "reporting": {"errors", "paths"},
 }
 ONLY_IN = {

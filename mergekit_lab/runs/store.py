@@ -95,7 +95,7 @@ def _verify(store: Store, place: StorePlace, removes: bool) -> None:
     chosen = _chosen(store, place, list(unreadable(store)))
     wrong = damages(chosen)
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
-    told = "\n".join(damage.told for damage in wrong)
+    told = "\n".join(damage.message for damage in wrong)
     if not wrong:
         log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
     elif not removes:

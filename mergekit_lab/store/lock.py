@@ -1,11 +1,14 @@
 """A lock that needs no more of a file system than an atomic rename, and that outlives no holder.
 
-A lock is a folder that comes to its name by a rename; a rename onto a folder that holds something fails, on
-local disks and on NFS alike, so of several that try one succeeds. The holder counts in the file `beat`. A
-waiter takes a lock for abandoned when the count stood still for `stale_after` seconds of the waiter's own
-monotonic clock, so clocks that differ between hosts decide nothing; at once, when the holder was a process of
-this host that is no more. An abandoned lock is renamed away under a lock of its own, by one waiter, who looks
-again before it does.
+A lock is a folder that comes to its name by a rename, with one file in it: its holder's mark, whose name nobody
+else has. A rename onto a folder that holds something fails, on local disks and on NFS alike; so of several that
+try, one succeeds. The holder touches its mark every few seconds. A waiter takes the lock for abandoned when the
+mark's time stood still for `stale_after` seconds of the waiter's own monotonic clock, so clocks that differ
+between hosts decide nothing; at once, when the holder was a process of this host that is no more. It then
+deletes the mark by its name, which can be no later holder's.
+
+`filelock.SoftFileLease` is not used. It takes over by an exchange of two names, which NFS has not, so that a
+lock whose holder died stays there for ever; and so does one that a kill or a power cut left empty.
 """
 
 from __future__ import annotations
@@ -14,23 +17,24 @@ import errno
 import json
 import logging
 import os
-import shutil
-import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.owners import has_ended, identify_process
+from mergekit_lab.store.files import discard, read_file
 
 log = logging.getLogger(__name__)
 
-_OWNER, _BEAT = "owner.json", "beat"
-_GONE = "-gone"
 _FORGOTTEN = 3600.0
 """Seconds without a sign of life, by the file system's own clock, after which what lies among locks may go."""
-_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+_MARK_BYTES = 1 << 12
 
 
 class FolderLock:
@@ -39,10 +43,11 @@ class FolderLock:
     Args:
         path: of the lock; its parent must exist.
         what: of what it is, for messages.
-        stale_after: seconds without a beat of its holder after which a lock counts as abandoned.
+        stale_after: seconds without a sign of its holder after which a lock counts as abandoned.
         poll: seconds between two looks of a waiter.
 
     Raises:
+        InputError: what stands at the path is no folder.
         OSError: the file system refuses, e.g. it is read-only or full.
     """
 
@@ -51,27 +56,30 @@ class FolderLock:
         self.what = what
         self.stale_after = stale_after
         self.poll = poll
-        self.token = uuid.uuid4().hex
+        self._mark = path / uuid.uuid4().hex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> FolderLock:
-        began, told = time.monotonic(), False
-        seen: tuple[Any, Any] = (None, None)
-        since = began
+        begun = since = time.monotonic()
+        seen: dict[str, _Mark] = {}
+        waits = False
         while not self._take():
             now = time.monotonic()
-            if not told and now - began > 0.5:
+            if not waits and now - begun > 0.5:
                 log.info("waiting for the process that makes %s", self.what)
-                told = True
-            owner, beat = self._read()
-            if (owner.get("token"), beat) != seen:
-                seen, since = (owner.get("token"), beat), now
-            if now - since > self.stale_after or _is_dead(owner):
-                self._recover(owner.get("token"))
-                since = time.monotonic()
-            time.sleep(min(1.0, self.poll * (1 + (now - began))))
-        self._thread = threading.Thread(target=self._keep_beating, daemon=True)
+                waits = True
+            marks = _read_marks(self.path)
+            if marks != seen:
+                seen, since = marks, now
+            if dead := [name for name, mark in marks.items() if mark.is_dead]:
+                log.warning("the lock of %s was left by a process that is gone", self.what)
+                _delete(self.path, dead)
+            elif now - since > self.stale_after:
+                log.warning("the lock of %s shows no sign of life for %.0f s", self.what, now - since)
+                _delete(self.path, marks)
+            time.sleep(min(1.0, self.poll * (1 + (now - begun))))
+        self._thread = threading.Thread(target=self._keep_touching, daemon=True)
         self._thread.start()
         return self
 
@@ -81,144 +89,107 @@ class FolderLock:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self.held:
-            self._remove(self.path)
+        with suppress(OSError):
+            self._mark.unlink()
+            self.path.rmdir()
 
     @property
     def held(self) -> bool:
         """Whether nobody has taken this lock for abandoned."""
-        return bool(self._read()[0].get("token") == self.token)
+        return os.path.exists(self._mark)
 
     def clear_around(self) -> None:
         """Remove what processes that were killed left beside this lock, which is held.
 
-        A lock that nobody asks for again (the kill came after its artifact was published), one that was on its
-        way to its name, or from it: each is a folder that would stay for ever.
+        A lock that nobody asks for again (the kill came after its artifact was published), or one that was on
+        its way to its name: each is a folder that would stay for ever.
         """
         with suppress(OSError):
-            now = (self.path / _OWNER).stat().st_mtime
+            now = self._mark.stat().st_mtime
             for path in self.path.parent.iterdir():
                 with suppress(OSError):
-                    self._clear(path, now)
-
-    def _clear(self, path: Path, now: float) -> None:
-        if path.name.endswith(_GONE):
-            shutil.rmtree(path, ignore_errors=True)
-            return
-        other = FolderLock(path, path.name, stale_after=self.stale_after)
-        owner, _ = other._read()
-        latest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
-        if _is_dead(owner) or now - latest > _FORGOTTEN:
-            if path.name.startswith("."):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                other._recover(owner.get("token"))
+                    _clear(path, now)
 
     def _take(self) -> bool:
-        if self.path.exists():
-            return False
-        mine = self.path.with_name(f".{self.path.name}-{self.token}")
+        mine = self.path.with_name(f".{self.path.name}-{self._mark.name}")
         try:
+            with suppress(FileNotFoundError):
+                if os.listdir(self.path):
+                    return False
             mine.mkdir()
-            (mine / _BEAT).write_text("0")
-            (mine / _OWNER).write_text(json.dumps(_identity() | {"token": self.token}))
+            (mine / self._mark.name).write_text(json.dumps(identify_process()))
             mine.rename(self.path)
-        except BaseException as error:
-            shutil.rmtree(mine, ignore_errors=True)
-            # it may have been released again since the rename found it
-            if isinstance(error, OSError) and (error.errno in _NOT_EMPTY or self.path.exists()):
+        except NotADirectoryError:
+            raise InputError(f"{self.path} stands where a lock is kept, and is no folder: delete it") from None
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise
+        finally:
+            discard(mine)
         return True
 
-    def _read(self) -> tuple[dict[str, Any], str]:
-        """The owner and its count; nothing of a lock that is released at this moment, or damaged."""
-        try:
-            owner = json.loads((self.path / _OWNER).read_text())
-            return (owner if isinstance(owner, dict) else {}), (self.path / _BEAT).read_text()
-        except (OSError, ValueError):
-            return {}, ""
-
-    def _keep_beating(self) -> None:
-        """Count in place: a file that is cut before it is written anew would stay empty on a full disk."""
-        count = 0
+    def _keep_touching(self) -> None:
         while not self._ended.wait(min(5.0, self.stale_after / 6)):
-            count += 1
             try:
-                if self._read()[0].get("token", self.token) != self.token:
-                    raise FileNotFoundError
-                with (self.path / _BEAT).open("r+") as file:
-                    file.write(str(count))
+                os.utime(self._mark)
             except FileNotFoundError:
                 log.warning("the lock of %s was taken for abandoned: was this process stopped?", self.what)
                 return
             except OSError as error:  # what is refused now may be granted in a while
                 log.warning("the lock of %s cannot be kept (%s)", self.what, error)
 
-    def _recover(self, token: str | None) -> None:
-        """Rename an abandoned lock away, unless another waiter did and somebody holds it anew.
 
-        The token is None where a machine that lost its power left a lock that says of no owner.
-        """
-        name = f"{self.path.name}.recovery"
-        guard = FolderLock(self.path.with_name(name), self.what, stale_after=self.stale_after)
-        with guard:
-            there = self.path.is_dir()
-            owner, _ = self._read()
-            if there and owner.get("token") == token:
-                whose = f"process {owner.get('pid')} of {owner.get('host')}, which is gone"
-                log.warning("the lock of %s was left by %s", self.what, whose if token else "nobody it names")
-                self._remove(self.path)
+def is_held(path: Path) -> bool:
+    """Whether somebody holds the lock at this path, as far as can be said at once."""
+    try:
+        return any(not mark.is_dead for mark in _read_marks(path).values())
+    except OSError:
+        return False
 
-    def _remove(self, path: Path) -> None:
-        gone = path.with_name(f".{path.name}-{uuid.uuid4().hex}{_GONE}")
+
+class _Mark(NamedTuple):
+    """What a holder leaves in its lock: who it is, and when it last was known to live."""
+
+    touched: int
+    text: bytes
+
+    @property
+    def is_dead(self) -> bool:
         try:
-            path.rename(gone)
-        except OSError:
-            return
-        shutil.rmtree(gone, ignore_errors=True)
+            owner = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(owner, dict) and has_ended(owner)
 
 
-def _identity() -> dict[str, Any]:
-    """Who holds a lock, as far as another process of the same host can tell whether it still lives."""
-    return {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
+def _read_marks(path: Path) -> dict[str, _Mark]:
+    """What lies in a lock, by name; anything else than a mark is one that says of no owner."""
+    marks = {}
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            text = b""
+            with suppress(OSError):  # opening it makes NFS ask its server for the file's time anew
+                text = read_file(path / name, _MARK_BYTES)
+            with suppress(FileNotFoundError):
+                marks[name] = _Mark(os.lstat(path / name).st_mtime_ns, text)
+    return marks
 
 
-def _host() -> str:
-    """The name, and which namespace of process numbers: containers may share the one without the other."""
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return f"{socket.gethostname()}/{space}/{_boot()}"
+def _delete(path: Path, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            (path / name).unlink(missing_ok=True)
+        except IsADirectoryError:
+            discard(path / name)
 
 
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks: numbers of processes are used again. "ended" of one that
-    only waits to be collected by its parent."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "ended" if told[0] in "ZX" else told[19]
-
-
-def _is_dead(owner: dict[str, Any]) -> bool:
-    pid = owner.get("pid")
-    if owner.get("host") != _host() or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    started = _started(pid)
-    return bool(started and owner.get("started") and started != owner["started"])
+def _clear(path: Path, now: float) -> None:
+    marks = _read_marks(path)
+    latest = max([path.stat().st_mtime, *(mark.touched / 1e9 for mark in marks.values())])
+    gone = list(marks) if now - latest > _FORGOTTEN else [name for name, mark in marks.items() if mark.is_dead]
+    if not path.name.startswith("."):
+        _delete(path, gone)
+        path.rmdir()  # which fails where it is held
+    elif gone or now - latest > _FORGOTTEN:
+        discard(path)

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +30,19 @@ from typing import Any
 from mergekit_lab import __version__
 from mergekit_lab.checkpoints import sha256_of
 from mergekit_lab.errors import InputError
+from mergekit_lab.store.files import discard, is_stream, read_file
 from mergekit_lab.store.lock import FolderLock
 
 SCHEMA = 1
 """Enters every key: raise it when an artifact of the same content would come out differently."""
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 1 << 26
+"""More is no manifest."""
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading a damaged manifest may raise."""
+NO_KINDS = ("work", "locks")
+"""Folders of a store that hold no artifacts."""
 _KEY_DIGITS = 24
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -57,8 +63,9 @@ def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     """
     try:
         text = json.dumps({"schema": schema, **content}, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"this content cannot name an artifact ({error}): {content!r}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        shown = "it is nested too deep" if isinstance(error, RecursionError) else repr(content)
+        raise InputError(f"this content cannot name an artifact ({error}): {shown}") from None
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
 
 
@@ -95,8 +102,7 @@ class Artifact:
         """
         path = self.folder / name
         if name in self.files and path not in _sound:
-            wrong = self.damage(name)
-            if wrong:
+            if wrong := self.damage(name):
                 raise InputError(
                     f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
                     "store.confirm=true), and it is made again"
@@ -108,15 +114,22 @@ class Artifact:
         """What is wrong with a file, None if nothing."""
         path, wanted = self.folder / name, self.files.get(name)
         try:
-            found = sha256_of(path)
+            if is_stream(path):
+                return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
+            digest, size = sha256_of(path), path.stat().st_size
         except OSError as error:
-            return f"the stored {self.kind} {self.key} cannot be read: {name}: {error.strerror}"
-        if found != wanted:
-            return (
-                f"the stored {self.kind} {self.key} is damaged: {name} ({path.stat().st_size} bytes) has "
-                f"SHA-256 {found[:12]}…, and {str(wanted)[:12]}… was published"
-            )
-        return None
+            return f"{self.title} cannot be read: {name!r}: {error.strerror}"
+        if digest == wanted:
+            return None
+        return (
+            f"{self.title} is damaged: {name!r} ({size} bytes) has SHA-256 {digest[:12]}…, and "
+            f"{str(wanted)[:12]}… was published"
+        )
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"the stored {self.kind} {self.key}"
 
 
 _sound: set[Path] = set()
@@ -124,7 +137,7 @@ _sound: set[Path] = set()
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where an artifact is made.
+    """The folders that an artifact is made in.
 
     Attributes:
         out: files that will be published; empty when making starts.
@@ -156,24 +169,38 @@ class Store:
         key = content_key(content)
         folder = self.root / kind / key
         try:
-            return read_artifact(folder)
+            return read_artifact(folder) if folder.is_dir() else None
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except PermissionError as error:
             raise InputError(f"the store {self.root} cannot be read ({error}): set store.root=PATH") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGE as error:
             raise InputError(
                 f"the stored {kind} {key} has a damaged manifest ({error!r}): delete the folder {folder} "
                 "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
     def artifacts(self) -> Iterator[Artifact]:
-        """All that is published, by kind and age; what has a damaged manifest is left out."""
-        found = []
-        for manifest in self.root.glob(f"*/*/{_MANIFEST}"):
-            with suppress(OSError, ValueError, KeyError, TypeError):  # others may remove some meanwhile
-                found.append((manifest.stat().st_mtime, read_artifact(manifest.parent)))
-        yield from (artifact for _, artifact in sorted(found, key=lambda pair: (pair[1].kind, pair[0])))
+        """All that is published, by kind and age; what has a damaged manifest is left out.
+
+        Raises:
+            InputError: a folder of the store cannot be read.
+        """
+        aged = []
+        for folder in self.folders():
+            with suppress(*DAMAGE):  # others may remove some meanwhile
+                aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
+        yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
+
+    def folders(self) -> Iterator[Path]:
+        """What stands where artifacts are published, sound or not; what is being made is not among it.
+
+        Raises:
+            InputError: a folder cannot be read, so that nothing can be said of what is in it.
+        """
+        for kind in list_folder(self.root):
+            if kind.name.isidentifier() and kind.name not in NO_KINDS and not os.path.isfile(kind):
+                yield from (folder for folder in list_folder(kind) if not folder.name.startswith("."))
 
     def obtain(
         self, kind: str, content: Mapping[str, Any], make: Callable[[Workspace], Mapping[str, Any]]
@@ -183,14 +210,14 @@ class Store:
         Args:
             kind: a folder name, such as "experts".
             content: what decides the result.
-            make: writes files into `workplace.out` and returns `info`. If it raises, nothing is published and
-                `workplace.resume` stays.
+            make: writes files into `workspace.out` and returns `info`. If it raises, nothing is published and
+                `workspace.resume` stays.
         """
         key = content_key(content)
-        while not (found := self.find(kind, content)):
+        while not (artifact := self.find(kind, content)):
             with self._lock(kind, key) as lock:
                 with suppress(OSError):  # NFS asks its server anew what is in a folder that is opened
-                    os.close(os.open(self.root / kind, os.O_RDONLY))
+                    os.close(os.open(self.root / kind, os.O_RDONLY | os.O_DIRECTORY))
                 if self.find(kind, content):
                     continue
                 try:
@@ -200,11 +227,11 @@ class Store:
                         raise
                     log.warning("%s %s was taken over by another process, and is waited for", kind, key)
                     continue
-            made = self.find(kind, content)
-            if made is None:
+            artifact = self.find(kind, content)
+            if artifact is None:
                 raise InputError(f"{kind} {key} was made, and is gone: was {self.root / kind / key} deleted?")
-            return replace(made, reused=False)
-        return found
+            return replace(artifact, reused=False)
+        return artifact
 
     def _make(
         self,
@@ -215,49 +242,57 @@ class Store:
         make: Callable[[Workspace], Mapping[str, Any]],
     ) -> None:
         work = self.root / "work" / kind / key
-        place = Workspace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
-        with self._writing(place):
-            discard(self.root / kind / key)  # without a manifest it is no artifact
-            for left in work.glob("out-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            place.out.mkdir(parents=True)
-            place.resume.mkdir(exist_ok=True)
+        workspace = Workspace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
+        with self._writing(workspace):
+            with self._writable():
+                discard(self.root / kind / key)  # without a manifest it is no artifact
+                for left in work.glob("out-*"):
+                    discard(left)
+                _make_folder(self.root / kind)
+                _make_folder(work)
+                workspace.out.mkdir()
+                _clean_resume(workspace.resume)
             begun = time.monotonic()
-            info = dict(make(place)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
-            self._publish(kind, key, place.out, content, info)
+            info = dict(make(workspace)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
+            self._publish(kind, key, workspace.out, content, info)
             if lock.held:  # else another process is at work there
-                shutil.rmtree(work, ignore_errors=True)
+                discard(work)
 
     @contextmanager
     def _lock(self, kind: str, key: str) -> Iterator[FolderLock]:
         folder = self.root / "locks"
         lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with self._writable():
+            _make_folder(folder)
             lock.__enter__()
-            lock.clear_around()
-        except OSError as error:
-            raise InputError(
-                f"the store {self.root} cannot be written ({error}): set store.root=PATH"
-            ) from None
         try:
+            lock.clear_around()
             yield lock
         finally:
             lock.__exit__(None, None, None)
 
     @contextmanager
-    def _writing(self, place: Workspace) -> Iterator[None]:
-        """A full disk is told as such, wherever in the making it was met, and so is a folder that was deleted
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"the store {self.root} cannot be written ({error}): set store.root=PATH"
+            ) from error
+
+    @contextmanager
+    def _writing(self, workspace: Workspace) -> Iterator[None]:
+        """Name a full disk as such, wherever in the making it was met, and so a folder that was deleted
         meanwhile; what can be resumed stays."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and not place.out.is_dir():
+            if isinstance(error, FileNotFoundError) and not workspace.out.is_dir():
                 raise InputError(
-                    f"{place.out} was deleted while something was made there ({error}): run the same "
+                    f"{workspace.out} was deleted while something was made there ({error}): run the same "
                     "command again"
                 ) from error
-            if not says_full(error):
+            if isinstance(error, InputError) or not says_full(error):
                 raise
             raise InputError(
                 f"no room for more in the store {self.root} ({error}): free some (stage=store "
@@ -283,11 +318,12 @@ class Store:
             "created": time.strftime(_TIME, time.gmtime()),
         }
         manifest["digest"] = manifest_digest(manifest)
-        (out / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+        (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
         for path in out.rglob("*"):
             _fsync(path)
         target = self.root / kind / key
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         try:
             out.rename(target)
         except OSError as error:
@@ -307,16 +343,16 @@ def read_artifact(folder: Path) -> Artifact:
 
     Raises:
         FileNotFoundError: nothing is published there.
-        ValueError, KeyError, TypeError: its manifest is damaged.
+        OSError, ValueError, KeyError, TypeError, RecursionError: its manifest is damaged.
     """
-    manifest = json.loads((folder / _MANIFEST).read_text())
+    manifest = json.loads(read_file(folder / MANIFEST, MANIFEST_BYTES))
     if not isinstance(manifest, dict):
         raise TypeError(f"it holds a {type(manifest).__name__}")
     if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
         raise ValueError("it is not as it was published")
     return Artifact(
-        folder.parent.name,
-        folder.name,
+        show_name(folder.parent.name),
+        show_name(folder.name),
         folder,
         dict(manifest["info"]),
         files=dict(manifest["files"]),
@@ -327,21 +363,66 @@ def read_artifact(folder: Path) -> Artifact:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """A hash of all that a manifest says: what an evaluation found stands in no other file."""
+    """A hash of all that a manifest says: what an evaluation measured stands in no other file."""
     said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def discard(folder: Path) -> None:
-    """Delete a folder, as far as that can be done; of a link, the link."""
-    if folder.is_symlink():
-        folder.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def list_folder(folder: Path) -> list[Path]:
+    """What is in a folder, sorted; nothing where there is none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        if not folder.is_symlink():
+            return []
+        reason = "it is a link to nowhere"
+    except OSError as error:
+        reason = str(error.strerror)
+    raise InputError(f"{show_name(str(folder))} cannot be read ({reason}): nothing is known of what is in it")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder of the store.
+
+    Raises:
+        InputError: something else stands in its place.
+        OSError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        above = (*reversed(folder.parents), folder)
+        wrong = next((path for path in above if os.path.lexists(path) and not path.is_dir()), None)
+        if wrong is None:
+            raise
+        raise InputError(
+            f"{wrong} is no folder, and the store keeps one there: move it away, or set store.root=PATH"
+        ) from None
+
+
+def _clean_resume(folder: Path) -> None:
+    """A folder that holds nothing but files and folders: what reads them waits for no pipe."""
+    if not folder.is_dir():
+        discard(folder)
+    folder.mkdir(exist_ok=True)
+    for path in folder.rglob("*"):
+        if is_stream(path):
+            log.warning("%s is a pipe or a device, and is removed", path)
+            discard(path)
+
+
+def show_name(name: str) -> str:
+    """A name that others may have given, with escapes for what a terminal would obey or cannot show."""
+    return name if name.isprintable() else ascii(name)
 
 
 def says_full(error: BaseException) -> bool:
     """Whether an error, or one that it came from, is that of a full disk; writers outside of Python (torch,
-    safetensors) tell it in words alone."""
+    safetensors) say it in words alone."""
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "errno", None) in _FULL or any(word in str(cause) for word in _FULL_WORDS):

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.store.files import discard, read_file
+from mergekit_lab.store.lock import is_held
 from mergekit_lab.store.store import (
+    DAMAGE,
+    MANIFEST,
+    MANIFEST_BYTES,
+    NO_KINDS,
     SCHEMA,
     Artifact,
     Store,
+    Workspace,
     content_key,
-    discard,
+    list_folder,
     manifest_digest,
     read_artifact,
+    show_name,
 )
 
 _REMOVED = "removed"
+_LATEST = 4e9
+"""A file's time, in seconds; later ones, which a clock may have set, are no dates."""
 
 
 @dataclass(frozen=True)
@@ -32,58 +43,76 @@ class Damage:
 
     Attributes:
         folder: where it is.
-        told: what is wrong, one line.
+        message: what is wrong, one line.
     """
 
     folder: Path
-    told: str
+    message: str
 
 
 def damages(artifacts: Iterable[Artifact]) -> list[Damage]:
     """What is wrong with published folders: a file missing, truncated or flipped, a manifest that is not there,
     damaged or another artifact's. What others remove meanwhile is left out."""
-    found = []
+    wrong = []
     for artifact in artifacts:
-        told = [told for name in artifact.files if (told := artifact.damage(name))]
-        named = f"the stored {artifact.kind} {artifact.key}"
+        messages = [message for name in artifact.files if (message := artifact.damage(name))]
         try:
             read = read_artifact(artifact.folder)
             if content_key(read.content, read.schema) != artifact.key:
-                told.append(f"{named} has the manifest of another artifact")
+                messages.append(f"{artifact.title} has the manifest of another artifact")
         except FileNotFoundError:
-            told.append(f"{named} has no manifest: nothing was published there")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            told.append(f"{named} has a damaged manifest ({error!r})")
-        if artifact.folder.is_dir():
-            found += [Damage(artifact.folder, line) for line in told]
-    return found
+            messages.append(f"{artifact.title} has no manifest: nothing was published there")
+        except NotADirectoryError:
+            messages.append(f"{artifact.title} is no folder")
+        except DAMAGE as error:
+            messages.append(f"{artifact.title} has a damaged manifest ({error!r})")
+        if os.path.lexists(artifact.folder):
+            wrong += [Damage(artifact.folder, message) for message in messages]
+    return wrong
 
 
 def unreadable(store: Store) -> Iterator[Artifact]:
-    """What stands in the places of artifacts, and has no manifest that can be read."""
-    for folder in sorted(store.root.glob("*/*")):
-        if folder.parent.name in ("work", "locks") or not folder.is_dir():
-            continue
+    """What stands where artifacts do, and has no manifest that can be read.
+
+    Raises:
+        InputError: a folder of the store cannot be read, so that nothing can be said of what is in it.
+    """
+    for folder in store.folders():
         try:
             read_artifact(folder)
-        except (OSError, ValueError, KeyError, TypeError):
-            yield from _by_its_place(folder)
+        except DAMAGE:
+            yield _name_by_folder(folder)
 
 
 def half_made(store: Store) -> Iterator[Artifact]:
-    """What was cut in the making and can be resumed; what a process is at work on is left out."""
-    for folder in sorted(store.root.glob("work/*/*")):
-        kind = folder.parent.name
-        if kind != _REMOVED and not (store.root / "locks" / f"{kind}-{folder.name}").exists():
-            yield from _by_its_place(folder)
+    """What was cut in the making and can be resumed, and, of kind "removed", what was cut in its removal.
+
+    What a process is at work on is left out.
+
+    Raises:
+        InputError: a folder of the store cannot be read.
+    """
+    for kind in list_folder(store.root / "work"):
+        for folder in list_folder(kind):
+            if not is_held(store.root / "locks" / f"{kind.name}-{folder.name}"):
+                yield _name_by_folder(folder)
 
 
-def _by_its_place(folder: Path) -> Iterator[Artifact]:
+def _name_by_folder(folder: Path) -> Artifact:
     """A folder as the artifact that it is, or will be; `created` is when it was last written to."""
-    with suppress(OSError):  # it is removed at this moment
-        latest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
-        created = datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
-        yield Artifact(folder.parent.name, folder.name, folder, {}, created=created)
+    latest = max(state.st_mtime for state in _states(folder))
+    created = datetime.fromtimestamp(min(max(latest, 0), _LATEST), UTC).isoformat(timespec="seconds")
+    return Artifact(show_name(folder.parent.name), show_name(folder.name), folder, {}, created=created)
+
+
+def _states(folder: Path) -> Iterator[os.stat_result]:
+    """Of a folder and all in it, as far as they can be seen; others may remove some meanwhile."""
+    yield os.stat_result((0,) * 10)
+    for path in (folder, *folder.rglob("*")):
+        try:
+            yield path.lstat()
+        except OSError:
+            continue
 
 
 @dataclass(frozen=True)
@@ -104,8 +133,8 @@ def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Di
     """All keys whose values differ, those that say what (not how much) first."""
     one, other = dict(_leaves(wanted)), dict(_leaves(stored))
     names = [*one, *(name for name in other if name not in one)]
-    told = [Difference(n, one.get(n), other.get(n)) for n in names]
-    parted = [d for d in told if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
+    pairs = [Difference(n, one.get(n), other.get(n)) for n in names]
+    parted = [d for d in pairs if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
     return sorted(parted, key=lambda d: isinstance(d.wanted, int | float) and isinstance(d.stored, int | float))
 
 
@@ -122,8 +151,8 @@ def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artifac
 
     Where no key differs, it was made under another schema.
     """
-    found = [(a, differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
-    return min(found, key=lambda pair: len(pair[1]), default=None)
+    pairs = [(a, differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
+    return min(pairs, key=lambda pair: len(pair[1]), default=None)
 
 
 def older_than(artifact: Artifact, days: float) -> bool:
@@ -134,11 +163,13 @@ def older_than(artifact: Artifact, days: float) -> bool:
 
 def size(artifact: Artifact) -> int:
     """Bytes of its files."""
-    return sum(file.stat().st_size for file in artifact.folder.rglob("*") if file.is_file())
+    return sum(state.st_size for state in _states(artifact.folder) if stat.S_ISREG(state.st_mode))
 
 
 def remove(store: Store, folder: Path) -> None:
     """Take an artifact's folder out: by a rename first, so that nobody finds half of it.
+
+    A removal that is cut short stays in `half_made`, and the next one ends it.
 
     Raises:
         InputError: the store cannot be changed.
@@ -162,42 +193,51 @@ def adopt(store: Store, folder: Path) -> Artifact:
         InputError: it has no manifest, one of another schema or one that was changed, a file outside of the
             folder is named, or a file is not what the manifest says.
     """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(read_file(path, MANIFEST_BYTES))
         schema, kind, content = manifest["schema"], str(manifest["kind"]), dict(manifest["content"])
         key, info = manifest["key"], dict(manifest["info"])
         files = {str(name): str(digest) for name, digest in manifest["files"].items()}
+        digest, wanted = manifest.get("digest"), manifest_digest(manifest)
     except FileNotFoundError:
         raise InputError(
             f"{folder} has no manifest.json: was it exported? Experts of others come with experts=…"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / 'manifest.json'} cannot be used: {error!r}") from None
+    except (*DAMAGE, AttributeError) as error:
+        raise InputError(f"{path} cannot be used: {error!r}") from None
     if schema != SCHEMA:
         raise InputError(
             f"{folder} has schema {schema}, and this version writes {SCHEMA}: see docs/reliability.md"
         )
-    if not kind.isidentifier() or kind in ("work", "locks"):
-        raise InputError(f"{folder / 'manifest.json'} names the kind {kind!r}")
+    if not kind.isidentifier() or kind in NO_KINDS:
+        raise InputError(f"{path} names the kind {kind!r}")
     for name in files:
-        up = Path(name).is_absolute() or ".." in Path(name).parts  # also by a way that comes back
-        if up or "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"{folder / 'manifest.json'} names {name!r}, which lies outside of its folder")
+        if name == MANIFEST or not _lies_in(folder, name):
+            raise InputError(f"{path} names {name!r}, which lies outside of its folder, or cannot be there")
     if key != content_key(content):
-        raise InputError(
-            f"{folder / 'manifest.json'} was changed: its content has the key {content_key(content)}, not {key}"
-        )
-    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:
-        raise InputError(f"{folder / 'manifest.json'} was changed: it is not as it was published")
+        raise InputError(f"{path} was changed: its content has the key {content_key(content)}, not {key}")
+    if digest not in (None, wanted):  # older ones have none
+        raise InputError(f"{path} was changed: it is not as it was published")
     origin = Artifact(kind, key, folder, {}, files=files)
-    wrong = [told for name in files if (told := origin.damage(name))]
+    wrong = [message for name in files if (message := origin.damage(name))]
     if wrong:
         raise InputError("; ".join(wrong))
 
-    def make(place: Any) -> Mapping[str, Any]:
+    def make(workspace: Workspace) -> Mapping[str, Any]:
         for name in files:
-            (place.out / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, place.out / name)
+            (workspace.out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, workspace.out / name)
         return {**info, "imported": True}
 
     return store.obtain(kind, content, make)
+
+
+def _lies_in(folder: Path, name: str) -> bool:
+    """Whether a name leads into this folder, by no way that leaves it, and can be one of a file."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:  # also by a way that comes back
+        return False
+    try:
+        return (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a circle of links
+        return False

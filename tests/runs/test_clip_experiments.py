@@ -27,10 +27,10 @@ ARCHITECTURE = "tiny-clip"
 EXPERIMENTS = [
     file.stem
     for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
-    if file.stem.startswith(("vit_", "saft_", "mergopt_", "epimer_"))
+    if file.stem.startswith(("vit_", "clip_", "saft_", "mergopt_", "epimer_"))
 ]
 FULLY = {
-    "vit_b32_public_experts": [],
+    "clip_public_experts": [],
     "saft_tableC4": ["optimizer=asam"],
     "mergopt_table9": ["optimizer=mergopt"],
     "epimer_table7": ["merger=epimer", "merger.rank=4", "merger.coefficient=0.5"],
@@ -169,7 +169,7 @@ def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tm
     ("more", "holds"), [([], True), (["merger.coefficient=0.4"], False), (["merger.preset=mergekit"], False)]
 )
 def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
-    given = ["+experiment=vit_b32_public_experts", "backbone.weights=null", "merger=ties", *more]
+    given = ["+experiment=clip_public_experts", "backbone.weights=null", "merger=ties", *more]
     cfg, choices = composed(given)
     setup = Run(with_chosen_merger(cfg, given), tmp_path, choices)
     assert list(setup.mergers) == ["ties"]
@@ -182,7 +182,7 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
-    given = ["+experiment=vit_b32_adamw", "merger=breadcrumbs", "merger.density=0.5"]
+    given = ["+experiment=clip_adamw", "merger=breadcrumbs", "merger.density=0.5"]
     cfg, _ = composed(given)
     assert with_chosen_merger(cfg, given) is cfg
 

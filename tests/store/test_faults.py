@@ -18,28 +18,38 @@ from safetensors.torch import save_file
 
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, content_key
-from mergekit_lab.store.lock import FolderLock
-from mergekit_lab.store.upkeep import adopt, damages, differences, nearest, older_than, remove, unreadable
+from mergekit_lab.store.upkeep import (
+    adopt,
+    damages,
+    differences,
+    half_made,
+    nearest,
+    older_than,
+    remove,
+    size,
+    unreadable,
+)
 
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
+KEY = content_key(CONTENT)
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["mergekit_lab.store", "safetensors.torch"])
 
 
 def weights(fill: float = 1.0):
-    def make(place):
-        save_file({"w": torch.full((8, 8), fill)}, place.out / "model.safetensors")
+    def make(workspace):
+        save_file({"w": torch.full((8, 8), fill)}, workspace.out / "model.safetensors")
         return {"val_accuracy": fill}
 
     return make
 
 
 def _race(root: Path, log: Path) -> None:
-    def make(place):
+    def make(workspace):
         with log.open("a") as file:
             file.write("made\n")
         time.sleep(0.2)
-        return weights()(place)
+        return weights()(workspace)
 
     Store(root).obtain("experts", CONTENT, make)
 
@@ -81,9 +91,9 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
 
 
 def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
-    def make(place):
-        (place.resume / "last.ckpt").write_text("step 7")
-        with (place.out / "model.bin").open("wb") as file:
+    def make(workspace):
+        (workspace.resume / "last.ckpt").write_text("step 7")
+        with (workspace.out / "model.bin").open("wb") as file:
             file.write(b"x" * (1 << 20))
         return {}
 
@@ -95,7 +105,7 @@ def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "work/experts" / content_key(CONTENT) / "resume/last.ckpt").read_text() == "step 7"
+    assert (tmp_path / "work/experts" / KEY / "resume/last.ckpt").read_text() == "step 7"
     assert Store(tmp_path).obtain("experts", CONTENT, make).reused is False
 
 
@@ -103,13 +113,13 @@ def test_one_whose_lock_was_taken_over_lets_the_other_work_and_has_what_it_made(
     """As of a process that was suspended: its folder is cleared away under it by the one that took over."""
     store, tries = Store(tmp_path), []
     lock, work = (tmp_path / where / name for where, name in (
-        ("locks", f"experts-{content_key(CONTENT)}"), ("work/experts", content_key(CONTENT))))  # fmt: skip
+        ("locks", f"experts-{KEY}"), ("work/experts", KEY)))  # fmt: skip
 
-    def make(place):
+    def make(workspace):
         tries.append(1)
         shutil.rmtree(lock)
         assert not Store(tmp_path).obtain("experts", CONTENT, weights(2.0)).reused
-        return weights(1.0)(place)
+        return weights(1.0)(workspace)
 
     assert store.obtain("experts", CONTENT, make).info["val_accuracy"] == 2.0
     assert len(tries) == 1
@@ -117,9 +127,9 @@ def test_one_whose_lock_was_taken_over_lets_the_other_work_and_has_what_it_made(
 
 
 def test_a_folder_that_is_deleted_while_it_is_worked_in_is_named(tmp_path) -> None:
-    def make(place):
-        shutil.rmtree(place.out.parent)
-        return {"size": len((place.out / "model.safetensors").read_bytes())}
+    def make(workspace):
+        shutil.rmtree(workspace.out.parent)
+        return {"size": len((workspace.out / "model.safetensors").read_bytes())}
 
     with pytest.raises(InputError, match=r"out-.* was deleted while .*run the same command again"):
         Store(tmp_path).obtain("experts", CONTENT, make)
@@ -141,10 +151,10 @@ def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothi
 ) -> None:
     Store(tmp_path).obtain("experts", CONTENT, weights())
 
-    def refuse(self: FolderLock) -> bool:
+    def refuse(self: Path, *arguments, **named) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(FolderLock, "_take", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     assert Store(tmp_path).obtain("experts", CONTENT, weights()).reused
     with pytest.raises(InputError, match=r"cannot be written .*Read-only.*set store\.root"):
         Store(tmp_path).obtain("experts", CONTENT | {"seed": 1}, weights())
@@ -174,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
         found.file("model.safetensors")
     (found,) = damages(store.artifacts())
     assert found.folder == made.folder
-    assert made.key in found.told
+    assert made.key in found.message
     shutil.rmtree(made.folder)
     again = store.obtain("experts", CONTENT, weights())
     assert again.files == made.files
@@ -185,13 +195,13 @@ def test_a_manifest_of_another_artifact_is_found_by_verify(tmp_path) -> None:
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
     (found,) = damages(store.artifacts())
-    assert f"{made.key} has the manifest of another artifact" in found.told
+    assert f"{made.key} has the manifest of another artifact" in found.message
 
 
 def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     """Its value stands in the manifest alone."""
     store = Store(tmp_path)
-    made = store.obtain("evaluations", CONTENT, lambda place: {"value": 0.9125, "by": {3: [1, 2]}})
+    made = store.obtain("evaluations", CONTENT, lambda workspace: {"value": 0.9125, "by": {3: [1, 2]}})
     assert store.find("evaluations", CONTENT).info["value"] == 0.9125
     manifest = made.folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
@@ -246,6 +256,176 @@ def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     assert not made.folder.exists()
 
 
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+STRANGE = [Path.touch, os.mkfifo, loop, link_to_a_device]
+"""What may stand where a folder was."""
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, loop, link_to_a_device])
+@pytest.mark.parametrize("look", [Store.artifacts, unreadable], ids=["list", "verify"])
+def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, make, look) -> None:
+    Store(tmp_path).obtain("experts", CONTENT, weights())
+    (tmp_path / "experts").rename(tmp_path / ".away")
+    make(tmp_path / "experts")
+    with pytest.raises(InputError, match=r"experts cannot be read .*: nothing is known of what is in it"):
+        list(look(Store(tmp_path)))
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None:
+    Store(tmp_path).obtain("experts", CONTENT, weights())
+    real = os.listdir
+
+    def refuse(path):
+        if Path(path).name == "experts":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(InputError, match=r"experts cannot be read \(Permission denied\)"):
+        list(unreadable(Store(tmp_path)))
+
+
+def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    (tmp_path / "README.txt").write_text("whose store this is")
+    (tmp_path / "lost+found").symlink_to("/nowhere")
+    (tmp_path / "experts/.nfs0001").write_text("")
+    assert [artifact.key for artifact in Store(tmp_path).artifacts()] == [made.key]
+    assert list(unreadable(Store(tmp_path))) == []
+
+
+@pytest.mark.parametrize("make", STRANGE)
+@pytest.mark.parametrize("name", ["", "manifest.json", "model.safetensors"])
+def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, make, name) -> None:
+    """Nothing waits for a pipe."""
+    store = Store(tmp_path)
+    made = store.obtain("experts", CONTENT, weights())
+    path = made.folder / name
+    path.rename(tmp_path / ".away")
+    make(path)
+    wrong = damages([*store.artifacts(), *unreadable(store)])
+    assert {damage.folder for damage in wrong} == {made.folder}
+    remove(store, made.folder)
+    assert not os.path.lexists(made.folder)
+    assert list((tmp_path / "work/removed").iterdir()) == []
+    assert not store.obtain("experts", CONTENT, weights()).reused
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, loop])
+def test_what_stands_in_an_artifact_s_folder_s_place_is_replaced_by_the_artifact(tmp_path, make) -> None:
+    (tmp_path / "experts").mkdir()
+    make(tmp_path / "experts" / KEY)
+    assert Store(tmp_path).obtain("experts", CONTENT, weights()).file("model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, loop])
+@pytest.mark.parametrize("name", ["experts", "work", "work/experts", "locks", f"work/experts/{KEY}"])
+def test_a_file_where_the_store_keeps_a_folder_is_named_before_any_work(tmp_path, make, name) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(InputError, match=rf"{name} is no folder, and the store keeps one there"):
+        Store(tmp_path).obtain("experts", CONTENT, lambda workspace: pytest.fail("it was begun"))
+
+
+@pytest.mark.parametrize("make", STRANGE)
+@pytest.mark.parametrize("name", ["resume", "resume/last.ckpt", "resume/shards/0"])
+def test_makers_find_nothing_but_files_and_folders_to_resume_from(tmp_path, make, name) -> None:
+    path = tmp_path / "work/experts" / KEY / name
+    path.parent.mkdir(parents=True)
+    make(path)
+
+    def goes_on(workspace):
+        left = [each for each in workspace.resume.rglob("*") if each.exists()]
+        assert all(each.is_file() or each.is_dir() for each in left)
+        (workspace.resume / "new").write_text("")
+        return {}
+
+    Store(tmp_path).obtain("experts", CONTENT, goes_on)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ufeff{}", '"\\ud800"'], ids=lambda t: t[:5]
+)
+def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
+    store = Store(tmp_path)
+    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
+    (made.folder / "manifest.json").write_text(text)
+    assert [artifact.key for artifact in store.artifacts()] == [other.key]
+    (wrong,) = damages(unreadable(store))
+    assert wrong.folder == made.folder
+    assert "damaged manifest" in wrong.message
+    assert len(wrong.message) < 1000
+    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest"):
+        store.find("experts", CONTENT)
+    with pytest.raises(InputError, match=r"manifest.json cannot be used"):
+        adopt(store, made.folder)
+
+
+def test_content_that_is_nested_without_end_names_nothing() -> None:
+    content: dict = {}
+    for _ in range(100_000):
+        content = {"a": content}
+    with pytest.raises(InputError, match="nested too deep"):
+        content_key(content)
+
+
+def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> None:
+    store = Store(tmp_path)
+    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
+    (tmp_path / "work/removed").mkdir(parents=True)
+    made.folder.rename(tmp_path / "work/removed/abc")  # and killed here
+    (left,) = half_made(store)
+    assert (left.kind, left.key) == ("removed", "abc")
+    assert size(left) == size(other)
+    remove(store, left.folder)
+    assert list(half_made(store)) == []
+    assert list((tmp_path / "work/removed").iterdir()) == []
+
+
+def test_what_another_process_is_at_work_on_is_not_half_made(tmp_path) -> None:
+    store = Store(tmp_path)
+    store.obtain("experts", CONTENT, lambda workspace: {"seen": len(list(half_made(store)))})
+    assert store.find("experts", CONTENT).info["seen"] == 0
+    (tmp_path / "work/experts" / KEY).mkdir(parents=True)
+    (tmp_path / "locks" / f"experts-{KEY}").mkdir()  # its holder is gone
+    assert len(list(half_made(store))) == 1
+
+
+@pytest.mark.parametrize("when", [-1e9, 1e12])
+def test_times_that_are_no_dates_are_read(tmp_path, when) -> None:
+    folder = tmp_path / "work/experts/abc"
+    folder.mkdir(parents=True)
+    os.utime(folder, (when, when))
+    (cut,) = half_made(Store(tmp_path))
+    assert older_than(cut, 1) == (when < 0)
+
+
+def test_names_that_a_terminal_would_obey_are_shown_escaped(tmp_path) -> None:
+    (tmp_path / "experts" / "a\x1b[2J\udcff").mkdir(parents=True)
+    (wrong,) = damages(unreadable(Store(tmp_path)))
+    assert wrong.message.isprintable()
+    remove(Store(tmp_path), wrong.folder)
+    assert list((tmp_path / "experts").iterdir()) == []
+
+
+def test_content_and_files_may_have_names_that_are_no_unicode(tmp_path) -> None:
+    def make(workspace):
+        (workspace.out / "\udcff").write_text("x")
+        return {}
+
+    content = CONTENT | {"path": "\udcff", "name": "Ünïcode"}
+    made = Store(tmp_path).obtain("experts", content, make)
+    assert Store(tmp_path).find("experts", content).file("\udcff").read_text() == "x"
+    assert "Ünïcode" in (made.folder / "manifest.json").read_text()
+
+
 def exported(tmp_path: Path) -> Path:
     made = Store(tmp_path / "one").obtain("experts", CONTENT, weights())
     shutil.copytree(made.folder, tmp_path / "out")
@@ -255,7 +435,7 @@ def exported(tmp_path: Path) -> Path:
 def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> None:
     folder = exported(tmp_path)
     made = adopt(Store(tmp_path / "two"), folder)
-    assert made.key == content_key(CONTENT)
+    assert made.key == KEY
     assert made.info["val_accuracy"] == 1.0
     assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.file("model.safetensors")))
 
@@ -276,12 +456,19 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     folder = exported(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (tmp_path / "secret").write_text("x")
+    loop(folder / "loop")
+    os.mkfifo(folder / "pipe")
     digest = manifest["files"]["model.safetensors"]
     for change, match in (
         ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
         ({"files": {"../out/model.safetensors": digest}}, "outside of its folder"),
         ({"files": {str(folder / "model.safetensors"): digest}}, "outside of its folder"),
         ({"files": {"a\0b": "0" * 64}}, "outside of its folder"),
+        ({"files": {"a" * 5000: "0" * 64}}, "outside of its folder|cannot be read"),
+        ({"files": {"loop/x": "0" * 64}}, "outside of its folder|cannot be read"),
+        ({"files": {"manifest.json": "0" * 64}}, "outside of its folder"),
+        ({"files": {"pipe": "0" * 64}}, "is a pipe or a device"),
+        ({"kind": "locks"}, "names the kind"),
         ({"info": {"val_accuracy": 0.99}}, "was changed: it is not as it was published"),
         ({"kind": "../../etc"}, "names the kind"),
         ({"schema": 99}, "has schema 99"),
@@ -289,7 +476,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         ({"info": None}, "cannot be used"),
         ({"content": CONTENT | {"seed": 7}}, "was changed: its content has the key"),
     ):
-        (folder / "manifest.json").write_text(json.dumps(manifest | change))
+        changed = manifest | change
+        if "files" in change:
+            del changed["digest"]
+        (folder / "manifest.json").write_text(json.dumps(changed))
         with pytest.raises(InputError, match=match):
             adopt(Store(tmp_path / "two"), folder)
     old = {name: said for name, said in manifest.items() if name != "digest"}
@@ -297,6 +487,10 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     with pytest.raises(InputError, match="is damaged"):
         adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(InputError, match="cannot be used"):
+        adopt(Store(tmp_path / "two"), folder)
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)
     assert not Path("exploded").exists()

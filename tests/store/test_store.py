@@ -12,9 +12,9 @@ CONTENT = {"task": "digits", "lr": 1e-4, "seed": 0}
 
 
 def maker(calls: list, text: str = "weights"):
-    def make(place):
+    def make(workspace):
         calls.append(1)
-        (place.out / "model.txt").write_text(text)
+        (workspace.out / "model.txt").write_text(text)
         return {"accuracy": 0.5}
 
     return make
@@ -56,18 +56,18 @@ def test_the_manifest_explains_the_artifact(tmp_path) -> None:
 def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(tmp_path) -> None:
     store = Store(tmp_path)
 
-    def dies(place):
-        (place.resume / "last.ckpt").write_text("step 7")
-        (place.out / "model.txt").write_text("half")
+    def dies(workspace):
+        (workspace.resume / "last.ckpt").write_text("step 7")
+        (workspace.out / "model.txt").write_text("half")
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
         store.obtain("experts", CONTENT, dies)
     assert store.find("experts", CONTENT) is None
 
-    def goes_on(place):
-        assert (place.resume / "last.ckpt").read_text() == "step 7"
-        assert list(place.out.iterdir()) == []
+    def goes_on(workspace):
+        assert (workspace.resume / "last.ckpt").read_text() == "step 7"
+        assert list(workspace.out.iterdir()) == []
         return {}
 
     store.obtain("experts", CONTENT, goes_on)
