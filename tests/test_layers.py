@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
-    {"errors", "machine", "paths"},
+    {"errors", "failure", "machine", "paths"},
     {"workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
@@ -20,6 +20,7 @@ LEFT_TO_RIGHT = [
     {"schema"},
     {"commands"},
     {"runs"},
+    {"programs", "command_line"},
     {"__main__"},
 ]
 BESIDE = {
@@ -28,8 +29,8 @@ BESIDE = {
 }
 ONLY_IN = {
     "lightning": {"training", "runs"},
-    "hydra": {"__main__", "schema", "commands", "runs"},
-    "omegaconf": {"__main__", "schema", "commands", "runs"},
+    "hydra": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
+    "omegaconf": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
     "open_clip": {"backbones"},
     "peft": {"backbones"},
     "transformers": {"backbones", "tasks", "training"},

@@ -104,7 +104,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from mergekit_lab.runs.report import collect
     from mergekit_lab.runs.run import run
 
-    lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
+    lines = [*lines, "stage=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("main", lines, return_hydra_config=True)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.figures import analysis_figure
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
@@ -22,9 +21,7 @@ DATA = "data.json"
 
 def stage_analyze(run: Context) -> None:
     """Run the analysis of the configuration, or find its numbers, and draw them."""
-    analysis = build(run.cfg.analysis)
-    if not isinstance(analysis, Analysis):
-        raise InputError(f"analysis is a {type(analysis).__name__}, not an analysis")
+    analysis = build(run.cfg.analysis, Analysis)
     name = run.choices.get("analysis") or type(analysis).__name__
 
     def make(place: Workplace) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class Context(Setup):
         super().__init__(cfg, choices, shared)
         self.folder = folder
         self.device = resolve_device(self.devices[0])
-        self.tracker: Tracker = build(cfg.logger)
+        self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
         self._told: dict[str, str] = {}

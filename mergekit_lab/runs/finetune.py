@@ -44,7 +44,7 @@ def stage_finetune(run: Context) -> None:
         return
     _decode(run)
     fit = _fit(run) if wants_fit(run.cfg.optimizer) else None
-    if run.place.strategy == "auto":
+    if run.trainer.strategy == "auto":
         run.spread(stage_finetune, _missing(run))
     for number, task in enumerate(run.tasks, start=1):
         if run.mine(task):
@@ -114,11 +114,13 @@ class Training:
         def make(place: Workplace) -> Mapping[str, Any]:
             budget = self.settings
             told = f"{budget.steps} steps" if budget.seconds is None else f"{budget.seconds:g} seconds"
-            if self.run.place.strategy == "auto":
+            if self.run.trainer.strategy == "auto":
                 log.info("%s: training %s", title, told)
                 return self.train(tasks, place)
             devices = (self.run.devices * self.run.processes)[: self.run.processes]
-            log.info("%s: training %s in %d processes (%s)", title, told, len(devices), self.run.place.strategy)
+            log.info(
+                "%s: training %s in %d processes (%s)", title, told, len(devices), self.run.trainer.strategy
+            )
             optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
             shared = (self.run.plain, str(self.run.folder), dict(self.run.choices))
             own = (optimizer, self.settings, None if self.fit is None else dict(self.fit), tasks, place)
@@ -142,7 +144,7 @@ class Training:
                 return self._train(tasks, place, settings)
             except torch.OutOfMemoryError as error:
                 smaller = settings.smaller_micro_batches()
-                if smaller is None or self.run.place.strategy != "auto":
+                if smaller is None or self.run.trainer.strategy != "auto":
                     raise InputError(
                         f"training on {', '.join(tasks)} does not fit the device's memory with "
                         f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
@@ -187,12 +189,13 @@ class Training:
 
     def _trainer(self) -> dict[str, Any]:
         """Lightning's arguments; a process that trains alone does so on the run's device."""
-        place = self.run.place
+        settings = self.run.trainer
         devices: int | list[int] = self.run.processes
-        if place.strategy == "auto":
-            on_card = place.accelerator != "cpu" and self.run.device.type == "cuda"
+        if settings.strategy == "auto":
+            on_card = settings.accelerator != "cpu" and self.run.device.type == "cuda"
             devices = [self.run.device.index] if on_card else 1
-        return asdict(place) | {"devices": devices}
+        shared = {name: value for name, value in asdict(settings).items() if name != "processes"}
+        return shared | {"devices": devices}
 
 
 def _train_a_rank(shared: tuple[Any, ...], own: tuple[Any, ...]) -> Mapping[str, Any]:

@@ -200,5 +200,5 @@ def _first(count: int, share: float) -> Tensor:
 
 def _method(merger: Merger, fields: Mapping[str, Any]) -> Method:
     """The merger's method with other values of some fields."""
-    method: Method = build({**merger.content, **fields}) if fields else merger.method
+    method = build({**merger.content, **fields}, Method) if fields else merger.method
     return method

@@ -29,7 +29,7 @@ from mergekit_lab.reporting import (
 )
 from mergekit_lab.reporting.summary import counted
 from mergekit_lab.runs.adaptive import learning_content, learns
-from mergekit_lab.runs.analyses import TaskVectors
+from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA
 from mergekit_lab.runs.context import Context
 from mergekit_lab.runs.evaluate import SAMPLES, Subject, evaluation_content, subjects
@@ -254,7 +254,7 @@ class _Measured:
     @cached_property
     def _fits(self) -> dict[str, Any]:
         """Of a Laplace distribution to every expert's task vector, by task."""
-        analysis = build(self.run.cfg.analysis)
+        analysis = build(self.run.cfg.analysis, Analysis)
         content = analysis.content(self.run) if isinstance(analysis, TaskVectors) else None
         made = self.run.store.find("analyses", content) if content else None
         fits = json.loads(made.file(DATA).read_text())["fits"] if made else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,18 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import merging
 from mergekit_lab.backbones import Backbone, Parametrization
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.machine import free_bytes, list_devices
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import device_names
 from mergekit_lab.paths import default_store
 from mergekit_lab.runs.published_experts import expert_source, imported_content
 from mergekit_lab.schema.check import build, with_floats, without_null_coefficient
-from mergekit_lab.schema.run import Main, Place, Search, evaluations_a_step, wants_fit
+from mergekit_lab.schema.run import Main, Search, TrainerSettings, evaluations_a_step, wants_fit
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import Settings
@@ -82,18 +81,18 @@ class Setup:
         self.search = Search(**plain["search"])
         self.seed: int = cfg.seed
         self.devices = devices_of(plain["device"])
-        self.place = Place(**plain["trainer"])
+        self.trainer = TrainerSettings(**plain["trainer"])
         self._shared = known = {} if shared is None else shared
 
-        def built(node: DictConfig) -> Any:
+        def built(node: DictConfig, kind: type) -> Any:
             name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
             if name not in known:
-                known[name] = build(node)
+                known[name] = build(node, kind)
             return self._kept(known[name])
 
-        self.backbone: Backbone = built(cfg.backbone)
-        self.parametrization: Parametrization = build(cfg.finetuning)
-        self.tasks: dict[str, Task] = {name: built(node) for name, node in cfg.suite.tasks.items()}
+        self.backbone: Backbone = built(cfg.backbone, Backbone)
+        self.parametrization = build(cfg.finetuning, Parametrization)
+        self.tasks: dict[str, Task] = {name: built(node, Task) for name, node in cfg.suite.tasks.items()}
         if not self.tasks:
             raise InputError("the suite has no tasks")
         for task in self.tasks.values():
@@ -105,7 +104,7 @@ class Setup:
     @property
     def processes(self) -> int:
         """How many processes train one expert together."""
-        return self.place.devices or len(self.devices)
+        return self.trainer.processes or len(self.devices)
 
     @property
     def side_kinds(self) -> list[str]:
@@ -129,13 +128,13 @@ class Setup:
 
     def _check_shares(self) -> None:
         """Processes that train together wait for each other at every micro-batch: they need equally many."""
-        if self.place.strategy == "auto":
+        if self.trainer.strategy == "auto":
             return
         share = max(1, self.training.batch_size // (len(self.tasks) if self.cfg.joint else 1))
         accumulate = self.training.accumulate
         if share < self.processes or (accumulate > 1 and share % (self.processes * accumulate)):
             raise InputError(
-                f"trainer={self.place.strategy}: {share} samples of a task in a batch cannot be shared by "
+                f"trainer={self.trainer.strategy}: {share} samples of a task in a batch cannot be shared by "
                 f"{self.processes} processes in training.accumulate={accumulate} micro-batches each: make "
                 f"training.batch_size a multiple of {self.processes * accumulate} for each task in a batch "
                 "(the joint model has all tasks in it)"
@@ -168,8 +167,7 @@ class Setup:
         """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
         folder = self.store.root / "images"
         held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
-        place = next(p for p in (folder, *folder.parents) if p.is_dir())
-        free, limit = shutil.disk_usage(place).free, self.cfg.images_limit_gb * 1e9
+        free, limit = free_bytes(folder), self.cfg.images_limit_gb * 1e9
         log.info("decoding into the store: %.2f GB, beside %.2f GB of images there", size / 1e9, held / 1e9)
         if held + size > limit or size > free:
             raise InputError(
@@ -192,13 +190,11 @@ class Setup:
     def _merger(self, label: str, node: DictConfig) -> Merger:
         plain: Any = OmegaConf.to_container(node, resolve=True)
         content, open_coefficient = without_null_coefficient(plain)
-        method = build(content)
-        if not isinstance(method, Method):
-            raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
+        method = build(content, Method)
         method.check(tuple(self.tasks))
         searched = open_coefficient and bool(self.search.coefficients)
         for fields in self.search.variants(content) if searched else ():
-            build({**content, **fields}).check(tuple(self.tasks))
+            build({**content, **fields}, Method).check(tuple(self.tasks))
         return Merger(label, method, content, searched)
 
     @cached_property
@@ -357,5 +353,5 @@ def devices_of(device: object) -> list[str]:
             raise InputError("device is an empty list")
         return [str(resolve_device(one)) for one in device]
     if device == "auto":
-        return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+        return list_devices()
     return [str(device)]

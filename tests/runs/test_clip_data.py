@@ -25,7 +25,7 @@ from mergekit_lab.runs.preflight import list_missing, refuse_missing
 from mergekit_lab.runs.run import run
 from mergekit_lab.schema.check import build
 from mergekit_lab.store import content_key
-from mergekit_lab.tasks import decoding
+from mergekit_lab.tasks import HubImages, decoding
 
 ONE_TASK = [
     "suite=clip8",
@@ -36,7 +36,7 @@ ONE_TASK = [
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    task = build({**composed(["suite=clip8"])[0].suite.tasks.eurosat})
+    task = build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages)
     write_repository(task, tmp_path / "data" / "eurosat")
     return tmp_path / "data"
 
@@ -141,7 +141,7 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     """As task arithmetic's and its successors' files are, once they are plain state dicts."""
     state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
     torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "eurosat.pt")
-    more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stages=[finetune,evaluate]"]
+    more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stage=[finetune,evaluate]"]
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
     run(cfg, tmp_path / "run", choices, [])
     made = next((tmp_path / "store").glob("experts/*/model.safetensors"))
@@ -193,7 +193,7 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setitem(room._HUB_NAMES, "glyph-clip", "clip-vit-base-patch32")
-    more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stages=[finetune]"]
+    more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stage=[finetune]"]
     cfg, choices = composed([*more, f"store.root={tmp_path}/store", "device=cpu", "progress=false"])
     assert [line.split(",")[0] for line in list_missing(cfg)[0]] == [
         "eurosat: data set tanganke/eurosat of the hub",
@@ -254,7 +254,7 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
         cfg, choices = composed(
             overrides(
                 data, store, "backbone=glyph_clip", "backbone.crop=[0.5,1.0]", "backbone.flip=true",
-                "joint=false", "stages=[finetune]", "trainer.accelerator=cpu", "training.steps=4",
+                "joint=false", "stage=[finetune]", "trainer.accelerator=cpu", "training.steps=4",
                 "training.warmup_steps=1", "training.batch_size=4", "training.validations=2",
             )
         )  # fmt: skip

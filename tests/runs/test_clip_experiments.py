@@ -60,7 +60,7 @@ def hub(tmp_path_factory) -> Path:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("main", ["suite=clip20", "+task/clip@suite.tasks.emnist_digits=emnist_digits"])
     for seed, (name, node) in enumerate(cfg.suite.tasks.items()):
-        task = build({**node, "class_names": f"{root}/names.txt"})
+        task = build({**node, "class_names": f"{root}/names.txt"}, HubImages)
         assert isinstance(task, HubImages)
         write_repository(task, root / "data" / name, seed, {"train": 20, "test": 4})
         state = OpenClip(ARCHITECTURE, None, seed=100 + seed).model().state_dict()
@@ -131,7 +131,7 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
     for published in cfg.published:
         rows = read_published(published)
         assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
-    cfg.stages = [stage for stage in cfg.stages if stage != "report"]
+    cfg.stage = [stage for stage in cfg.stage if stage != "report"]
     run(cfg, tmp_path, choices, [])
 
 

@@ -19,6 +19,7 @@ from mergekit_lab.runs.preflight import list_missing
 from mergekit_lab.runs.published_experts import expert_missing, expert_source
 from mergekit_lab.runs.run import run
 from mergekit_lab.schema.check import build
+from mergekit_lab.tasks import HubImages
 from mergekit_lab.tasks.hub import cached_data, download_data
 
 NAME = "tiny-clip"
@@ -53,7 +54,7 @@ def published(tmp_path_factory) -> Path:
     """EuroSAT, two sets of weights and an expert, with files beside them that nobody wants."""
     root = tmp_path_factory.mktemp("hub")
     data = root / "datasets/tanganke/eurosat"
-    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}), data)
+    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages), data)
     write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
     for seed, tag in enumerate(WEIGHTS.values()):
         place = root / "models" / tag["hf_hub"]
@@ -125,7 +126,7 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     online.clear()
     more = added.replace("FOLDER", f"{tmp_path}/carried").split()
-    here = build(composed([*RUN, *more])[0].backbone)
+    here = build(composed([*RUN, *more])[0].backbone, OpenClip)
     assert here.quick_gelu() == there.quick_gelu() == (weights == "openai")
     with torch.no_grad():
         assert torch.equal(here.model()(pixels), wanted)
@@ -209,7 +210,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
     for name, job in jobs.items():
         carried, _ = composed([*RUN, f"backbone.architecture={name}", *more])
         assert list_missing(carried) == ([], [])
-        backbone, task = build(carried.backbone), build(carried.suite.tasks.eurosat)
+        backbone, task = build(carried.backbone, OpenClip), build(carried.suite.tasks.eurosat, HubImages)
         wanted = OpenClip(name, job[0].partition("=")[2])
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
         found = expert_source(carried.experts, backbone, task)

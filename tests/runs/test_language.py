@@ -132,7 +132,7 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
     settings, match, folders, tmp_path
 ) -> None:
-    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.devices=2",
+    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
                       "trainer.accelerator=cpu", *settings)  # fmt: skip
     with pytest.raises(InputError, match=match):
         Context(*_args(made, tmp_path))
@@ -156,7 +156,7 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
-    asked = ["stages=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
+    asked = ["stage=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
     cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
     run(cfg, tmp_path / "run", choices, [])
     context = Context(cfg, tmp_path, choices)
@@ -202,7 +202,7 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
 def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
     store = tmp_path / "store"
     for name, *more in (
-        ("ctl", "stages=[finetune,analyze]"),
+        ("ctl", "stage=[finetune,analyze]"),
         ("landscape", "stage=analyze", "analysis.points=2"),
         ("alpha_sweep", "stage=analyze", "analysis.points=2", "merger=task_arithmetic"),
     ):

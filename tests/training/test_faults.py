@@ -172,12 +172,12 @@ def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_pat
         cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
         return Context(cfg, tmp_path, choices).expert_content("digits")
 
-    two = ["trainer=ddp", "trainer.devices=2"]
-    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.devices=2")
+    two = ["trainer=ddp", "trainer.processes=2"]
+    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.processes=2")
     assert key("optimizer=sam") == key("optimizer=sam", *two)
     for own in (
         ["optimizer=sam", "optimizer.sync_ascent=false"],
         ["optimizer=mergopt", "optimizer.per_rank=true"],
     ):
         assert key(*own, *two) == key(*own) | {"processes": 2}
-        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.devices=3")
+        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.processes=3")
