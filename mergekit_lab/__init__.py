@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "merge": "mergekit_lab.commands.write",
+    "merge": "mergekit_lab.commands.merge_checkpoints",
     "expand": "mergekit_lab.commands.expand",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",

@@ -1,6 +1,5 @@
 """`python -m mergekit_lab +experiment=quickstart`"""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -24,41 +23,40 @@ class UserError(CompactHydraException):
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
-    gc.disable()  # imports leave 180,000 objects that stay: looking for garbage among them takes a tenth longer
-    from mergekit_lab.runs.entry import execute
+    from mergekit_lab.programs import start
 
-    gc.enable()
     settings = HydraConfig.get()
     try:
-        return execute(
+        return start(
             cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
         )
     except InputError as error:
         raise UserError(str(error)) from error
 
 
-_ON_CHECKPOINTS = ("diagnose", "expand", "merge_checkpoints")
+def _told_in_one_line() -> None:
+    """`main`, with Hydra's complaints about the command line in our words."""
+    from mergekit_lab.command_line import explain
 
-
-def _for_hydra(arguments: list[str]) -> list[str]:
-    """The command line as Hydra can read it.
-
-    Its grammar knows no ×, which reports are asked for with (`table=optimizer×merger`). Stages on checkpoints
-    have a configuration of their own, the experiment of their name: `stage=diagnose` takes it.
-    """
-    read = [each.replace("×", "*") if each.startswith("table=") else each for each in arguments]
-    if not any(each.startswith("+experiment=") for each in read):
-        read += [f"+experiment={stage}" for stage in _ON_CHECKPOINTS if f"stage={stage}" in read]
-    return read
+    if "HYDRA_FULL_ERROR" in os.environ:
+        main()
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what Hydra would print
+    try:
+        main()
+    except CompactHydraException as error:
+        print(explain(error), file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
+    from mergekit_lab.command_line import for_hydra
     from mergekit_lab.workers import leave, raise_on_sigterm
 
-    sys.argv[1:] = _for_hydra(sys.argv[1:])
+    sys.argv[1:] = for_hydra(sys.argv[1:])
     raise_on_sigterm()
     try:
-        main()
+        _told_in_one_line()
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         leave(130)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 
 class InputError(ValueError):
@@ -20,3 +21,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     near = get_close_matches(name, options, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {listing(options, 20)}"
+
+
+def abbreviate(value: object) -> str:
+    """A value as a message shows it: its `repr`, cut short however large or deep it is."""
+    return _SHORT.repr(value)
+
+
+_SHORT = Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = 120

@@ -7,8 +7,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
+from mergekit_lab.command_line import for_hydra
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 TINY = [
     "+experiment=quickstart",
@@ -35,8 +36,9 @@ TINY = [
 def composed(overrides: list[str]):
     """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
     GlobalHydra.instance().clear()
+    options, overrides = partition(for_hydra(overrides))
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("main", overrides, return_hydra_config=True)
+        cfg = compose(options.get("--config-name", "main"), overrides, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     choices = dict(cfg.hydra.runtime.choices)
     with open_dict(cfg):
@@ -44,10 +46,16 @@ def composed(overrides: list[str]):
     return cfg, choices
 
 
+def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Hydra's own options, and the overrides."""
+    options = dict(each.split("=", 1) for each in arguments if each.startswith("--"))
+    return options, [each for each in arguments if not each.startswith("--")]
+
+
 def merge_command(tmp_path: Path, *arguments: str) -> None:
     """`python -m mergekit_lab +experiment=merge_checkpoints …`."""
     cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
-    execute(cfg, tmp_path / "run", choices, list(arguments))
+    start(cfg, tmp_path / "run", choices, list(arguments))
 
 
 def plain(cfg):

@@ -21,7 +21,7 @@ SIZES = {"train": 20, "test": 6}
 def published(name: str, folder: Path) -> HubImages:
     """The task of this name as configured, on the data in a folder."""
     node = yaml.safe_load((conf_dir() / "task" / "clip" / f"{name}.yaml").read_text())
-    return build({**node, "source": str(folder), "root": None})
+    return build({**node, "source": str(folder), "root": None}, HubImages)
 
 
 def encoded(seed: int, width: int = 40, height: int = 32, kind: str = "PNG") -> bytes:

@@ -22,6 +22,7 @@ LEFT_TO_RIGHT = [
     {"schema"},
     {"commands"},
     {"runs"},
+    {"programs", "command_line"},
     {"__main__"},
 ]
 BESIDE = {
@@ -30,8 +31,8 @@ BESIDE = {
 }
 ONLY_IN = {
     "lightning": {"training", "runs"},
-    "hydra": {"__main__", "schema", "commands", "runs"},
-    "omegaconf": {"__main__", "schema", "commands", "runs"},
+    "hydra": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
+    "omegaconf": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
     "open_clip": {"backbones"},
     "peft": {"backbones"},
     "transformers": {"checkpoints", "backbones", "tasks", "training"},

@@ -1,6 +1,6 @@
 """Does what the stage diagnose measures of two experts foretell what merging them costs?
 
-    python -m mergekit_lab +experiment=quickstart suite=glyphs8 'stages=[finetune,curvature]' joint=false \
+    python -m mergekit_lab +experiment=quickstart suite=glyphs8 'stage=[finetune,curvature]' joint=false \
         curvature=fisher store.root=STORE
     python experiments/diagnose/study.py --store STORE --out experiments/diagnose/results.json
 

@@ -28,12 +28,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from composing import TINY, composed
 
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 
 def _child(folder: Path, store: Path, more: list[str]) -> None:
     cfg, choices = composed([*TINY, "training.validations=4", f"store.root={store}", *more])
-    execute(cfg, folder, choices, [])
+    start(cfg, folder, choices, [])
 
 
 def _start(work: Callable[[], None], told: Path) -> int:

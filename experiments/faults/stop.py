@@ -124,7 +124,7 @@ def main() -> None:
     )  # where a shell has it ignored, runs would ignore it too
     shutil.rmtree(given.place, ignore_errors=True)
     prepared = given.place / "prepared"
-    ready = ["stages=[finetune,merge]", "merger=average"]
+    ready = ["stage=[finetune,merge]", "merger=average"]
     finished(start(prepared, given.place / "first", *ready), given.place / "first")
     moments, rows = random.Random(given.seed), []
     for phase in given.phases:

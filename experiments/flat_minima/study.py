@@ -100,11 +100,11 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from omegaconf import open_dict
 
     from mergekit_lab.paths import conf_dir
-    from mergekit_lab.runs.entry import execute
+    from mergekit_lab.programs import start
     from mergekit_lab.runs.report import collect
     from mergekit_lab.runs.run import Run
 
-    lines = [*lines, "stages=[finetune,curvature,merge,evaluate]"]
+    lines = [*lines, "stage=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("main", lines, return_hydra_config=True)
@@ -112,7 +112,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     choices = dict(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]
-    execute(cfg, folder, choices, lines)
+    start(cfg, folder, choices, lines)
     context = Run(cfg, folder, choices)
     return context, collect(context)
 

@@ -77,7 +77,7 @@ class Gallery:
             suffix: of its folder, where the analysis is run with several settings.
         """
         folder = f"{kind}{suffix}-{optimizer}"
-        which = [f"stages=[{before},analyze]"] if before else ["stage=analyze"]
+        which = [f"stage=[{before},analyze]"] if before else ["stage=analyze"]
         trained = [] if optimizer == "adamw" else [f"optimizer={optimizer}"]
         small = ["analysis.points=5"] if self.tiny and any("points" in s for s in settings) else []
         made = self.run(folder, *which, *trained, f"analysis={kind}", *settings, *small)

@@ -45,7 +45,7 @@ ConfigStore.instance().store(
 
 
 class ComparisonSweeper(BasicSweeper):
-    """`BasicSweeper` after `stages.plan`, and before the report of `stages.report`.
+    """`BasicSweeper` after `runs.plan`, and before the report of `runs.report`.
 
     A launcher that works on jobs at a time gets the trainings first, one a job, so that no job waits for
     another's expert; under `basic` whoever comes first trains. What an experiment sweeps over
@@ -173,13 +173,14 @@ class ComparisonSweeper(BasicSweeper):
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
         from mergekit_lab.runs.given_up import SHARED, give_up
         from mergekit_lab.runs.plan import shared_training, unmade
+        from mergekit_lab.schema.check import list_stages
 
         here = isinstance(self.launcher, BasicLauncher)
         if (
             here
             or "suite" not in self.config
             or self.config.only is not None
-            or "finetune" not in self._stages()
+            or "finetune" not in list_stages(self.config)
         ):
             return
         runs = self._runs(jobs)
@@ -191,8 +192,7 @@ class ComparisonSweeper(BasicSweeper):
         trainings = [
             [
                 *jobs[numbers[work.job]],
-                "stage=null",
-                "stages=[finetune,curvature]",
+                "stage=[finetune,curvature]",
                 *([] if work.only is None else [f"only=[{work.only}]"]),
                 f"hydra.sweep.subdir={SHARED}/{place}",
             ]
@@ -214,9 +214,6 @@ class ComparisonSweeper(BasicSweeper):
             return str(json.loads(file.read_text())["error"])
         except (OSError, ValueError):
             return "its process died"
-
-    def _stages(self) -> list[str]:
-        return [self.config.stage] if self.config.stage else list(self.config.stages)
 
     def _begun(self) -> dict[Path, int]:
         """Jobs' folders, and when each was begun, by the clock of the file system."""

@@ -100,14 +100,12 @@ class LocalLauncher(Launcher):
             self._pool = None
 
     def _devices(self) -> list[str]:
-        import torch
-
-        from mergekit_lab.machine import usable_cores
+        from mergekit_lab.machine import list_devices, usable_cores
 
         if self.devices is not None:
             return list(self.devices)
-        cards = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-        return cards or ["cpu"] * max(1, usable_cores() // 2)
+        devices = list_devices()
+        return devices if devices != ["cpu"] else ["cpu"] * max(1, usable_cores() // 2)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,8 @@ def run_one(hydra_context: HydraContext, master: DictConfig, overrides: list[str
     setbase(master.hydra.runtime.version_base)
     Plugins.instance()  # they register what configurations are made of
     JobRuntime.instance().set("name", master.hydra.job.name)
-    device = [] if any(o.startswith("device=") for o in overrides) else ["device=auto"]
+    takes_device = "device" in master and not any(o.startswith("device=") for o in overrides)
+    device = ["device=auto"] if takes_device else []
     config = hydra_context.config_loader.load_sweep_config(master, [*overrides, *device])
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number

@@ -1,4 +1,4 @@
-"""Stage diagnose: which experts will interfere, and where, read from checkpoints that are there already."""
+"""Which experts will interfere, and where, from checkpoints that are there already."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from annotated_types import Ge
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measured_layers
 from mergekit_lab.analysis.interference import plain_sums
-from mergekit_lab.commands.merge_checkpoints import read_sources
 from mergekit_lab.commands.prepare import prepare
+from mergekit_lab.commands.sources import read_sources
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.schema.check import TopLevel
 
 log = logging.getLogger(__name__)
-NAME = "diagnose"
 FILE = "diagnosis.json"
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Diagnose(TopLevel):
-    """The top level of the configuration of this stage, which builds no backbone and no task.
+class Diagnose:
+    """The configuration of the command.
 
     Args:
         base: a folder, a file or a hub id.
@@ -42,65 +40,73 @@ class Diagnose(TopLevel):
         include, exclude: name patterns of tensors.
         embeddings: intersect, pad or base, where vocabularies differ.
         rank: leading singular vectors of a matrix that are compared.
+        device: where the arithmetic happens.
+        seed: of the sketches that singular vectors are found from.
+        progress: show a bar.
     """
 
+    command: Literal["diagnose"]
     base: str | None
+    experts: Any
     fishers: Any
     include: list[str] | None
     exclude: list[str]
     embeddings: str | None
-    rank: int
+    rank: Annotated[int, Ge(1)]
+    device: str | int
+    seed: int
+    progress: bool
+    run_dir: str
 
+    def run(self, folder: Path) -> None:
+        """Measure, write `diagnosis.json` into `folder`, and print the tables.
 
-def run_diagnose(cfg: DictConfig, folder: Path) -> None:
-    """Measure, write `diagnosis.json` into `folder`, and print the tables.
+        Raises:
+            InputError: inputs that are missing or do not belong together.
+        """
+        if not self.base:
+            raise InputError("base is not set: base=<folder, file or hub id>")
+        if not self.experts:
+            raise InputError("experts is not set: experts=[a,b] or experts=@list.txt")
+        begun = time.monotonic()
+        found, notes = self._measure()
+        advice = advise(found)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(as_json(found, advice, notes), indent=1, allow_nan=False) + "\n")
+        for note in notes:
+            log.info("%s", note)
+        show(found, advice, Console())
+        seconds = time.monotonic() - begun
+        log.info("diagnosed %d experts in %.0f s: %s", len(found.experts), seconds, folder / FILE)
 
-    Raises:
-        InputError: inputs that are missing or do not belong together.
-    """
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    given = Diagnose(**plain)
-    if not given.base:
-        raise InputError("base is not set: base=<folder, file or hub id>")
-    if not given.experts:
-        raise InputError("experts is not set: experts=[a,b] or experts=@list.txt")
-    begun = time.monotonic()
-    found, notes = _measured(given)
-    advice = advise(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(as_json(found, advice, notes), indent=1, allow_nan=False) + "\n")
-    for note in notes:
-        log.info("%s", note)
-    show(found, advice, Console())
-    log.info("diagnosed %d experts in %.0f s: %s", len(found.experts), time.monotonic() - begun, folder / FILE)
-
-
-def _measured(given: Diagnose) -> tuple[Interference, Sequence[str]]:
-    statistics = {} if given.fishers is None else {"fisher": read_sources(given.fishers, "fishers")}
-    prepared = prepare(
-        given.base or "",
-        read_sources(given.experts, "experts"),
-        TaskArithmetic(),
-        statistics=statistics,
-        include=given.include,
-        exclude=given.exclude,
-        embeddings=given.embeddings,
-    )
-    inputs = open_inputs(
-        prepared.base, prepared.experts, prepared.method, include=prepared.include, exclude=prepared.left_out
-    )
-    fishers = prepared.side.get("fisher")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = device if given.device == "auto" else given.device
-    found = Interference(tuple(inputs.experts), fishers is not None)
-    layers = measured_layers(
-        inputs, fishers=fishers, rank=given.rank, device=resolve_device(device), seed=given.seed
-    )
-    for layer, traces in track(
-        layers, "diagnosing", total=len(inputs.merged), disable=not given.progress, transient=True
-    ):
-        found.add(layer, traces)
-    return found, prepared.notes
+    def _measure(self) -> tuple[Interference, Sequence[str]]:
+        statistics = {} if self.fishers is None else {"fisher": read_sources(self.fishers, "fishers")}
+        prepared = prepare(
+            self.base or "",
+            read_sources(self.experts, "experts"),
+            TaskArithmetic(),
+            statistics=statistics,
+            include=self.include,
+            exclude=self.exclude,
+            device=self.device,
+            embeddings=self.embeddings,
+        )
+        inputs = open_inputs(
+            prepared.base,
+            prepared.experts,
+            prepared.method,
+            include=prepared.include,
+            exclude=prepared.left_out,
+        )
+        fishers = prepared.side.get("fisher")
+        found = Interference(tuple(inputs.experts), fishers is not None)
+        device = resolve_device(prepared.device[0])
+        layers = measured_layers(inputs, fishers=fishers, rank=self.rank, device=device, seed=self.seed)
+        for layer, traces in track(
+            layers, "diagnosing", total=len(inputs.merged), disable=not self.progress, transient=True
+        ):
+            found.add(layer, traces)
+        return found, prepared.notes
 
 
 def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str]) -> dict[str, Any]:

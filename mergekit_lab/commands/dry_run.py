@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from mergekit_lab.checkpoints import (
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.commands.write import input_files
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_real, check_same_names, select_tensors
@@ -109,8 +109,7 @@ def _place_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> li
         problems = ["out is not set: out=<folder>"]
     else:
         problems = _problem(check_out, out.expanduser(), overwrite, input_files(prepared))
-    devices = [prepared.device] if isinstance(prepared.device, str) else prepared.device
-    for device in devices:
+    for device in prepared.device:
         problems += _problem(resolve_device, device)
     return problems
 
@@ -147,8 +146,7 @@ def _merged_names(prepared: Prepared, result: Report) -> list[str]:
 def _room(out: Path | None, written: int, result: Report) -> str:
     if out is None:
         return "no out=… is set"
-    there = next(parent for parent in out.expanduser().absolute().parents if parent.exists())
-    free = shutil.disk_usage(there).free
+    free = free_bytes(out)
     if free < written:
         result.problems.append(f"out={out} needs {size_text(written)} of disk and {size_text(free)} are free")
     return f"{size_text(free)} of disk are free at {out}"
@@ -177,7 +175,7 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     folded = 3 * largest * item * adapters
     results = (2 * workers + 4) * stored
     held = _FIXED + results + folded + (blocks + counters if method.elementwise else whole)
-    if prepared.device == "cpu":
+    if set(prepared.device) == {"cpu"}:
         device = "no device memory: the arithmetic is on the CPU"
     else:
         device = f"device memory: about {size_text(_device_memory(prepared, sizes, item, whole) + counters)}"
@@ -236,7 +234,7 @@ def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int])
         return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
 
     name = max(merged, key=telling)
-    device = prepared.device if isinstance(prepared.device, str) else prepared.device[0]
+    device = prepared.device[0]
     if method.elementwise:
         return _clock(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)
     small, large = (_clock(method, name, (n, n), list(prepared.experts), device) for n in _SIDES)

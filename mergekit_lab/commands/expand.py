@@ -1,4 +1,4 @@
-"""Stage expand: the model that low-rank factors and their base make, with all experts' shares or some."""
+"""The model that low-rank factors and their base make, with all experts' shares or some."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from annotated_types import Ge
 from rich.progress import track
 
 from mergekit_lab.checkpoints import (
@@ -28,10 +28,8 @@ from mergekit_lab.checkpoints import (
 from mergekit_lab.commands.prepare import plan_output
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source
-from mergekit_lab.schema.check import TopLevel
 
 log = logging.getLogger(__name__)
-NAME = "expand"
 
 
 def expand(
@@ -95,36 +93,36 @@ def _card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None)
 
 
 @dataclass(frozen=True)
-class Expand(TopLevel):
-    """The top level of the configuration of this stage; for its own keys see `expand`."""
+class Expand:
+    """The configuration of the command; `expand` says what its keys are."""
 
+    command: Literal["expand"]
     low_rank: str | None
     base: str | None
     out: str | None
     tasks: list[str] | None
     coefficient: float | None
     overwrite: bool
-    max_shard_bytes: int
+    max_shard_bytes: Annotated[int, Ge(1)]
+    progress: bool
+    run_dir: str
 
+    def run(self, folder: Path) -> None:
+        """Expand.
 
-def run_expand(cfg: DictConfig) -> None:
-    """Expand.
-
-    Raises:
-        InputError: it does not work.
-    """
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    given = Expand(**plain)
-    if not (given.low_rank and given.base and given.out):
-        raise InputError("set low_rank=<folder of factors>, base=<folder, file or hub id> and out=<folder>")
-    out = expand(
-        given.low_rank,
-        given.base,
-        given.out,
-        tasks=given.tasks,
-        coefficient=given.coefficient,
-        overwrite=given.overwrite,
-        max_shard_bytes=given.max_shard_bytes,
-        progress=given.progress,
-    )
-    log.info("expanded %s into %s", given.low_rank, out)
+        Raises:
+            InputError: it does not work.
+        """
+        if not (self.low_rank and self.base and self.out):
+            raise InputError("set low_rank=<folder of factors>, base=<folder, file or hub id> and out=<folder>")
+        out = expand(
+            self.low_rank,
+            self.base,
+            self.out,
+            tasks=self.tasks,
+            coefficient=self.coefficient,
+            overwrite=self.overwrite,
+            max_shard_bytes=self.max_shard_bytes,
+            progress=self.progress,
+        )
+        log.info("expanded %s into %s", self.low_rank, out)

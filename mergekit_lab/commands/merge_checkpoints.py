@@ -1,31 +1,96 @@
-"""Stage merge_checkpoints: merge models that are there already, from folders, files or the hub."""
+"""Merge models that are there already, from folders, files or the hub: from Python, and as a command."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from annotated_types import Ge
 
-from mergekit_lab.commands.dry_run import report
-from mergekit_lab.commands.prepare import Prepared, prepare
-from mergekit_lab.commands.recipe import read_recipe
+from mergekit_lab.checkpoints import MAX_SHARD_BYTES
+from mergekit_lab.commands.prepare import Devices, Prepared, prepare
+from mergekit_lab.commands.sources import read_sources
 from mergekit_lab.commands.write import check_format, write
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
-from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.schema.check import TopLevel, build, without_null_coefficient
+from mergekit_lab.merging.inputs import Source, Sources, list_patterns
+from mergekit_lab.schema.target import Target
 
 log = logging.getLogger(__name__)
-NAME = "merge_checkpoints"
+
+
+def merge(
+    base: Source,
+    experts: Sources,
+    out: str | Path,
+    method: Method,
+    *,
+    fishers: Sources | None = None,
+    grams: Sources | None = None,
+    statistics: Mapping[str, Sources] | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    dtype: str | torch.dtype | None = None,
+    device: Devices = "auto",
+    embeddings: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    format: str = "dense",
+    metrics: Mapping[str, float] | None = None,
+    progress: bool = False,
+) -> Path:
+    """Merge models into a folder that `transformers` or open_clip loads.
+
+    Args:
+        base: `θ0`: a folder, a file, a hub id (`org/name@revision`) or a state dict.
+        experts: a mapping from name to the same or to a PEFT adapter's folder; or a list, named by folder.
+        out: the folder to be made; whole or not at all.
+        method: what to do, e.g. `TIES(preset="mergekit", density=0.2)`.
+        fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
+        statistics: side inputs by kind, each a mapping by expert name or a list in the experts' order.
+        include, exclude: name patterns, or one; tensors not included, or excluded, stay the base's.
+        dtype: of the result's floating-point tensors; each tensor's own by default.
+        device: where the arithmetic happens: "auto", one device, or a list of them.
+        embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
+        tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
+            default.
+        overwrite: replace `out` if a merge wrote it.
+        max_shard_bytes: of one file; 5 GB by default.
+        format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
+            with every expert's share apart; `expand` makes the model of them.
+        metrics: numbers for the model card.
+        progress: show a bar.
+
+    Returns:
+        `out`.
+
+    Raises:
+        InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
+    """
+    for name, number in (metrics or {}).items():
+        if not isinstance(number, int | float):
+            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
+    for kind, given in (("fisher", fishers), ("gram", grams)):
+        if given is not None:
+            statistics = {**(statistics or {}), kind: given}
+    prepared = prepare(
+        base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
+        dtype=dtype, device=device, embeddings=embeddings, tokenizer_from=tokenizer_from,
+        max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    return write(
+        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
+    )
 
 
 @dataclass(frozen=True)
-class MergeCheckpoints(TopLevel):
-    """The top level of the configuration of this stage, which builds no backbone and no task.
+class MergeCheckpoints:
+    """The configuration of the command.
 
     Args:
         base: a folder, a file or a hub id.
@@ -43,11 +108,17 @@ class MergeCheckpoints(TopLevel):
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
+        device: where the arithmetic happens.
+        seed: of methods that draw random numbers.
+        progress: show a bar.
     """
 
+    command: Literal["merge_checkpoints"]
     base: str | None
+    experts: Any
     out: str | None
     recipe: str | None
+    merger: Target[Method] | None
     fishers: Any
     grams: Any
     include: list[str] | None
@@ -56,121 +127,98 @@ class MergeCheckpoints(TopLevel):
     tokenizer_from: str | None
     dtype: str | None
     format: str
+    dry_run: bool
     overwrite: bool
-    max_shard_bytes: int
+    max_shard_bytes: Annotated[int, Ge(1)]
+    device: str | int | list[str | int]
+    seed: int
+    progress: bool
+    run_dir: str
 
+    def run(self, folder: Path) -> None:
+        """Merge, or with `dry_run` say whether it would work.
 
-def run_merge_checkpoints(cfg: DictConfig) -> None:
-    """Merge, or with `dry_run` say whether it would work.
+        Raises:
+            InputError: it does not work.
+        """
+        prepared, recipe = self._prepare()
+        check_format(prepared, self.format)
+        out = Path(self.out) if self.out else None
+        if self.dry_run:
+            _print_report(prepared, out, self.overwrite, self.format)
+            return
+        if out is None:
+            raise InputError("out is not set: out=<folder>")
+        write(
+            prepared, out, overwrite=self.overwrite, format=self.format, progress=self.progress, recipe=recipe
+        )
+        for note in prepared.notes:
+            log.info("%s", note)
+        total = sum(path.stat().st_size for path in out.expanduser().iterdir())
+        log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
 
-    Raises:
-        InputError: it does not work.
-    """
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    given = MergeCheckpoints(**plain)
-    prepared, text = _prepare(given, cfg)
-    out = Path(given.out) if given.out else None
-    check_format(prepared, given.format)
-    if given.dry_run:
-        found = report(prepared, out, given.overwrite, given.format)
-        print(found.text())
-        if not found.works:
-            raise InputError("the merge would not work: see the problems above")
-        return
-    if out is None:
-        raise InputError("out is not set: out=<folder>")
-    write(prepared, out, overwrite=given.overwrite, format=given.format, progress=given.progress, recipe=text)
-    for note in prepared.notes:
-        log.info("%s", note)
-    total = sum(path.stat().st_size for path in out.expanduser().iterdir())
-    log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
+    def _prepare(self) -> tuple[Prepared, str | None]:
+        """The opened inputs, and the recipe's text if there is one."""
+        sides = {"fisher": self.fishers, "gram": self.grams}
+        shared: dict[str, Any] = {
+            "statistics": {
+                kind: read_sources(value, f"{kind}s") for kind, value in sides.items() if value is not None
+            },
+            "include": self.include,
+            "exclude": self.exclude,
+            "device": self.device,
+            "max_shard_bytes": self.max_shard_bytes,
+            "read": not self.dry_run,
+        }
+        if self.recipe is not None:
+            return self._prepare_recipe(Path(self.recipe).expanduser(), shared)
+        if not self.base:
+            raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
+        if not self.experts:
+            raise InputError("experts is not set: experts=[a,b], experts=@list.txt, or recipe=merge.yml")
+        prepared = prepare(
+            self.base,
+            read_sources(self.experts, "experts"),
+            self._method(),
+            dtype=self.dtype,
+            embeddings=self.embeddings,
+            tokenizer_from=self.tokenizer_from,
+            **shared,
+        )
+        return prepared, None
 
+    def _prepare_recipe(self, file: Path, shared: Mapping[str, Any]) -> tuple[Prepared, str]:
+        from mergekit_lab.commands.recipes import read_recipe
 
-def _prepare(given: MergeCheckpoints, cfg: DictConfig) -> tuple[Prepared, str | None]:
-    shared: dict[str, Any] = {
-        "statistics": {
-            kind: read_sources(value, name)
-            for kind, name, value in (("fisher", "fishers", given.fishers), ("gram", "grams", given.grams))
-            if value is not None
-        },
-        "include": given.include,
-        "exclude": given.exclude,
-        "device": parse_devices(given.device),
-        "max_shard_bytes": given.max_shard_bytes,
-        "read": not given.dry_run,
-    }
-    if given.recipe is not None:
-        clashing = [name for name in ("base", "experts", "merger") if getattr(given, name)]
+        clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
             raise InputError(
-                f"recipe={given.recipe} says what {' and '.join(clashing)} are: give one or the other"
+                f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
             )
-        recipe = read_recipe(Path(given.recipe).expanduser(), seed=given.seed)
+        recipe = read_recipe(file, seed=self.seed)
         prepared = prepare(
             recipe.base,
             recipe.experts,
             recipe.method,
-            dtype=given.dtype or recipe.dtype,
-            embeddings=given.embeddings or recipe.embeddings,
-            tokenizer_from=given.tokenizer_from or recipe.tokenizer_from,
+            dtype=self.dtype or recipe.dtype,
+            embeddings=self.embeddings or recipe.embeddings,
+            tokenizer_from=self.tokenizer_from or recipe.tokenizer_from,
             **shared,
         )
         return replace(prepared, notes=[*recipe.notes, *prepared.notes]), recipe.text
-    if not given.base:
-        raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
-    if not given.experts:
-        raise InputError("experts is not set: experts=[a,b], experts=@list.txt, or recipe=merge.yml")
-    prepared = prepare(
-        given.base,
-        read_sources(given.experts, "experts"),
-        _method(cfg),
-        dtype=given.dtype,
-        embeddings=given.embeddings,
-        tokenizer_from=given.tokenizer_from,
-        **shared,
-    )
-    return prepared, None
+
+    def _method(self) -> Method:
+        from mergekit_lab.schema.check import build, without_null_coefficient
+
+        if self.merger is None:
+            raise InputError("no merger is set: merger=ties merger.preset=mergekit, or recipe=merge.yml")
+        return build(without_null_coefficient(self.merger)[0], Method)
 
 
-def _method(cfg: DictConfig) -> Method:
-    if cfg.merger is None:
-        raise InputError("no merger is set: merger=ties merger.preset=mergekit, or recipe=merge.yml")
-    node: Any = OmegaConf.to_container(cfg.merger, resolve=True)
-    method = build(without_null_coefficient(node)[0])
-    if not isinstance(method, Method):
-        raise InputError(f"merger is a {type(method).__name__}, not a merging method")
-    return method
+def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
+    from mergekit_lab.commands.dry_run import report
 
-
-def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
-    """A list, a mapping, or the lines of the file that `@path` names.
-
-    Raises:
-        InputError: none of these, or an empty one.
-    """
-    if isinstance(value, str):
-        if not value.startswith("@"):
-            raise InputError(f"{what}={value} is one path: give a list, {what}=[{value}], or {what}=@list.txt")
-        file = Path(value[1:]).expanduser()
-        if not file.is_file():
-            raise InputError(f"{what}={value}: there is no file {file}")
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{what}={value}: {file} cannot be read ({error})") from None
-        value = [line for line in lines if line and not line.startswith("#")]
-        pairs = [line.split("=", 1) for line in value]
-        if pairs and all(len(pair) == 2 and "/" not in pair[0] for pair in pairs):
-            names = [name.strip() for name, _ in pairs]
-            if len(set(names)) < len(names):
-                raise InputError(f"{what}={value}: {file} gives a name twice ({listing(names)})")
-            return {name.strip(): path.strip() for name, path in pairs}
-    if not isinstance(value, list | Mapping) or not value:
-        raise InputError(f"{what} is {value!r}; it must be a list or a mapping of checkpoints")
-    paths = list(value.values()) if isinstance(value, Mapping) else value
-    odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
-    if odd:
-        raise InputError(f"{what} holds {odd[0]!r}, which is no path")
-    if isinstance(value, Mapping):
-        return {str(name): str(path) for name, path in value.items()}
-    return [str(path) for path in paths]
+    found = report(prepared, out, overwrite, format)
+    print(found.text())
+    if not found.works:
+        raise InputError("the merge would not work: see the problems above")

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mergekit_lab.checkpoints import (
-    ADAPTER_FILES,
     FLOATING,
-    LIBRARIES,
     MAX_SHARD_BYTES,
     TRANSFORMERS,
     Checkpoint,
@@ -33,11 +31,14 @@ from mergekit_lab.checkpoints import (
     vocabulary_rows,
     written_specs,
 )
+from mergekit_lab.commands.sources import last_part, name_sources
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method
+from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.inputs import Source, Sources
 
-Devices = str | Sequence[str]
+Devices = str | int | Sequence[str | int]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Prepared:
     opened: Mapping[str, Checkpoint]
     side: Mapping[str, Mapping[str, Checkpoint]]
     method: Method
-    device: Devices
+    device: Sequence[str]
     dtype: torch.dtype | None
     include: Sequence[str] | None
     exclude: Sequence[str]
@@ -178,7 +179,7 @@ def prepare(
         opened=opened,
         side=side,
         method=method if isinstance(method, Method) else method(same.base),
-        device=_device(device),
+        device=read_devices(device),
         dtype=read_dtype(dtype),
         include=include,
         exclude=exclude,
@@ -197,38 +198,6 @@ def prepare(
 
 def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
-
-
-def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Inputs by name: a mapping's own names, `names` in order, or the names of the folders, if they differ.
-
-    Raises:
-        InputError: the wrong number of them, or names that are no expert's.
-    """
-    if isinstance(sources, Mapping):
-        named = {str(name): source for name, source in sources.items()}
-        if names is not None and named.keys() != set(names):
-            raise InputError(
-                f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
-            )
-        return named
-    if isinstance(sources, str | Path):
-        raise InputError(f"{what} is one path ({sources}): give a list or a mapping")
-    listed = list(sources)
-    if names is not None:
-        if len(listed) != len(names):
-            raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
-        return dict(zip(names, listed, strict=True))
-    called = [_folder_or_file(s) if isinstance(s, str | Path) else "" for s in listed]
-    unique = len(set(called)) == len(called) and all(called)
-    return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
-
-
-def _folder_or_file(source: str | Path) -> str:
-    """A path's last part, but for a file whose name is every model's."""
-    path = Path(source)
-    known = path.name in ADAPTER_FILES or any(path.name in library.weights for library in LIBRARIES)
-    return path.absolute().parent.name if known else path.name
 
 
 def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bool) -> Checkpoint:
@@ -292,10 +261,14 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
         )
 
 
-def _device(device: Devices) -> Devices:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device if isinstance(device, str) else list(device)
+def read_devices(device: Devices) -> list[str]:
+    """Devices by name; `auto` is all that there are of CUDA, else the CPU.
+
+    Raises:
+        InputError: no name, or no list of them.
+    """
+    names = parse_devices(device)
+    return list_devices() if names == "auto" else [names] if isinstance(names, str) else names
 
 
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -324,6 +297,6 @@ def _called(source: Any) -> str:
         return source
     if isinstance(source, str | Path):
         path = Path(source).absolute()
-        folder = _folder_or_file(path)
+        folder = last_part(path)
         return folder if folder == path.name else f"{folder}/{path.name}"
     return "in memory"

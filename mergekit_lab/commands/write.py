@@ -7,7 +7,6 @@ they come.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import Progress
 from torch import Tensor
 
 from mergekit_lab.checkpoints import (
-    MAX_SHARD_BYTES,
     Card,
     LowRankRecord,
     ShardedWriter,
@@ -32,77 +29,11 @@ from mergekit_lab.checkpoints import (
     new_folder,
     versions,
 )
-from mergekit_lab.commands.prepare import Devices, Prepared, prepare
+from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging import Method, merge_factors, merge_tensors, require_factors
+from mergekit_lab.machine import free_bytes
+from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.blocks import Notes
-from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.merging.inputs import Source, Sources, list_patterns
-
-
-def merge(
-    base: Source,
-    experts: Sources,
-    out: str | Path,
-    method: Method,
-    *,
-    fishers: Sources | None = None,
-    grams: Sources | None = None,
-    statistics: Mapping[str, Sources] | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-    dtype: str | torch.dtype | None = None,
-    device: Devices = "auto",
-    embeddings: str | None = None,
-    tokenizer_from: str | Path | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    format: str = "dense",
-    metrics: Mapping[str, float] | None = None,
-    progress: bool = False,
-) -> Path:
-    """Merge models into a folder that `transformers` or open_clip loads.
-
-    Args:
-        base: `θ0`: a folder, a file, a hub id (`org/name@revision`) or a state dict.
-        experts: a mapping from name to the same or to a PEFT adapter's folder; or a list, named by folder.
-        out: the folder to be made; whole or not at all.
-        method: what to do, e.g. `TIES(preset="mergekit", density=0.2)`.
-        fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
-        statistics: side inputs by kind, each a mapping by expert name or a list in the experts' order.
-        include, exclude: name patterns, or one; tensors not included, or excluded, stay the base's.
-        dtype: of the result's floating-point tensors; each tensor's own by default.
-        device: where the arithmetic happens: "auto", one device, or a list of them.
-        embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
-        tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
-            default.
-        overwrite: replace `out` if a merge wrote it.
-        max_shard_bytes: of one file; 5 GB by default.
-        format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
-            with every expert's share apart; `expand` makes the model of them.
-        metrics: numbers for the model card.
-        progress: show a bar.
-
-    Returns:
-        `out`.
-
-    Raises:
-        InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
-    """
-    for name, number in (metrics or {}).items():
-        if not isinstance(number, int | float):
-            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
-    for kind, given in (("fisher", fishers), ("gram", grams)):
-        if given is not None:
-            statistics = {**(statistics or {}), kind: given}
-    prepared = prepare(
-        base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
-        dtype=dtype, device=parse_devices(device), embeddings=embeddings, tokenizer_from=tokenizer_from,
-        max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
-    return write(
-        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
-    )
 
 
 def write(
@@ -115,7 +46,7 @@ def write(
     progress: bool = False,
     recipe: str | None = None,
 ) -> Path:
-    """Merge what was prepared into `out`; see `merge`."""
+    """Merge what was prepared into the folder `out`; `merge` says what the arguments are."""
     out = out.expanduser()
     check_out(out, overwrite, input_files(prepared))
     check_format(prepared, format)
@@ -208,8 +139,7 @@ def input_files(prepared: Prepared) -> list[Path]:
 
 
 def _check_room(out: Path, needed: int) -> None:
-    there = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(there).free
+    free = free_bytes(out)
     if needed > free:
         raise InputError(f"out={out} needs {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free")
 

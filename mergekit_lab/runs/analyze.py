@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.figures import analysis_figure
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
@@ -27,20 +26,12 @@ DATA = "data.json"
 @declare
 def analysis_node(run: Run) -> Node:
     """The numbers of the analysis that the configuration names."""
-    built = build_analysis(run)
+    built = build(run.cfg.analysis, Analysis)
     return Node(
         "analyses", f"the analysis {_name(run, built)}", "analyze", None,
         decide=lambda: built.content(run),
         make=lambda workspace: _compute(run, built, workspace),
     )  # fmt: skip
-
-
-def build_analysis(run: Run) -> Analysis:
-    """The analysis of the configuration."""
-    built = build(run.cfg.analysis)
-    if not isinstance(built, Analysis):
-        raise InputError(f"analysis is a {type(built).__name__}, not an analysis")
-    return built
 
 
 def _name(run: Run, built: Analysis) -> str:
@@ -55,7 +46,7 @@ def _compute(run: Run, built: Analysis, workspace: Workspace) -> Mapping[str, An
 
 def stage_analyze(run: Run) -> None:
     """Run the analysis of the configuration, or find its numbers, and draw them."""
-    built = build_analysis(run)
+    built = build(run.cfg.analysis, Analysis)
     name = _name(run, built)
     artifact = run.obtain(analysis_node(run))
     text = artifact.file(DATA).read_text()

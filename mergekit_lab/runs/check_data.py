@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.schema.check import build
-from mergekit_lab.tasks import DataCheck, ImageTask, check_task
+from mergekit_lab.tasks import DataCheck, ImageTask, Task, check_task
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
         InputError: images that cannot be decoded, or labels that cannot be those of the class names; after all
             tasks were looked at.
     """
-    tasks = [build(node) for node in cfg.suite.tasks.values()]
+    tasks = [build(node, Task) for node in cfg.suite.tasks.values()]
     found = []
     for task in tasks:
         if not isinstance(task, ImageTask):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import free_bytes
 from mergekit_lab.store import Store
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ class StoreKeeper:
         """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
         folder = self.store.root / "images"
         held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
-        there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-        free, limit = shutil.disk_usage(there).free, self.images_limit_gb * 1e9
+        free, limit = free_bytes(folder), self.images_limit_gb * 1e9
         log.info("decoding into the store: %.2f GB, beside %.2f GB of images there", size / 1e9, held / 1e9)
         if held + size > limit or size > free:
             raise InputError(

@@ -41,8 +41,7 @@ class Merger:
 
     def with_fields(self, fields: Mapping[str, Any]) -> Method:
         """The method with other values of some fields."""
-        method: Method = build({**self.content, **fields}) if fields else self.method
-        return method
+        return build({**self.content, **fields}, Method) if fields else self.method
 
     @property
     def coefficient(self) -> float | None:
@@ -75,11 +74,9 @@ def build_mergers(nodes: Mapping[str, DictConfig], search: Search, tasks: Sequen
 def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...]) -> Merger:
     plain: Any = OmegaConf.to_container(node, resolve=True)
     content, is_open = without_null_coefficient(plain)
-    method = build(content)
-    if not isinstance(method, Method):
-        raise InputError(f"mergers.{label} is a {type(method).__name__}, not a merging method")
+    method = build(content, Method)
     method.check(tasks)
     searched = is_open and bool(search.coefficients)
     for fields in search.variants(content) if searched else ():
-        build({**content, **fields}).check(tasks)
+        build({**content, **fields}, Method).check(tasks)
     return Merger(label, method, content, searched)

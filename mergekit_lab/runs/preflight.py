@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from mergekit_lab.backbones import OpenClip
+from mergekit_lab.backbones import Backbone, OpenClip
 from mergekit_lab.checkpoints import unreachable
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.published_experts import expert_missing, expert_source
@@ -99,6 +99,8 @@ def _missing_expert(given: Any, backbone: Any, task: HubImages) -> str | None:
 def parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
     """The backbone, and those tasks whose data comes from elsewhere."""
     tasks = [
-        build(node) for node in cfg.suite.tasks.values() if str(node.get("_target_")).endswith("HubImages")
+        build(node, HubImages)
+        for node in cfg.suite.tasks.values()
+        if str(node.get("_target_")).endswith("HubImages")
     ]
-    return build(cfg.backbone), tasks
+    return build(cfg.backbone, Backbone), tasks

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.reporting import Beside, Record, set_beside
-from mergekit_lab.runs.analyses import TaskVectors
+from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, analysis_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.merge import merged_node
@@ -96,7 +96,7 @@ class _Measured:
     @cached_property
     def _fits(self) -> dict[str, Any]:
         """Of a Laplace distribution to every expert's task vector, by task."""
-        asked = isinstance(build(self.run.cfg.analysis), TaskVectors)
+        asked = isinstance(build(self.run.cfg.analysis, Analysis), TaskVectors)
         artifact = self.run.find(analysis_node(self.run)) if asked else None
         fits = json.loads(artifact.file(DATA).read_text())["fits"] if artifact else {}
         return {task: fit["laplace"] for task, fit in fits.items()}

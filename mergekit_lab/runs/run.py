@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
@@ -28,7 +28,7 @@ from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.schema.check import build, with_floats
-from mergekit_lab.schema.run import Main, Place, Search
+from mergekit_lab.schema.run import Main, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import TrainingSettings
@@ -69,14 +69,14 @@ class Run:
         self.seed: int = cfg.seed
         self.training = TrainingSettings(**plain["training"])
         self.search = Search(**plain["search"])
-        self.trainer = Place(**plain["trainer"])
+        self.trainer = TrainerSettings(**plain["trainer"])
         self.devices = resolve_devices(plain["device"])
         self.device = resolve_device(self.devices[0])
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
         self._shared: dict[str, Any] = {} if shared is None else shared
-        self.backbone: Backbone = self._build(cfg.backbone)
-        self.parametrization: Parametrization = build(cfg.finetuning)
-        self.tasks: dict[str, Task] = {name: self._build(node) for name, node in cfg.suite.tasks.items()}
+        self.backbone: Backbone = self._build(cfg.backbone, Backbone)
+        self.parametrization = build(cfg.finetuning, Parametrization)
+        self.tasks: dict[str, Task] = {name: self._build(node, Task) for name, node in cfg.suite.tasks.items()}
         self._check()
         mergers = dict(cfg.mergers)
         if cfg.merger is not None:
@@ -87,7 +87,7 @@ class Run:
         for name in self.only or ():
             if name not in units:
                 raise InputError(f"only names {name!r}{suggestion(name, units)}")
-        self.tracker: Tracker = build(cfg.logger)
+        self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
         self.nodes: dict[Any, Node] = {}
@@ -96,11 +96,11 @@ class Run:
         self._objectives: dict[str, Objective] = {}
         self._pool: Pool | None = None
 
-    def _build(self, node: DictConfig) -> Any:
+    def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
         name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
         if name not in self._shared:
-            self._shared[name] = build(node)
+            self._shared[name] = build(node, kind)
         built = self._shared[name]
         if hasattr(built, "kept_by"):
             return built.kept_by(StoreKeeper(self.store, self.cfg.images_limit_gb))
@@ -136,7 +136,7 @@ class Run:
     @property
     def processes(self) -> int:
         """How many processes train one expert together."""
-        return self.trainer.devices or len(self.devices)
+        return self.trainer.processes or len(self.devices)
 
     @cached_property
     def base_content(self) -> dict[str, str]:
@@ -294,7 +294,7 @@ def resolve_devices(device: object) -> list[str]:
             raise InputError("device is an empty list")
         return [str(resolve_device(one)) for one in device]
     if device == "auto":
-        return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+        return list_devices()
     return [str(device)]
 
 

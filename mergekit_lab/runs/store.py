@@ -18,7 +18,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
 from mergekit_lab.runs.graph import wanted
 from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.run import StorePlace, build, check
+from mergekit_lab.schema.run import StoreSettings, build, check
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
 
@@ -35,7 +35,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         InputError: an action that needs something else, or damage that `verify` found.
     """
     check(cfg)
-    place = StorePlace(**cfg.store)
+    place = StoreSettings(**cfg.store)
     store = Store(Path(place.root).expanduser() if place.root else default_store())
     if cfg.dry_run and place.action in ("export", "import"):
         log.info("dry_run: nothing is done by store.action=%s store.path=%s", place.action, _path(place))
@@ -53,7 +53,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         {"explain": _explain, "prune": _prune}[place.action](run, place)
 
 
-def _chosen(store: Store, place: StorePlace, others: Sequence[Artifact] = ()) -> list[Artifact]:
+def _chosen(store: Store, place: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
     """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
     found = [a for a in (*store.artifacts(), *others) if place.kind in (None, a.kind)]
     if place.key is not None:
@@ -65,7 +65,7 @@ def _chosen(store: Store, place: StorePlace, others: Sequence[Artifact] = ()) ->
     return found
 
 
-def _list(store: Store, place: StorePlace) -> None:
+def _list(store: Store, place: StoreSettings) -> None:
     cut = list(half_made(store))
     by_kind: dict[str, list[Artifact]] = defaultdict(list)
     for artifact in _chosen(store, place, cut):
@@ -90,7 +90,7 @@ def _described(artifact: Artifact) -> str:
     return ", ".join(told)
 
 
-def _verify(store: Store, place: StorePlace, removes: bool) -> None:
+def _verify(store: Store, place: StoreSettings, removes: bool) -> None:
     """Name what is not as it was published, and take it out where that is confirmed."""
     chosen = _chosen(store, place, list(unreadable(store)))
     wrong = damages(chosen)
@@ -109,7 +109,7 @@ def _verify(store: Store, place: StorePlace, removes: bool) -> None:
         log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
 
 
-def _explain(run: Run, place: StorePlace) -> None:
+def _explain(run: Run, place: StoreSettings) -> None:
     """Why what this run wants was not found: what is nearest, and where it parts from it."""
     missing = [node for node in wanted(run) if place.kind in (None, node.kind) and not run.find(node)]
     if not missing:
@@ -132,7 +132,7 @@ def _explain(run: Run, place: StorePlace) -> None:
                  part.wanted, part.stored, more)  # fmt: skip
 
 
-def _prune(run: Run, place: StorePlace) -> None:
+def _prune(run: Run, place: StoreSettings) -> None:
     names = {(node.kind, node.key) for node in wanted(run)}
     chosen = [
         artifact
@@ -152,13 +152,13 @@ def _prune(run: Run, place: StorePlace) -> None:
     log.info("removed %d artifacts, %s", len(chosen), freed)
 
 
-def _path(place: StorePlace) -> Path:
+def _path(place: StoreSettings) -> Path:
     if place.path is None:
         raise InputError(f"store.action={place.action} needs store.path=FOLDER")
     return Path(place.path).expanduser()
 
 
-def _export(store: Store, place: StorePlace, cfg: DictConfig) -> None:
+def _export(store: Store, place: StoreSettings, cfg: DictConfig) -> None:
     """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
     the configuration names its backbone, what a library needs to load it."""
     out = _path(place)
@@ -185,7 +185,7 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     made_of = artifact.content.get("backbone") or artifact.content.get("base")
     if "model.safetensors" not in artifact.files or not made_of:
         return []
-    backbone: Backbone = build(cfg.backbone)
+    backbone = build(cfg.backbone, Backbone)
     try:
         if backbone.identity() == made_of:
             return backbone.write_companions(folder)

@@ -132,7 +132,8 @@ class Training:
         if run.trainer.strategy == "auto":
             on_card = run.trainer.accelerator != "cpu" and run.device.type == "cuda"
             devices = [run.device.index] if on_card else 1
-        return asdict(run.trainer) | {"devices": devices}
+        shared = {name: value for name, value in asdict(run.trainer).items() if name != "processes"}
+        return shared | {"devices": devices}
 
 
 def _train_a_rank(

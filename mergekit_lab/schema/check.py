@@ -2,77 +2,70 @@
 
 Hydra refuses a misspelled key on the command line only; keys that come from a file or with `+key=` would be
 ignored or fail late. So the composed configuration is compared, key by key, with what takes it: the fields of
-a schema's dataclasses, and the signature behind every `_target_`.
+a schema's dataclasses, and the signature behind every `_target_`. A target is called only after the schema, or
+the signature that takes what it makes, has said of which class that must be.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.schema.target import Target
+from mergekit_lab.schema.values import check_value, inner_type, options_of
 
-_HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_"}
-_SEQUENCES = (list, tuple, Sequence, Iterable)
-_MAPPINGS = (dict, Mapping)
-Target = dict
-"""Marks a field whose content is built by its `_target_`."""
-
-
-@dataclass(frozen=True)
-class TopLevel:
-    """What `main.yaml` itself sets, whichever stage is run; not every stage reads all of it."""
-
-    data_root: str | None
-    sources: dict[str, str | None]
-    images_limit_gb: float
-    fetch_to: str
-    experts: Any
-    published: list[str]
-    mergers: dict[str, Target]
-    merger: Target | None
-    optimizer_of: dict[str, Target]
-    stages: list[str]
-    stage: str | None
-    seed: int
-    joint: bool
-    device: Any
-    only: list[str] | None
-    dry_run: bool
-    evaluation_batch_size: int
-    progress: bool
-    run_dir: str
-    runs: str | int | list[str | int] | None
-    table: str | None
-    metric: str
-    objective: str | None
+T = TypeVar("T")
+_HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_"}
 
 
-def build(node: Any) -> Any:
+def build(node: Any, kind: Callable[..., T]) -> T:
     """What a node's `_target_` makes; the object's own complaints come through as they are.
 
+    Args:
+        node: a group with a `_target_`.
+        kind: the class that it must make, or a subclass of it.
+
     Raises:
-        InputError: the target refuses its arguments.
+        InputError: the target is no such class, or refuses its arguments.
     """
+    made = _instantiate(node, kind)
+    if isinstance(made, partial):
+        raise InputError(f"{node['_target_']} says `_partial_`: leave that out")
+    return made
+
+
+def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
+    """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
+    made = _instantiate(node, kind)
+    if not isinstance(made, partial):
+        raise InputError(f"the configuration of {node['_target_']} must say `_partial_: true`")
+    return made
+
+
+def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
+    plain: Any = OmegaConf.to_container(
+        node if OmegaConf.is_config(node) else OmegaConf.create(node), resolve=True
+    )
+    _check(plain, Target[kind], ())  # type: ignore[valid-type]
     try:
         return instantiate(node, _convert_="all")
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, InputError):
             raise cause from None
-        raise InputError(f"{node.get('_target_')} cannot be built: {cause or error}") from None
+        raise InputError(f"{plain['_target_']} cannot be built: {cause or error}") from None
 
 
 def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
@@ -83,26 +76,29 @@ def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
 
 
 def _as_declared(value: Any, hint: Any) -> Any:
-    options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     if type(value) is int:
+        options = [
+            get_args(option)[0] if hasattr(option, "__metadata__") else option for option in options_of(hint)
+        ]
         return float(value) if float in options and int not in options else value
     if isinstance(value, list):
-        inner = next((get_args(option)[0] for option in options if get_args(option)), Any)
-        return [_as_declared(item, inner) for item in value]
+        return [_as_declared(item, inner_type(hint, value)) for item in value]
     if not isinstance(value, Mapping):
         return value
-    hints = _hints_of(value["_target_"]) if "_target_" in value else {}
-    if is_dataclass(hint):
-        hints = get_type_hints(hint)
-    inner = next((get_args(option)[-1] for option in options if get_origin(option) in (dict, Mapping)), Any)
-    return {name: _as_declared(item, hints.get(name, inner)) for name, item in value.items()}
+    hints: Mapping[str, Any] = {}
+    if "_target_" in value:
+        with suppress(Exception):  # one that is not there is refused by the check
+            hints = _hints_of_target(get_object(value["_target_"]))
+    elif is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+    return {name: _as_declared(item, hints.get(name, inner_type(hint, value))) for name, item in value.items()}
 
 
-def _hints_of(target: str) -> Mapping[str, Any]:
-    """The types of what a target takes, where they can be told."""
-    with suppress(Exception):  # one that is not there is refused by the check
-        found: Any = get_object(target)
-        return get_type_hints(found.__init__ if inspect.isclass(found) and not is_dataclass(found) else found)
+def _hints_of_target(target: Any) -> Mapping[str, Any]:
+    """The types of what a class or a function takes, where they can be told."""
+    taker = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
+    with suppress(NameError, TypeError, AttributeError):
+        return get_type_hints(taker, include_extras=True)
     return {}
 
 
@@ -111,122 +107,107 @@ def check_against(cfg: DictConfig, schema: type) -> None:
 
     Raises:
         InputError: an unknown key (with its file and the nearest known one), an interpolation that does not
-            resolve, or a value of the wrong kind or range.
+            resolve, a value of the wrong type or range, or a `_target_` that makes something else.
     """
     try:
         plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise InputError(f"the configuration does not resolve: {str(error).splitlines()[0]}") from None
-    _check_fields(plain, schema, ())
+    _check_keys(plain, schema, ())
 
 
-def _check_fields(node: Mapping[str, Any], kind: type, path: tuple[str, ...]) -> None:
-    hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
-    _refuse_unknown(node, known, path)
-    missing = [name for name in known if name not in node and not _has_default(kind, name)]
-    if missing:
-        raise InputError(f"the configuration lacks {'.'.join((*path, missing[0]))}")
-    # groups with ranges first: optimizers interpolate training's values, which are told of by their own name
-    for name in sorted(node, key=lambda name: not is_dataclass(hints[name])):
-        _check_value(node[name], hints[name], (*path, name))
-    if path:
-        _construct(kind, node, path)
-
-
-def _construct(kind: type, node: Mapping[str, Any], path: tuple[str, ...]) -> None:
-    """Let the dataclass check its ranges; a wrong type there is a user's mistake too."""
+def _check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
+    """A group of keys that a dataclass of the schema reads, which then checks what crosses fields."""
+    where = ".".join(path)
+    if not isinstance(node, Mapping):
+        raise InputError(f"{where} is {abbreviate(node)}; it must be a group of keys")
+    _check_keys(node, kind, path)
     try:
         kind(**node)
     except TypeError as error:
-        raise InputError(f"{'.'.join(path)}: {error}") from None
+        raise InputError(f"{where}: {error}") from None
 
 
-def _has_default(kind: type, name: str) -> bool:
-    return inspect.signature(kind).parameters[name].default is not inspect.Parameter.empty
+def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> None:
+    """The keys of a group against the fields of a schema's dataclass, or what a target takes."""
+    is_target = "_target_" in node
+    parameters = inspect.signature(taker).parameters
+    hints = _hints_of_target(taker) if is_target else get_type_hints(taker, include_extras=True)
+    keys = {name: value for name, value in node.items() if not (is_target and name in _HYDRA_KEYS)}
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        _refuse_unknown(keys, parameters, path)
+    lacking = [name for name, each in parameters.items() if name not in keys and each.default is each.empty]
+    if lacking and not is_target:
+        raise InputError(f"the configuration lacks {'.'.join((*path, lacking[0]))}")
+    # groups first: optimizers interpolate training's values, which are told of by their own name
+    for name in keys if is_target else sorted(keys, key=lambda name: not is_dataclass(hints[name])):
+        if is_target and name == "coefficient" and keys[name] is None:
+            continue  # validation chooses it
+        if not is_target and is_dataclass(hints[name]):
+            _check_group(keys[name], hints[name], (*path, name))
+        else:
+            _check(keys[name], hints.get(name, Any), (*path, name))
 
 
-def _check_value(value: Any, hint: Any, path: tuple[str, ...]) -> None:
-    where = ".".join(path)
-    if is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise InputError(f"{where} is {value!r}; it must be a group of keys")
-        _check_fields(value, hint, path)  # type: ignore[arg-type]
-    elif not _fits(value, hint):
-        raise InputError(f"{where} is {value!r}; it must be {_called(hint)}")
-    elif hint == dict[str, Target]:
-        for name, inner in value.items():
-            _check_value(inner, Target, (*path, str(name)))
-    elif isinstance(value, Mapping) and "_target_" in value:
-        _check_target(value, path)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value of a configuration is of the type that a field or a parameter declares."""
+def _check(value: Any, hint: Any, path: tuple[str, ...]) -> None:
+    """One value against its type, and every target in it."""
     if isinstance(value, Mapping) and "_target_" in value:
-        return True  # what it makes is known when it is made
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (UnionType, Union):
-        return any(_fits(value, option) for option in arguments)
-    if origin is Literal:
-        return value in arguments
-    if hint in (Any, None, NoneType):
-        return hint is Any or value is None
-    if hint is Target:
-        return False
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
-    if origin in _SEQUENCES or hint in _SEQUENCES:
-        inner = arguments[0] if arguments else Any
-        return isinstance(value, list) and all(_fits(item, inner) for item in value)
-    if origin in _MAPPINGS or hint in _MAPPINGS:
-        inner = arguments[-1] if arguments else Any
-        return isinstance(value, Mapping) and (inner is Target or all(_fits(v, inner) for v in value.values()))
-    if hint is Path:
-        return isinstance(value, str)
-    if not isinstance(hint, type):
-        return True
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        _check_target(value, hint, path)
+    elif (isinstance(value, Mapping) and inner_type(hint, value) is not Any) or _holds_target(value):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            _check(item, inner_type(hint, value), (*path, str(name)))
+    else:
+        check_value(value, hint, ".".join(path))
 
 
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+def _holds_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_holds_target, value.values()))
+    return isinstance(value, list) and any(map(_holds_target, value))
 
 
-def _called(hint: Any) -> str:
-    if hint is Target:
-        return "a group with a _target_"
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    kind = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
-    return f"of type {kind.replace('dict', 'group')}"
-
-
-def _check_target(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
+def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> None:
+    """Resolve a `_target_`, and refuse one that does not make what its place asks for: it is not called."""
+    where = ".".join((*path, "_target_"))
+    wanted = _classes(hint)
+    if not wanted:
+        raise InputError(f"{where} is {abbreviate(node['_target_'])}: nothing is built at this place")
     try:
         target = get_object(node["_target_"])
-    except Exception as error:
-        raise InputError(f"{'.'.join(path)}._target_: {error}") from None
-    parameters = inspect.signature(target).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    given = {name: value for name, value in node.items() if name not in _HYDRA_KEYS}
-    _refuse_unknown(given, parameters, path)
-    hints = _hints_of(node["_target_"])
-    for name, value in given.items():
-        where = ".".join((*path, name))
-        if isinstance(value, Mapping) and "_target_" in value:
-            _check_target(value, (*path, name))
-        elif name == "coefficient" and value is None:
-            continue  # validation chooses it
-        elif not _fits(value, hints.get(name, Any)):
-            raise InputError(f"{where} is {value!r}; it must be {_called(hints[name])}")
-        elif not _is_finite(value):
-            raise InputError(f"{where} is {value!r}; it must be finite")
+    except Exception as error:  # importing a user's module may raise anything
+        raise InputError(f"{where}: {error}") from None
+    made = target if inspect.isclass(target) else _returned_class(target)
+    if made is None or not issubclass(made, wanted):
+        names = " or ".join(kind.__name__ for kind in wanted)
+        raise InputError(
+            f"{where} is {abbreviate(node['_target_'])}; it must be a {names}, or a subclass of it"
+        )
+    _check_keys(node, target, path)
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes that may be made where this type is declared."""
+    found: list[type] = []
+    for option in options_of(hint):
+        origin, arguments = get_origin(option), get_args(option)
+        if origin is Target and get_origin(arguments[0]) is Literal:
+            found += [get_class(name) for name in get_args(arguments[0])]
+        elif origin is Target:
+            found += _classes(arguments[0])
+        elif origin is Callable and arguments:
+            found += _classes(arguments[-1])
+        elif inspect.isclass(option) and option is not Any and option.__module__ != "builtins":
+            found.append(option)
+    return tuple(found)
+
+
+def _returned_class(target: Any) -> type | None:
+    """What a function says it returns; our own functions are no targets."""
+    if str(getattr(target, "__module__", "")).partition(".")[0] == "mergekit_lab":
+        return None
+    returned = _hints_of_target(target).get("return") if callable(target) else None
+    return returned if inspect.isclass(returned) else None
 
 
 def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[str, ...]) -> None:
@@ -257,22 +238,6 @@ def _origin(key: str, name: str) -> str:
     return "in the composed configuration"
 
 
-def check_slice(cfg: DictConfig) -> None:
-    """Refuse a `table` and a `metric` that the report could not draw, before any work.
-
-    Raises:
-        InputError: unknown names, or mergers that are no dimension though one run has many.
-    """
-    from mergekit_lab.reporting import parse_table
-
-    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
-    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
-        raise InputError(
-            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
-            f"table={cfg.table}@merger:NAME"
-        )
-
-
 def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
     kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
@@ -283,17 +248,21 @@ def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool
     return kept, found
 
 
+def list_stages(cfg: DictConfig) -> list[str]:
+    """The stages that `stage` names: one, or a list."""
+    return [cfg.stage] if isinstance(cfg.stage, str) else list(cfg.stage or ())
+
+
 def stage_list(cfg: DictConfig, known: Iterable[str]) -> list[str]:
-    """The stages asked for, `stage=X` before `stages=[…]`.
+    """The same, if all of them are known.
 
     Raises:
-        InputError: an unknown stage.
+        InputError: an unknown stage, or none.
     """
-    known = list(known)
-    wanted = [cfg.stage] if cfg.stage else list(cfg.stages or ())
+    known, wanted = list(known), list_stages(cfg)
     for name in wanted:
         if name not in known:
-            raise InputError(f"there is no stage {name!r}{suggestion(name, known)}")
+            raise InputError(f"there is no stage {name!r}{suggestion(str(name), known)}")
     if not wanted:
-        raise InputError(f"stages is empty; known: {listing(known)}")
+        raise InputError(f"stage is empty; known: {listing(known)}")
     return wanted

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
 
-from mergekit_lab.backbones import Linearized, LoRA, Parametrization
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.backbones import Backbone, Linearized, LoRA, Parametrization
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import Method
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.schema.check import Target, TopLevel, build, check_against, check_slice
+from mergekit_lab.reporting import Tracker
+from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
+from mergekit_lab.schema.target import Target
+from mergekit_lab.tasks import Task
 from mergekit_lab.training import TrainingSettings
-
-_ACTIONS = ("list", "verify", "explain", "prune", "export", "import")
-_ESTIMATES = ("per_sample", "first_moment")
-OBJECTIVES = ("normalized", "value")
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
-STRATEGIES = ("auto", "ddp", "fsdp")
-
-__all__ = [
-    "Curvature",
-    "Main",
-    "Search",
-    "StorePlace",
-    "Suite",
-    "build",
-    "check",
-    "evaluations_a_step",
-    "optimizer_factory",
-    "wants_fit",
-    "with_chosen_merger",
-]
 
 
 @dataclass(frozen=True)
@@ -49,27 +35,22 @@ class Curvature:
     Args:
         kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts; what mergers
             ask for is computed besides. Null: that alone.
-        samples: training images a task, the first of a seeded shuffle; at least 1.
-        fraction: the same as a share of the training images, in (0, 1]; in place of `samples`.
+        samples: training images a task, the first of a seeded shuffle.
+        fraction: the same as a share of the training images; in place of `samples`.
         estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
             of what Adam would remember of batches of `training.batch_size` at the expert's weights.
         sampled: draw a Fisher's labels from the model instead of taking the true ones; per sample alone.
         chunk: samples whose activations are held at a time.
     """
 
-    kind: str | None
-    samples: int | None
-    fraction: float | None
-    estimate: str
+    kind: Literal["fisher", "gram"] | None
+    samples: Annotated[int, Ge(1)] | None
+    fraction: Annotated[float, Gt(0), Le(1)] | None
+    estimate: Literal["per_sample", "first_moment"]
     sampled: bool
-    chunk: int
+    chunk: Annotated[int, Ge(1)]
 
     def __post_init__(self) -> None:
-        if self.kind not in (None, "fisher", "gram"):
-            known = suggestion(str(self.kind), ["fisher", "gram"])
-            raise InputError(f"curvature.kind is {self.kind!r}{known}")
-        if self.estimate not in _ESTIMATES:
-            raise InputError(f"curvature.estimate is {self.estimate!r}{suggestion(self.estimate, _ESTIMATES)}")
         if self.sampled and self.estimate != "per_sample":
             raise InputError("curvature.sampled=true draws a label a sample: it needs estimate=per_sample")
         if (self.samples is None) == (self.fraction is None):
@@ -77,11 +58,6 @@ class Curvature:
                 f"curvature.samples is {self.samples} and curvature.fraction {self.fraction}: set one and "
                 "leave the other null"
             )
-        for name in ("samples", "chunk"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"curvature.{name} is {value}; it must be at least 1")
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise InputError(f"curvature.fraction is {self.fraction}; it must be in (0, 1]")
 
     def count(self, images: int) -> int:
         """How many of a task's training images are used."""
@@ -106,26 +82,15 @@ class Search:
     """
 
     coefficients: list[float]
-    method: str = "grid"
+    method: Literal["grid", "halving"] = "grid"
     prune: bool = True
-    patience: int | None = None
-    refine: int = 2
-    fields: dict[str, Any] | None = None
+    patience: Annotated[int, Ge(1)] | None = None
+    refine: Annotated[int, Ge(0)] = 2
+    fields: dict[str, Annotated[list[Any], MinLen(1)]] | None = None
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(value) for value in self.coefficients):
-            raise InputError(f"search.coefficients are {self.coefficients}; they must be finite")
-        if self.method not in ("grid", "halving"):
-            raise InputError(f"search.method is {self.method!r}{suggestion(self.method, ['grid', 'halving'])}")
         if self.method == "halving" and len(self.coefficients) == 1:
             raise InputError("search.method=halving needs two or more search.coefficients to begin with")
-        if self.patience is not None and self.patience < 1:
-            raise InputError(f"search.patience is {self.patience}; it must be at least 1, or null")
-        if self.refine < 0:
-            raise InputError(f"search.refine is {self.refine}; it must be at least 0")
-        for name, values in (self.fields or {}).items():
-            if not isinstance(values, list) or not values:
-                raise InputError(f"search.fields.{name} is {values!r}; it must be a list of values")
 
     def content(self) -> dict[str, Any]:
         """What of it decides a choice, for the names of results."""
@@ -143,41 +108,33 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainerSettings:
     """Where and how training runs: what of `lightning.Trainer` decides nothing of the result.
 
     Args:
-        accelerator: Lightning's name: auto, cpu, gpu, cuda, mps.
-        devices: processes that train one expert together, one a device; null takes one for each of the run's
+        accelerator: Lightning's name.
+        processes: how many train one expert together, one a device; null takes one for each of the run's
             devices. More than 1 needs a strategy.
         strategy: "auto", one process an expert; "ddp", the batch is spread over processes; "fsdp", the
             weights too (FSDP2).
         deterministic: refuse operations whose result varies from run to run.
     """
 
-    accelerator: str
-    devices: int | None
-    strategy: str = "auto"
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"]
+    processes: Annotated[int, Ge(1)] | None
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise InputError(f"trainer.strategy is {self.strategy!r}{suggestion(self.strategy, STRATEGIES)}")
-        if self.accelerator not in ACCELERATORS:
+        if self.strategy == "auto" and self.processes != 1:
             raise InputError(
-                f"trainer.accelerator is {self.accelerator!r}{suggestion(self.accelerator, ACCELERATORS)}"
-            )
-        if self.devices is not None and self.devices < 1:
-            raise InputError(f"trainer.devices is {self.devices}; it must be at least 1, or null")
-        if self.strategy == "auto" and self.devices != 1:
-            raise InputError(
-                f"trainer.devices is {self.devices}, and one process trains an expert: choose trainer=ddp or "
-                "trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
+                f"trainer.processes is {self.processes}, and one process trains an expert: choose trainer=ddp "
+                "or trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
             )
 
 
 @dataclass(frozen=True)
-class StorePlace:
+class StoreSettings:
     """Where artifacts are kept, and what `stage=store` does there.
 
     Args:
@@ -185,7 +142,7 @@ class StorePlace:
         action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
             is not there; "prune"; "export" one artifact as a folder; "import" such a folder.
         kind, key: narrow it to a kind ("experts"), or to keys that begin so.
-        older_than: narrow it to what was made more than so many days ago, at least 0.
+        older_than: narrow it to what was made more than so many days ago.
         which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
             goes where `kind` names it.
         confirm: verify and prune remove; otherwise they say what would go.
@@ -193,21 +150,13 @@ class StorePlace:
     """
 
     root: str | None
-    action: str = "list"
+    action: Literal["list", "verify", "explain", "prune", "export", "import"] = "list"
     kind: str | None = None
     key: str | None = None
-    older_than: float | None = None
-    which: str = "others"
+    older_than: Annotated[float, Ge(0)] | None = None
+    which: Literal["all", "run", "others"] = "others"
     confirm: bool = False
     path: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, known in (("action", _ACTIONS), ("which", ("all", "run", "others"))):
-            value = getattr(self, name)
-            if value not in known:
-                raise InputError(f"store.{name} is {value!r}{suggestion(value, known)}")
-        if self.older_than is not None and not 0 <= self.older_than < math.inf:
-            raise InputError(f"store.older_than is {self.older_than}; it must be at least 0 days, and finite")
 
 
 @dataclass(frozen=True)
@@ -220,25 +169,46 @@ class Suite:
     """
 
     name: str
-    tasks: dict[str, Target]
+    tasks: dict[str, Target[Task]]
 
 
 @dataclass(frozen=True)
-class Main(TopLevel):
-    """The top level of the configuration; the groups' own pages say more."""
+class Main:
+    """The top level of a run's configuration, `main.yaml`; the groups' own pages say more."""
 
-    backbone: Target
+    stage: str | list[str]
+    backbone: Target[Backbone]
     suite: Suite
+    data_root: str | None
+    sources: dict[str, str | None]
+    images_limit_gb: Annotated[float, Ge(0)]
+    fetch_to: str
     experts: str | dict[str, str] | None
-    finetuning: Target
-    optimizer: Target
+    published: list[str]
+    finetuning: Target[Parametrization]
+    optimizer: Target[Optimizer]
+    optimizer_of: dict[str, Target[Optimizer]]
     training: TrainingSettings
+    joint: bool
     curvature: Curvature
     search: Search
-    analysis: Target
-    trainer: Place
-    logger: Target
-    store: StorePlace
+    merger: Target[Method] | None
+    mergers: dict[str, Target[Method]]
+    analysis: Target[Literal["mergekit_lab.runs.analyses.Analysis"]]
+    evaluation_batch_size: Annotated[int, Ge(1)]
+    trainer: TrainerSettings
+    store: StoreSettings
+    logger: Target[Tracker]
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)]
+    device: str | int | list[str | int]
+    only: list[str] | None
+    dry_run: bool
+    progress: bool
+    run_dir: str
+    runs: str | int | Annotated[list[str | int], MinLen(1)] | None
+    table: str | None
+    metric: str
+    objective: Literal["normalized", "value"] | None
 
 
 def check(cfg: DictConfig) -> None:
@@ -250,23 +220,11 @@ def check(cfg: DictConfig) -> None:
     """
     check_against(cfg, Main)
     check_slice(cfg)
-    if cfg.evaluation_batch_size < 1:
-        raise InputError(f"evaluation_batch_size is {cfg.evaluation_batch_size}; it must be at least 1")
-    if not -(2**63) <= cfg.seed < 2**63:
-        raise InputError(f"seed is {cfg.seed}; it must be a whole number of 64 bits")
-    if not 0 <= cfg.images_limit_gb < math.inf:
-        raise InputError(f"images_limit_gb is {cfg.images_limit_gb}; it must be at least 0, and finite")
-    if cfg.runs == []:
-        raise InputError("runs is an empty list: name the folders of runs or sweeps, or leave it null")
-    if cfg.objective not in (None, *OBJECTIVES):
-        raise InputError(f"objective is {cfg.objective!r}{suggestion(cfg.objective, OBJECTIVES)}")
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
-    if "analyze" in ([cfg.stage] if cfg.stage else cfg.stages):
-        build(cfg.analysis)
-    finetuning = build(cfg.finetuning)
-    if not isinstance(finetuning, Parametrization):
-        raise InputError(f"finetuning is a {type(finetuning).__name__}, not a parametrization")
+    if "analyze" in list_stages(cfg):
+        build(cfg.analysis, get_class("mergekit_lab.runs.analyses.Analysis"))
+    finetuning = build(cfg.finetuning, Parametrization)
     if wants_fit(cfg.optimizer) and isinstance(finetuning, LoRA):
         raise InputError(
             "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
@@ -296,6 +254,22 @@ def check(cfg: DictConfig) -> None:
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
+
+
+def check_slice(cfg: DictConfig) -> None:
+    """Refuse a `table` and a `metric` that the report could not draw, before any work.
+
+    Raises:
+        InputError: unknown names, or mergers that are no dimension though one run has many.
+    """
+    from mergekit_lab.reporting import parse_table
+
+    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
+    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
+        raise InputError(
+            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
+            f"table={cfg.table}@merger:NAME"
+        )
 
 
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -340,9 +314,9 @@ def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterabl
         )
 
 
-def _built_alone(node: DictConfig) -> torch.optim.Optimizer:
+def _built_alone(node: DictConfig) -> Optimizer:
     """The optimizer of a configuration, on a parameter of its own."""
-    made: torch.optim.Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
+    made: Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
         [("weight", torch.nn.Parameter(torch.zeros(1)))]
     )
     return made
@@ -372,9 +346,7 @@ def optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float] | N
         steps: of this training, for optimizers that plan over them (the joint model takes more than an expert).
         fit: `loc` and `scale` in place of `scale: fit`.
     """
-    made = build(node)
-    if not isinstance(made, partial):
-        raise InputError("the optimizer's configuration must say `_partial_: true`")
+    made = build_partial(node, Optimizer)
     if wants_fit(node):
         if node.get("task_vectors") is not None or node.get("loc"):
             raise InputError(

@@ -13,8 +13,8 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import TextEncoder
 from mergekit_lab.curvature import diagonal_fisher
 from mergekit_lab.evaluation import score
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.schema.run import check
 from mergekit_lab.tasks import TextFile, WordProblems
 
@@ -125,7 +125,7 @@ def test_a_run_over_a_text_encoder_merges_and_reports(folder, tmp_path) -> None:
         "trainer.accelerator=cpu",
     ])  # fmt: skip
     check(cfg)
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     assert {r.label for r in read_records(tmp_path / "run/records.jsonl")} == {
         "zero-shot", "experts", "average", "epimer",
     }  # fmt: skip

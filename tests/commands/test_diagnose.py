@@ -10,12 +10,12 @@ from composing import composed
 
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 
 def go(folder, *overrides: str) -> dict:
     cfg, choices = composed(["+experiment=diagnose", "progress=false", "device=cpu", *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
     return json.loads((folder / "diagnosis.json").read_text())
 
 
@@ -116,15 +116,8 @@ def test_one_expert_and_chosen_tensors(folders, tmp_path) -> None:
         (["base=here"], "experts is not set"),
         (["base=nowhere", "experts=[a]"], "nowhere"),
         (["base=x", "experts=[a]", "+rnak=3"], "unknown key 'rnak' .*did you mean 'rank'"),
-        (["stages=[diagnose,merge]"], "the stage diagnose runs alone"),
     ],
 )
 def test_mistakes_are_named(overrides: list[str], match: str, tmp_path) -> None:
     with pytest.raises(InputError, match=match):
         go(tmp_path, *overrides)
-
-
-def test_without_its_experiment_the_stage_says_how(tmp_path) -> None:
-    cfg, choices = composed(["stage=diagnose"])
-    with pytest.raises(InputError, match=r"run \+experiment=diagnose"):
-        execute(cfg, tmp_path, choices, [])

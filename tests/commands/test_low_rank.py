@@ -12,7 +12,7 @@ import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import TIES, TSVM, EpiMer, TaskArithmetic
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 METHODS = {
     "tsvm": TSVM(coefficient=0.7),
@@ -202,7 +202,7 @@ def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
     ]
     for overrides in commands:
         cfg, choices = composed([*overrides, "progress=false"])
-        execute(cfg, tmp_path / "run", choices, overrides)
+        start(cfg, tmp_path / "run", choices, overrides)
     assert equal(tmp_path / "dense", tmp_path / "out")
 
 

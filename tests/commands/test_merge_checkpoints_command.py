@@ -17,7 +17,6 @@ import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.merging import DARE, TIES, TaskArithmetic, merge_state_dicts
-from mergekit_lab.runs.entry import execute
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's call
 METHOD = TIES(preset="mergekit", density=0.4)
@@ -189,12 +188,11 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["recipe=r.yml", "base=base"], "says what base are"),
         (["recipe=r.yml"], "cannot be read"),
         (["+expert=[cars]"], "unknown key 'expert'.*did you mean 'experts'"),
-        (["stages=[merge_checkpoints,report]"], "runs alone"),
         (
             ["overwrite=perhaps", "base=base", "experts=[cars]"],
             "overwrite is 'perhaps'; it must be of type bool",
         ),
-        (["backbone=clip_vit_b32"], "unknown key 'backbone'"),
+        (["+backbone=clip_vit_b32"], "unknown key 'backbone'"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, monkeypatch) -> None:
@@ -205,12 +203,6 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, mo
     with pytest.raises(InputError, match=message):
         merge_command(tmp_path, *arguments)
     assert not (tmp_path / "o").exists()
-
-
-def test_without_its_experiment_the_stage_says_what_to_run(tmp_path) -> None:
-    cfg, choices = composed(["stage=merge_checkpoints"])
-    with pytest.raises(InputError, match=r"run \+experiment=merge_checkpoints"):
-        execute(cfg, tmp_path, choices, [])
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:

@@ -19,10 +19,10 @@ from composing import composed
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
 from mergekit_lab.commands.prepare import prepare
-from mergekit_lab.commands.recipe import read_recipe
-from mergekit_lab.commands.recipe_parameters import evaluate
+from mergekit_lab.commands.recipes import read_recipe
+from mergekit_lab.commands.recipes.parameters import evaluate
 from mergekit_lab.merging import merge_tensors
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 MERGEKIT = sys.executable if importlib.util.find_spec("mergekit") else os.environ.get("MERGEKIT_PYTHON")
 needs_mergekit = pytest.mark.skipif(not MERGEKIT, reason="mergekit is not installed (see MERGEKIT_PYTHON)")
@@ -283,7 +283,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
             f"out={tmp_path}/out",
         ]
     )
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     wanted = here(EXACT["ties"])
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
     card = (tmp_path / "out/README.md").read_text()
@@ -303,7 +303,7 @@ def test_tokenizer_source_is_the_choice_of_a_vocabulary(folder, tmp_path) -> Non
     def merge(recipe: str) -> None:
         (tmp_path / "r.yml").write_text(recipe)
         cfg, choices = composed([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
-        execute(cfg, tmp_path / "run", choices, [])
+        start(cfg, tmp_path / "run", choices, [])
 
     with pytest.raises(InputError, match="vocabularies differ"):
         merge(text)

@@ -10,15 +10,15 @@ from composing import TINY, composed
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.merging import AdaMerging, Learning, TaskArithmetic, merge_state_dicts
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.entry import execute
 
 LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *LEARNING, *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
 
 
 @pytest.fixture(scope="module")

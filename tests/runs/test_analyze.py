@@ -16,10 +16,9 @@ from hydra.utils import get_class
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.analyses import contract, distribution, sweeps, vectors
-from mergekit_lab.runs.entry import execute
-from mergekit_lab.runs.run import Run
+from mergekit_lab.runs.analyses import Analysis, contract, distribution, sweeps, vectors
 from mergekit_lab.schema.check import build
 
 OTHER = (
@@ -45,9 +44,9 @@ SMALL = {
     ],
     "steps": ["analysis.shares=[0.5,1.0]", "analysis.coefficients=[0.5,1.0]", "analysis.samples=20"],
     "distribution": ["analysis.bins=11"],
-    "curvature_gain": ["merger=epimer", "stage=null", "stages=[curvature,analyze]", "analysis.samples=20"],
+    "curvature_gain": ["merger=epimer", "stage=[curvature,analyze]", "analysis.samples=20"],
     "cloud": [
-        *("stage=null", "stages=[finetune,analyze]", f"+suite.tasks.other={OTHER}"),
+        *("stage=[finetune,analyze]", f"+suite.tasks.other={OTHER}"),
         *("analysis.points=3", "analysis.samples=20"),
     ],
     "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
@@ -57,7 +56,7 @@ FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
 
 
 def analyze(folder: Path, store: Path, name: str, *overrides: str) -> dict:
@@ -170,8 +169,8 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
         [*TINY, f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
     )
     if name == "curvature_gain":  # which takes Fishers from the store
-        go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stages=[curvature]")
-    context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis)
+        go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stage=[curvature]")
+    context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis, Analysis)
     real, calls = getattr(where, what), []
 
     def cut(*args, **named):
@@ -335,7 +334,7 @@ def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> Non
     assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
     assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
     before = len(list((store / "fishers").iterdir()))
-    go(tmp_path / "b", store, "stages=[curvature,merge]", "merger=fisher", "curvature.samples=null",
+    go(tmp_path / "b", store, "stage=[curvature,merge]", "merger=fisher", "curvature.samples=null",
        "curvature.fraction=1.0")  # fmt: skip
     assert len(list((store / "fishers").iterdir())) == before
 

@@ -20,13 +20,13 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.preflight import list_missing, refuse_missing
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
-from mergekit_lab.tasks import decoding
+from mergekit_lab.tasks import HubImages, decoding
 
 ONE_TASK = [
     "suite=clip8",
@@ -37,7 +37,7 @@ ONE_TASK = [
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    task = build({**composed(["suite=clip8"])[0].suite.tasks.eurosat})
+    task = build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages)
     write_repository(task, tmp_path / "data" / "eurosat")
     return tmp_path / "data"
 
@@ -142,18 +142,18 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     """As task arithmetic's and its successors' files are, once they are plain state dicts."""
     state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
     torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "eurosat.pt")
-    more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stages=[finetune,evaluate]"]
+    more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stage=[finetune,evaluate]"]
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     made = next((tmp_path / "store").glob("experts/*/model.safetensors"))
     found = load_file(made)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     torch.save(torch.nn.Linear(2, 2), tmp_path / "eurosat.pt")
     with pytest.raises(InputError, match=r"the expert of eurosat: .* holds more than plain tensors"):
-        execute(cfg, tmp_path / "run", choices, [])
+        start(cfg, tmp_path / "run", choices, [])
     cfg.joint = True
     with pytest.raises(InputError, match="set joint=false"):
-        execute(cfg, tmp_path / "run", choices, [])
+        start(cfg, tmp_path / "run", choices, [])
 
 
 @pytest.mark.parametrize("place", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
@@ -194,7 +194,7 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setitem(room._HUB_NAMES, "glyph-clip", "clip-vit-base-patch32")
-    more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stages=[finetune]"]
+    more = [*ONE_TASK, "backbone=glyph_clip", "experts=hub:tanganke", "joint=false", "stage=[finetune]"]
     cfg, choices = composed([*more, f"store.root={tmp_path}/store", "device=cpu", "progress=false"])
     assert [line.split(",")[0] for line in list_missing(cfg)[0]] == [
         "eurosat: data set tanganke/eurosat of the hub",
@@ -210,7 +210,7 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     vision = {n: t for n, t in to_transformers(state).items() if n.startswith("vision_model.")}
     save_file(vision, expert / "model.safetensors")
     assert list_missing(cfg) == ([], [])
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     found = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
     assert torch.equal(found["visual.conv1.weight"], state["visual.conv1.weight"])
     assert not torch.equal(found["visual.proj"], state["visual.proj"])  # the backbone's
@@ -255,11 +255,11 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
         cfg, choices = composed(
             overrides(
                 data, store, "backbone=glyph_clip", "backbone.crop=[0.5,1.0]", "backbone.flip=true",
-                "joint=false", "stages=[finetune]", "trainer.accelerator=cpu", "training.steps=4",
+                "joint=false", "stage=[finetune]", "trainer.accelerator=cpu", "training.steps=4",
                 "training.warmup_steps=1", "training.batch_size=4", "training.validations=2",
             )
         )  # fmt: skip
-        execute(cfg, store / "run", choices, [])
+        start(cfg, store / "run", choices, [])
         return next(store.glob("experts/*/model.safetensors")).read_bytes()
 
     whole = experts(tmp_path / "whole")
@@ -285,13 +285,13 @@ def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tm
     given = overrides(data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2")
     cfg, choices = composed([*given, "training.warmup_steps=0", "training.batch_size=4"])
     with pytest.raises(InputError, match=r"test-00000-of-00002.parquet, row 2 cannot be decoded"):
-        execute(cfg, tmp_path / "run", choices, [])
+        start(cfg, tmp_path / "run", choices, [])
     assert not (tmp_path / "store" / "experts").exists()
 
 
 def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, tmp_path, capsys) -> None:
     cfg, choices = composed(overrides(data, tmp_path / "store", "stage=check_data"))
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     printed = capsys.readouterr().out
     assert "test       6 images (published: 2700) DIFFERS, 6 classes of 1 to 1" in printed
     found = json.loads((tmp_path / "run" / "data_check.json").read_text())
@@ -300,12 +300,12 @@ def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, 
     rows[1] = (b"no image", 1)
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
     with pytest.raises(InputError, match=r"eurosat: 1 images of test cannot be decoded: .*data_check.json"):
-        execute(cfg, tmp_path / "run", choices, [])
+        start(cfg, tmp_path / "run", choices, [])
 
 
 def test_a_data_root_that_is_no_folder_is_refused_before_anything_is_downloaded(tmp_path) -> None:
     with pytest.raises(InputError, match=r"data_root is '.*/nope', which is no folder"):
-        execute(composed(overrides(tmp_path / "nope", tmp_path / "store"))[0], tmp_path / "run", {}, [])
+        start(composed(overrides(tmp_path / "nope", tmp_path / "store"))[0], tmp_path / "run", {}, [])
 
 
 def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkeypatch) -> None:
@@ -323,7 +323,7 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     cfg, choices = composed([*ONE_TASK, "stage=fetch", f"fetch_to={tmp_path}/carried"])
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     assert "data_root=FOLDER/data" in (tmp_path / "carried" / "USE.txt").read_text()
     assert context(tmp_path / "carried" / "data", tmp_path / "store").tasks["eurosat"].count("train") == 18
 

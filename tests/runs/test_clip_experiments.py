@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.programs import start
 from mergekit_lab.reporting.published import read_beside, read_published
 from mergekit_lab.runs import published
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import check, with_chosen_merger
@@ -60,7 +60,7 @@ def hub(tmp_path_factory) -> Path:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("main", ["suite=clip20", "+task/clip@suite.tasks.emnist_digits=emnist_digits"])
     for seed, (name, node) in enumerate(cfg.suite.tasks.items()):
-        task = build({**node, "class_names": f"{root}/names.txt"})
+        task = build({**node, "class_names": f"{root}/names.txt"}, HubImages)
         assert isinstance(task, HubImages)
         write_repository(task, root / "data" / name, seed, {"train": 20, "test": 4})
         state = OpenClip(ARCHITECTURE, None, seed=100 + seed).model().state_dict()
@@ -131,8 +131,8 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
     for table in cfg.published:
         rows = read_published(table)
         assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
-    cfg.stages = [stage for stage in cfg.stages if stage != "report"]
-    execute(cfg, tmp_path, choices, [])
+    cfg.stage = [stage for stage in cfg.stage if stage != "report"]
+    start(cfg, tmp_path, choices, [])
 
 
 @pytest.mark.parametrize(("name", "job"), FULLY.items())
@@ -144,7 +144,7 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
     monkeypatch.setattr(published, "read_setting", lambda run, key: as_published.get(key) or real(run, key))
     cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
     shrink(cfg, hub)
-    execute(cfg, tmp_path, choices, [])
+    start(cfg, tmp_path, choices, [])
     beside = read_beside(tmp_path)
     assert any(row.ours is not None for row in beside)
     assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()

@@ -11,6 +11,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
+from mergekit_lab.merging import Method
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.runs.entry import STAGES
 from mergekit_lab.schema.check import build, stage_list, with_floats
@@ -92,31 +93,31 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("+sede=1", r"unknown key 'sede' .*did you mean 'seed'"),
         ("+trainer.acelerator=cpu", r"unknown key 'trainer.acelerator' .*did you mean 'accelerator'"),
         ("+trainer.limit_train_batches=3", "unknown key 'trainer.limit_train_batches'"),
-        ("trainer.devices=2", "one process trains an expert: choose trainer=ddp"),
+        ("trainer.processes=2", "one process trains an expert: choose trainer=ddp"),
         ("mergers=ties", "mergers is 'ties'; it must be of type"),
         ("+suite.tasks.foo=digits", r"suite.tasks is .*; it must be|suite.tasks.foo is 'digits'; it must be"),
         ("trainer.accelerator=cdua", "trainer.accelerator is 'cdua'; did you mean 'cuda'"),
-        ("store.older_than=nan", "store.older_than is nan; it must be at least 0 days, and finite"),
+        ("store.older_than=nan", "store.older_than is nan; it must be finite"),
         ("store.root=5", "store.root is 5; it must be of type"),
-        ("stages=null", "stages is None; it must be of type"),
+        ("stage=null", "stage is None; it must be of type"),
         ("search.coefficients=0.5", "search.coefficients is 0.5; it must be of type"),
         ("search.coefficients=[inf]", "must be finite"),
         ("evaluation_batch_size=0", "evaluation_batch_size is 0; it must be at least 1"),
-        ("seed=9223372036854775808", "seed is 9223372036854775808; it must be a whole number of 64 bits"),
-        ("images_limit_gb=-1", "images_limit_gb is -1; it must be at least 0, and finite"),
-        ("images_limit_gb=nan", "images_limit_gb is nan; it must be at least 0, and finite"),
-        ("runs=[]", "runs is an empty list: name the folders"),
+        ("seed=9223372036854775808", "seed is 9223372036854775808; it must be below 9223372036854775808"),
+        ("images_limit_gb=-1", "images_limit_gb is -1; it must be at least 0"),
+        ("images_limit_gb=nan", "images_limit_gb is nan; it must be finite"),
+        ("runs=[]", r"runs is \[\]; it must be a list with something in it, or null"),
         ("runs=1.5", r"runs is 1.5; it must be of type str"),
         ("runs={a:1}", r"runs is {'a': 1}; it must be of type str"),
-        ("training.lr=nan", "training.lr is nan; it must be at least 0, and finite"),
+        ("training.lr=nan", "training.lr is nan; it must be finite"),
         ("optimizer.base.betas=[0.9,1.5]", "the optimizer cannot be built: Invalid beta"),
         ("optimizer.base.betas=[]", r"optimizer.base.betas is \[\]; it must be of type tuple"),
-        ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float \| torch.Tensor"),
+        ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float"),
         ("optimizer.base.weight_decay=inf", "optimizer.base.weight_decay is inf; it must be finite"),
         ("optimizer.rho=null", "optimizer.rho is None; it must be of type float"),
         ("merger.density=[0.1]", r"merger.density is \[0.1\]; it must be of type"),
         ("backbone=hf_causal", "backbone.source is None; it must be of type str"),
-        ("training.clip_norm=nan", "training.clip_norm is nan; it must be positive and finite"),
+        ("training.clip_norm=nan", "training.clip_norm is nan; it must be finite"),
         ("training.steps=many", "training.steps is 'many'; it must be of type int"),
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
         ("training.precision=16-mixed", "fp16 gradient scaling"),
@@ -155,7 +156,7 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
 
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
-    lines = ["stages=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
+    lines = ["stage=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
     with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
         check(composed(lines)[0])
 
@@ -173,7 +174,7 @@ def test_an_objective_is_refused_where_nothing_is_merged() -> None:
 def test_a_methods_own_complaint_comes_through() -> None:
     cfg, _ = composed(["merger=ties", "merger.density=2"])
     with pytest.raises(InputError, match=r"density is 2; it must be in \(0, 1\]"):
-        build(cfg.merger)
+        build(cfg.merger, Method)
 
 
 def test_stages_are_listed_in_short_and_long_form() -> None:

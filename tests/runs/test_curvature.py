@@ -9,14 +9,14 @@ import torch
 from composing import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.schema.run import check
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
 
 
 def keys(store: Path, kind: str) -> set[str]:
@@ -63,7 +63,7 @@ def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_pat
     _, store = merged
     before = keys(store, "grams")
     monkeypatch.setattr("mergekit_lab.runs.curvature.input_grams", None)
-    go(tmp_path / "a", store, "merger=regmean", "stages=[curvature,merge]")
+    go(tmp_path / "a", store, "merger=regmean", "stage=[curvature,merge]")
     go(tmp_path / "b", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.chunk=3")
     go(tmp_path / "c", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.sampled=true")
     assert keys(store, "grams") == before
@@ -122,7 +122,7 @@ def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeyp
 def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with(merged, tmp_path) -> None:
     _, store = merged
     before = keys(store, "fishers")
-    go(tmp_path / "a", store, "merger=fisher", "stages=[curvature,merge]", "curvature.estimate=first_moment")
+    go(tmp_path / "a", store, "merger=fisher", "stage=[curvature,merge]", "curvature.estimate=first_moment")
     (one, other) = keys(store, "fishers") - before
     fisher = open_checkpoint(store / "fishers" / one / "fisher.safetensors")
     assert all(bool((fisher[name] >= 0).all()) for name in fisher)

@@ -12,9 +12,9 @@ from mergekit_lab.backbones import OpenClip, linearised_model
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.runs.finetune import expert_node, fit_node, joint_settings
 from mergekit_lab.runs.report import optimizer_name
 from mergekit_lab.runs.run import Run, load_state
@@ -35,7 +35,7 @@ def context(folder: Path, store: Path, *overrides: str) -> Run:
 
 def go(folder: Path, store: Path, *overrides: str) -> Run:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
     return Run(cfg, folder, choices)
 
 

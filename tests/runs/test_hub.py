@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 from mergekit_lab.runs.preflight import list_missing
 from mergekit_lab.runs.published_experts import expert_missing, expert_source
 from mergekit_lab.schema.check import build
+from mergekit_lab.tasks import HubImages
 from mergekit_lab.tasks.hub import cached_data, download_data
 
 NAME = "tiny-clip"
@@ -53,7 +54,7 @@ def published(tmp_path_factory) -> Path:
     """EuroSAT, two sets of weights and an expert, with files beside them that nobody wants."""
     root = tmp_path_factory.mktemp("hub")
     data = root / "datasets/tanganke/eurosat"
-    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}), data)
+    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages), data)
     write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
     for seed, tag in enumerate(WEIGHTS.values()):
         place = root / "models" / tag["hf_hub"]
@@ -81,7 +82,7 @@ def online(published: Path, tmp_path: Path, monkeypatch):
 def evaluated(tmp_path: Path, *overrides: str) -> dict[str, float]:
     """Values by key of a run's evaluations."""
     cfg, choices = composed([*RUN, f"store.root={tmp_path}/store", *overrides])
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     found = {}
     for file in sorted((tmp_path / "store").glob("evaluations/*/manifest.json")):
         found[file.parent.name] = json.loads(file.read_text())["info"]["value"]
@@ -114,7 +115,7 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
 ) -> None:
     asked = [*RUN, f"backbone.weights={weights}", f"experts={{eurosat: {EXPERT}}}"]
     cfg, choices = composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/fetched"])
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     there = OpenClip(NAME, weights)
     with torch.no_grad():
@@ -125,7 +126,7 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     online.clear()
     more = added.replace("FOLDER", f"{tmp_path}/carried").split()
-    here = build(composed([*RUN, *more])[0].backbone)
+    here = build(composed([*RUN, *more])[0].backbone, OpenClip)
     assert here.quick_gelu() == there.quick_gelu() == (weights == "openai")
     with torch.no_grad():
         assert torch.equal(here.model()(pixels), wanted)
@@ -152,7 +153,7 @@ def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
     more = ["sources.eurosat=tanganke/eurosta", "stage=fetch", f"fetch_to={tmp_path}/f"]
     cfg, _ = composed([*RUN, *more])
     with pytest.raises(InputError, match=r"the data set tanganke/eurosta cannot be downloaded: .*404"):
-        execute(cfg, tmp_path / "run", {}, [])
+        start(cfg, tmp_path / "run", {}, [])
     with pytest.raises(InputError, match=r"published of OpenAI's weights, not of 'laion2b'"):
         evaluated(tmp_path, "backbone.weights=laion2b")
     with pytest.raises(InputError, match=r"nobody/clip-vit-base-patch32_eurosat is neither.*status 404"):
@@ -164,14 +165,14 @@ def test_an_expert_that_is_neither_a_path_nor_a_hub_id_is_named(source, tmp_path
     for more in ([], ["stage=fetch", f"fetch_to={tmp_path}/f"]):
         asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}", "data_root=/tmp", *more]
         with pytest.raises(InputError, match=f"the expert {source} is neither there nor a hub id"):
-            execute(composed(asked)[0], tmp_path / "run", {}, [])
+            start(composed(asked)[0], tmp_path / "run", {}, [])
 
 
 def test_an_expert_of_a_revision_is_asked_for_by_it(online, tmp_path) -> None:
     source = f"{EXPERT}@{COMMIT}"
     assert expert_missing(source)
     asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}"]
-    execute(composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
+    start(composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
     assert (tmp_path / "f" / "experts" / NAME / "eurosat" / "model.safetensors").is_file()
     assert not expert_missing(source)
 
@@ -181,12 +182,12 @@ def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypa
     cfg = composed([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="4 things this run needs") as told:
-        execute(cfg, tmp_path / "run", {}, [])
+        start(cfg, tmp_path / "run", {}, [])
     for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
         assert str(told.value).count(name) == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(InputError, match=r"^sources\.eurosat is '/no/data'"):
-        execute(cfg, tmp_path / "run", {}, [])
+        start(cfg, tmp_path / "run", {}, [])
 
 
 def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None:
@@ -203,14 +204,14 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
     used = []
     for name, job in jobs.items():
         asked = [*RUN, f"backbone.architecture={name}", *job, "stage=fetch", f"fetch_to={tmp_path}/fetched"]
-        execute(composed(asked)[0], tmp_path / "run", {}, [])
+        start(composed(asked)[0], tmp_path / "run", {}, [])
         used.append((tmp_path / "fetched/USE.txt").read_text())
     assert used[0] == used[1]
     more = used[0].splitlines()[-1].replace("FOLDER", f"{tmp_path}/fetched").split()
     for name, job in jobs.items():
         carried, _ = composed([*RUN, f"backbone.architecture={name}", *more])
         assert list_missing(carried) == ([], [])
-        backbone, task = build(carried.backbone), build(carried.suite.tasks.eurosat)
+        backbone, task = build(carried.backbone, OpenClip), build(carried.suite.tasks.eurosat, HubImages)
         wanted = OpenClip(name, job[0].partition("=")[2])
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
         found = expert_source(carried.experts, backbone, task)
@@ -221,12 +222,12 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
 def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:
     cfg = composed([*RUN, "dry_run=true", "stage=fetch", f"fetch_to={tmp_path}/f"])[0]
     with caplog.at_level("INFO"):
-        execute(cfg, tmp_path / "run", {}, [])
+        start(cfg, tmp_path / "run", {}, [])
     for what in ("eurosat: ", "weights openai: ", f"expert of eurosat, {EXPERT}: "):
         assert f"would fetch {what}{tmp_path}/f" in caplog.text
     cfg = composed([*RUN, "dry_run=true", "stage=check_data"])[0]
     with caplog.at_level("INFO"):
-        execute(cfg, tmp_path / "run", {}, [])
+        start(cfg, tmp_path / "run", {}, [])
     assert "check_data would decode every image of eurosat" in caplog.text
     assert not online
     assert not list(tmp_path.iterdir())

@@ -10,8 +10,8 @@ from language import Colors, save_tiny, tiny_backbone
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
 from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.runs.finetune import expert_node, joint_settings, task_settings
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check
@@ -52,7 +52,7 @@ def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folder
     mergers += [f"+merger@mergers.{name}={name}" for name in ("task_arithmetic", "epimer", "regmean")]
     mergers += [f"mergers.{name}.coefficient=0.5" for name in ("task_arithmetic", "epimer")]
     cfg, choices = configured(folders[kind], kind, tmp_path / "store", "training.lr=1e-2", *mergers)
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.metric for r in records} == {"accuracy"}
     assert {r.label for r in records} == {"zero-shot", "experts", "task_arithmetic", "epimer", "regmean"}
@@ -133,7 +133,7 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
     settings, match, folders, tmp_path
 ) -> None:
-    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.devices=2",
+    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
                       "trainer.accelerator=cpu", *settings)  # fmt: skip
     with pytest.raises(InputError, match=match):
         Run(*_args(made, tmp_path))
@@ -147,7 +147,7 @@ def test_a_linearised_model_that_would_compute_activations_again_is_refused(fold
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     more = ["+optimizer@optimizer_of.quantities=mergopt", "merger=average"]
     cfg, choices = configured(folders["llama"], "llama", tmp_path / "store", *more)
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     assert {r.optimizer for r in read_records(tmp_path / "run/records.jsonl")} == {"adamw, mergopt quantities"}
     plain, _ = configured(folders["llama"], "llama", tmp_path / "store")
     mixed, alone = Run(cfg, tmp_path, choices), Run(plain, tmp_path, choices)
@@ -157,9 +157,9 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
-    asked = ["stages=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
+    asked = ["stage=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
     cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
     found, objective = open_checkpoint(file), context.objective("stories")
@@ -203,13 +203,13 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
 def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
     store = tmp_path / "store"
     for name, *more in (
-        ("ctl", "stages=[finetune,analyze]"),
+        ("ctl", "stage=[finetune,analyze]"),
         ("landscape", "stage=analyze", "analysis.points=2"),
         ("alpha_sweep", "stage=analyze", "analysis.points=2", "merger=task_arithmetic"),
     ):
         small = [f"analysis={name}", "analysis.samples=2", "training.lr=1e-2", *more]
         cfg, choices = configured(folders["llama"], "llama", store, *small)
-        execute(cfg, tmp_path / name, choices, [])
+        start(cfg, tmp_path / name, choices, [])
         assert (tmp_path / f"{name}/analysis/{name}.png").is_file()
 
     def numbers(name):
@@ -243,7 +243,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     cfg, choices = configured(
         folders["llama"], "llama", tmp_path / "store", *more, "training.precision=bf16-mixed"
     )
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     assert seen
     assert all(dtype == torch.float32 and share > 0.99 for dtype, share in seen)
     context = Run(cfg, tmp_path, choices)

@@ -10,10 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
 
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
 from mergekit_lab.runs import published
-from mergekit_lab.runs.entry import execute
 from mergekit_lab.runs.finetune import task_settings
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import check
@@ -88,7 +88,7 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
     cfg, choices = small(name, folders, tmp_path, shared)
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.task for r in records} == set(cfg.suite.tasks)
     assert (tmp_path / "run/report.html").is_file()
@@ -180,14 +180,14 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
             *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
         ]
     )
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
     wanted = backbone.model()
-    start = wanted.state_dict()
+    first = wanted.state_dict()
     wanted.load_state_dict(
         {
             n: (t.float() + 0.4 * sum(s[n].float() - t.float() for s in states.values())).bfloat16()
-            for n, t in start.items()
+            for n, t in first.items()
         }
     )
     loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM

@@ -16,18 +16,19 @@ from composing import TINY, composed
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.runs.entry import STAGES, execute
+from mergekit_lab.runs.run import STAGES
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
     cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
-    execute(cfg, folder, choices, list(overrides))
+    start(cfg, folder, choices, list(overrides))
 
 
 def count(store: Path, kind: str) -> int:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.__main__ import main
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 ONE_TASK = [*TINY, "~suite.tasks.latin", "joint=false"]
 BAD = "1e30"
@@ -81,7 +81,7 @@ def failures(folder: Path) -> dict[str, str]:
     return {file.parent.name: json.loads(file.read_text())["error"] for file in files}
 
 
-TWO_JOBS = ["merger=average,task_arithmetic", "stages=[finetune,merge]"]
+TWO_JOBS = ["merger=average,task_arithmetic", "stage=[finetune,merge]"]
 
 
 @pytest.mark.parametrize("launcher", ["basic", "other"])
@@ -108,7 +108,7 @@ def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_n
 def test_jobs_that_run_one_after_another_train_what_they_share_once(tmp_path, tried) -> None:
     sweeper, fixed = sweeper_of(tmp_path)
     sweeper.launcher = sweeper.launcher.own
-    sweeper.sweep([*fixed, "merger=average,task_arithmetic", "stages=[finetune]", "training.lr=1e-4,2e-4"])
+    sweeper.sweep([*fixed, "merger=average,task_arithmetic", "stage=[finetune]", "training.lr=1e-4,2e-4"])
     assert failures(tmp_path) == {}
     assert len(tried) == 2
 
@@ -122,7 +122,7 @@ def test_what_a_sweep_failed_at_others_that_share_its_folder_try_for_themselves(
     def launch(jobs, initial_job_idx: int):
         if not jobs[0][-1].startswith("hydra.sweep.subdir=training/"):
             cfg, choices = composed([*ONE_TASK, f"store.root={tmp_path}/other", "stage=finetune"])
-            beside.append(execute(cfg, tmp_path / "run/2", choices, []))
+            beside.append(start(cfg, tmp_path / "run/2", choices, []))
         return launchers[0](jobs, initial_job_idx)
 
     sweeper, fixed = sweeper_of(tmp_path, launch=launch)
@@ -161,7 +161,7 @@ def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp
         raise RuntimeError("a process died")
 
     with pytest.raises(RuntimeError, match="a process died"):
-        sweep(tmp_path, "stages=[merge]", "merger=average,task_arithmetic", launch=launch)
+        sweep(tmp_path, "stage=[merge]", "merger=average,task_arithmetic", launch=launch)
     assert [[job.name for job in jobs] for jobs in compared] == [["0", "1"]]
 
 
@@ -180,6 +180,6 @@ def test_a_trial_whose_process_dies_costs_a_search_no_other(tmp_path, monkeypatc
         return found
 
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=6"]
-    sweep(tmp_path, *search, "stages=[merge]", "merger=average,task_arithmetic,ties", launch=launch)
+    sweep(tmp_path, *search, "stage=[merge]", "merger=average,task_arithmetic,ties", launch=launch)
     found = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
     assert (found.best_value, found.best_params.merger) == (0.75, "ties")

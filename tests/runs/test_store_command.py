@@ -14,7 +14,7 @@ from language import save_tiny
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.store import Store, content_key
@@ -22,7 +22,7 @@ from mergekit_lab.store import Store, content_key
 
 def command(folder: Path, *overrides: str, run_of=TINY) -> None:
     cfg, choices = composed([*run_of, f"store.root={folder}/store", "stage=store", *overrides])
-    execute(cfg, folder / "run", choices, [])
+    start(cfg, folder / "run", choices, [])
 
 
 def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=None) -> dict:

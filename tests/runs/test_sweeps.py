@@ -13,8 +13,8 @@ from composing import TINY, composed
 from omegaconf import OmegaConf
 from runs import slurm
 
+from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.entry import execute
 
 ONE_TASK = [*(o for o in TINY if "latin" not in o), "~suite.tasks.latin", "joint=false"]
 MERGERS = "merger=average,task_arithmetic"
@@ -49,7 +49,7 @@ def trained(tmp_path_factory) -> Path:
     """A store with the expert: where jobs are slow to start, none has to be started for its training."""
     folder = tmp_path_factory.mktemp("trained")
     cfg, choices = composed([*ONE_TASK, f"store.root={folder}/store", "stage=finetune"])
-    execute(cfg, folder / "run", choices, [])
+    start(cfg, folder / "run", choices, [])
     return folder / "store"
 
 

@@ -6,7 +6,7 @@ import pytest
 from composing import TINY, composed
 from runs.recording import Recorder
 
-from mergekit_lab.runs.entry import execute
+from mergekit_lab.programs import start
 
 
 def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
@@ -15,11 +15,11 @@ def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
         *TINY,
         f"store.root={store}",
         "joint=false",
-        "logger._target_=stages.recording.Recorder",
+        "logger._target_=runs.recording.Recorder",
         *overrides,
     ]
     cfg, choices = composed(given)
-    execute(cfg, folder, choices, given)
+    start(cfg, folder, choices, given)
     return Recorder.told
 
 
@@ -55,7 +55,7 @@ def test_lineage_goes_from_experts_by_fishers_and_the_merged_model_to_evaluation
 
 
 def test_a_run_that_goes_on_elsewhere_has_the_same_identity(tracked, session_store, tmp_path) -> None:
-    again = told(tmp_path / "b", session_store, "merger=fisher", "stages=[evaluate,report]", "progress=false")
+    again = told(tmp_path / "b", session_store, "merger=fisher", "stage=[evaluate,report]", "progress=false")
     assert [s["identity"] for s in starts(again)] == [starts(tracked)[3]["identity"]]
     other = told(tmp_path / "c", session_store, "merger=fisher", "stage=evaluate", "evaluation_batch_size=7")
     assert starts(other)[0]["identity"] == starts(tracked)[3]["identity"]

@@ -144,12 +144,12 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
 
 
 def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
-    from mergekit_lab.runs.entry import execute
+    from mergekit_lab.programs import start
 
     cfg, choices = composed(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
     )
-    execute(cfg, tmp_path / "run", choices, [])
+    start(cfg, tmp_path / "run", choices, [])
     return sorted((tmp_path / "store/experts").glob("*/manifest.json"))
 
 
@@ -173,12 +173,12 @@ def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_pat
         cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
         return expert_node(Run(cfg, tmp_path, choices), "digits").content
 
-    two = ["trainer=ddp", "trainer.devices=2"]
-    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.devices=2")
+    two = ["trainer=ddp", "trainer.processes=2"]
+    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.processes=2")
     assert key("optimizer=sam") == key("optimizer=sam", *two)
     for own in (
         ["optimizer=sam", "optimizer.sync_ascent=false"],
         ["optimizer=mergopt", "optimizer.per_rank=true"],
     ):
         assert key(*own, *two) == key(*own) | {"processes": 2}
-        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.devices=3")
+        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.processes=3")

@@ -21,8 +21,8 @@ import yaml
 
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.commands.prepare import Adapter
-from mergekit_lab.commands.recipe_methods import DEFAULTS, PerTensor
-from mergekit_lab.commands.recipe_parameters import Settings, Slice
+from mergekit_lab.commands.recipes.methods import DEFAULTS, PerTensor
+from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.errors import InputError, suggestion
 
 _TOP = {
@@ -48,7 +48,7 @@ class Recipe:
 
     base: Any
     experts: Mapping[str, Any]
-    settings: Settings
+    settings: RecipeParameters
     dtype: str | None
     embeddings: str | None
     tokenizer_from: str | None
@@ -113,13 +113,13 @@ class _Reader:
         return found
 
     @cached_property
-    def slices(self) -> list[tuple[list[tuple[str, Any, Mapping[str, Any]]], Slice]]:
+    def slices(self) -> list[tuple[list[tuple[str, Any, Mapping[str, Any]]], LayerSlice]]:
         """Of each slice its models (name, source, parameters), and itself."""
         if "models" in self.content:
             sources = [
                 self.source(node, {"model", "parameters"}) for node in self.items(self.content, "models")
             ]
-            return [(sources, Slice(0, -1, {}, {name: parameters for name, _, parameters in sources}))]
+            return [(sources, LayerSlice(0, -1, {}, {name: parameters for name, _, parameters in sources}))]
         keys = {"model", "layer_range", "parameters"}
         found = []
         reached = 0
@@ -134,7 +134,7 @@ class _Reader:
                 self.refuse(f"a slice of layers {first} to {stop} after layer {reached} (stacking layers)")
             reached = stop
             by_model = {name: parameters for name, _, parameters in sources}
-            found.append((sources, Slice(first, stop, self.parameters(node, "a slice"), by_model)))
+            found.append((sources, LayerSlice(first, stop, self.parameters(node, "a slice"), by_model)))
         return found
 
     def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
@@ -194,7 +194,7 @@ class _Reader:
         every = {**short, **_short([base_name] if base_name else [])}
         for full in sorted(every, key=len, reverse=True):
             text = text.replace(full, every[full])
-        settings = Settings(
+        settings = RecipeParameters(
             self.merge_method, list(experts), [part for _, part in self.slices], parameters, seed
         )
         dtype = self.content.get("out_dtype") or self.content.get("dtype")

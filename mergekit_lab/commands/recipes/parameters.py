@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergekit_lab.commands.recipe_methods import DEFAULTS, PER_MODEL, REQUIRED, PerTensor, method_for
+from mergekit_lab.commands.recipes.methods import DEFAULTS, PER_MODEL, REQUIRED, PerTensor, method_for
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.contract import require
 
@@ -22,7 +22,7 @@ _BEFORE_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|shared)\.")
 
 
 @dataclass(frozen=True)
-class Slice:
+class LayerSlice:
     """Layers from `first` to before `stop` (−1: to the last), and what the recipe says of them alone."""
 
     first: int
@@ -32,12 +32,12 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RecipeParameters:
     """The parameters of a recipe, resolved tensor by tensor."""
 
     merge_method: str
     models: Sequence[str]
-    slices: Sequence[Slice]
+    slices: Sequence[LayerSlice]
     parameters: Mapping[str, Any]
     seed: int
 
@@ -74,7 +74,7 @@ class Settings:
             raise InputError(f"the recipe gives no {lost[0]} for {name}")
         return shared, by_model
 
-    def _place(self, name: str, layers: Mapping[str, int]) -> tuple[Slice, float]:
+    def _place(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
         """The slice that a tensor lies in, and `t` there."""
         found = _LAYER.search(name)
         if found is None:

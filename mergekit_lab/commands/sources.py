@@ -1,0 +1,76 @@
+"""What inputs a user names, and how: a list, a mapping, or the lines of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.checkpoints import LIBRARIES
+from mergekit_lab.errors import InputError, abbreviate, listing
+
+
+def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
+    """A list, a mapping, or the lines of the file that `@path` names.
+
+    Raises:
+        InputError: none of these, or an empty one.
+    """
+    if isinstance(value, str):
+        if not value.startswith("@"):
+            raise InputError(f"{what}={value} is one path: give a list, {what}=[{value}], or {what}=@list.txt")
+        file = Path(value[1:]).expanduser()
+        if not file.is_file():
+            raise InputError(f"{what}={value}: there is no file {file}")
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{what}={value}: {file} cannot be read ({error})") from None
+        value = [line for line in lines if line and not line.startswith("#")]
+        pairs = [line.split("=", 1) for line in value]
+        if pairs and all(len(pair) == 2 and "/" not in pair[0] for pair in pairs):
+            names = [name.strip() for name, _ in pairs]
+            if len(set(names)) < len(names):
+                raise InputError(f"{what}={value}: {file} gives a name twice ({listing(names)})")
+            return {name.strip(): path.strip() for name, path in pairs}
+    if not isinstance(value, list | Mapping) or not value:
+        raise InputError(f"{what} is {abbreviate(value)}; it must be a list or a mapping of checkpoints")
+    paths = list(value.values()) if isinstance(value, Mapping) else value
+    odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
+    if odd:
+        raise InputError(f"{what} holds {abbreviate(odd[0])}, which is no path")
+    if isinstance(value, Mapping):
+        return {str(name): str(path) for name, path in value.items()}
+    return [str(path) for path in paths]
+
+
+def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Inputs by name: a mapping's own names, `names` in order, or the names of the folders, if they differ.
+
+    Raises:
+        InputError: the wrong number of them, or names that are no expert's.
+    """
+    if isinstance(sources, Mapping):
+        named = {str(name): source for name, source in sources.items()}
+        if names is not None and named.keys() != set(names):
+            raise InputError(
+                f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
+            )
+        return named
+    if isinstance(sources, str | Path):
+        raise InputError(f"{what} is one path ({sources}): give a list or a mapping")
+    listed = list(sources)
+    if names is not None:
+        if len(listed) != len(names):
+            raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
+        return dict(zip(names, listed, strict=True))
+    called = [last_part(s) if isinstance(s, str | Path) else "" for s in listed]
+    unique = len(set(called)) == len(called) and all(called)
+    return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
+
+
+def last_part(source: str | Path) -> str:
+    """A path's last part, but for a file whose name is every model's."""
+    path = Path(source)
+    known = any(path.name in library.weights for library in LIBRARIES)
+    return path.absolute().parent.name if known else path.name

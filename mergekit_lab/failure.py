@@ -1,0 +1,16 @@
+"""`failure.json`: what a folder says of work that has no result."""
+
+import json
+from pathlib import Path
+
+FILE = "failure.json"
+
+
+def write_failure(folder: Path, overrides: list[str], error: str) -> None:
+    """Say what was asked for, as on the command line, and why there is no result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps({"overrides": overrides, "error": error}, indent=1) + "\n")
+
+
+def remove_failure(folder: Path) -> None:
+    (folder / FILE).unlink(missing_ok=True)

@@ -1,0 +1,91 @@
+"""The programs, runs over tasks and commands on checkpoints: how they start and what they leave on failure."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from mergekit_lab.commands import COMMANDS, load_command
+from mergekit_lab.errors import InputError
+from mergekit_lab.failure import FILE, remove_failure, write_failure
+
+log = logging.getLogger(__name__)
+_RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
+"""What programs leave in their folders for others to read."""
+
+
+def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
+    """Start the program that a configuration is for.
+
+    Args:
+        cfg: the composed configuration; its `command` names a command, and a run has none.
+        folder: where results go that are not in the store.
+        choices: the option taken of each group.
+        overrides: as on the command line; kept beside the error if the program fails.
+
+    Returns:
+        What a run returns to a sweeper.
+
+    Raises:
+        InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
+            run lie there, which a mistake leaves as they are.
+    """
+    with _failures_left(cfg, folder, overrides):
+        if cfg.get("command") in COMMANDS:
+            with _without_garbage_collection():
+                command = load_command(cfg.command)
+            command(cfg, folder)
+            return None
+        with _without_garbage_collection():
+            from mergekit_lab.runs.entry import execute
+        return execute(cfg, folder, choices, overrides)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """For imports: they leave 180,000 objects that stay, and looking for garbage among them takes a tenth
+    longer."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@contextmanager
+def _failures_left(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
+    """Leave `failure.json` and the configuration where the program fails."""
+    finished = _holds_results(folder) and not _in_sweep()
+    remove_failure(folder)
+    try:
+        yield
+    except Exception as error:
+        if finished and isinstance(error, InputError):
+            remove_failure(folder)
+            log.warning("%s keeps the results of an earlier run", folder)
+            raise
+        with suppress(OSError):  # the disk may be what failed
+            write_failure(folder, overrides, f"{type(error).__name__}: {error}")
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+        from mergekit_lab.store.store import says_full
+
+        if isinstance(error, InputError) or not says_full(error):
+            raise
+        raise InputError(
+            f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
+            "was finished is in the store, and the same command finds it there"
+        ) from error
+
+
+def _holds_results(folder: Path) -> bool:
+    """Whether an earlier program came to its end here."""
+    return any((folder / name).exists() for name in _RESULTS) and not (folder / FILE).exists()
+
+
+def _in_sweep() -> bool:
+    """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")

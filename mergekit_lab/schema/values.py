@@ -1,0 +1,129 @@
+"""Plain values of a configuration against the types that are declared for them.
+
+Types and ranges are pydantic's to check, in its strict JSON mode: a list is a tuple where one is declared, a
+string a path, `1` a float, and nothing else is converted. One table turns its errors into our words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.schema.target import Target
+
+_FLOAT32_MAX = 3.4028234663852886e38
+_MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple, set, Sequence, Iterable)
+_RULES = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "too_short": "a list with something in it",
+}
+"""pydantic's errors that say more than a type, and what a value must be."""
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    if get_origin(hint) is Annotated:
+        return options_of(get_args(hint)[0])
+    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+
+
+def inner_type(hint: Any, value: object) -> Any:
+    """What a type declares for the items of a list or mapping; `Any` where it does not say."""
+    wanted = _MAPPINGS if isinstance(value, Mapping) else _SEQUENCES
+    for option in options_of(hint):
+        if get_origin(option) in wanted:
+            return next((each for each in reversed(get_args(option)) if each is not Ellipsis), Any)
+    return Any
+
+
+def takes_mapping(hint: Any) -> bool:
+    """Whether a value of this type may be a group of keys."""
+    return any(
+        option is Any or option in _MAPPINGS or get_origin(option) in _MAPPINGS for option in options_of(hint)
+    )
+
+
+def check_value(value: Any, hint: Any, name: str) -> None:
+    """Refuse a value that is not of the type, or out of the range, that is declared for it.
+
+    Args:
+        value: without any `_target_` in it.
+        hint: as it is declared, with `Annotated`.
+        name: of the key, for messages.
+
+    Raises:
+        InputError: the value does not fit; or one of its numbers is not finite in float32.
+    """
+    where = f"{name} is {abbreviate(value)}"
+    if not _is_finite(value):
+        raise InputError(f"{where}; it must be finite, in float32 too")
+    if any(get_origin(option) is Target for option in options_of(hint)):
+        if value is not None or NoneType not in options_of(hint):
+            raise InputError(f"{where}; it must be a group with a _target_")
+    elif isinstance(value, Mapping) and not takes_mapping(hint):
+        raise InputError(f"{where}; it must be {_describe(hint)}")
+    elif (adapter := _adapter(hint)) is not None:
+        try:
+            adapter.validate_json(json.dumps(value, default=repr))
+        except ValidationError as error:
+            raise InputError(f"{where}{_rule(error, hint, value)}") from None
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float | int) or abs(value) <= _FLOAT32_MAX
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    """None for a type that says nothing of plain values."""
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    except PydanticUserError:
+        return None
+
+
+def _rule(error: ValidationError, hint: Any, value: Any) -> str:
+    """What the value must be, in our words."""
+    for each in error.errors(include_url=False, include_input=False):
+        if rule := _RULES.get(each["type"]):
+            null = ", or null" if NoneType in options_of(hint) else ""
+            return f"; it must be {rule.format(**each.get('ctx', {}))}{null}"
+    choices = [c for option in options_of(hint) if get_origin(option) is Literal for c in get_args(option)]
+    if choices and isinstance(value, str):
+        return suggestion(value, map(str, choices))
+    return f"; it must be {_describe(hint)}"
+
+
+def _describe(hint: Any) -> str:
+    """A type as a user reads it."""
+    return "of type " + " | ".join(map(_name, options_of(hint)))
+
+
+def _name(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _name(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if hint in (None, NoneType):
+        return "null"
+    if origin is None:
+        return str(getattr(hint, "__name__", hint)).replace("dict", "group")
+    inner = ", ".join(
+        "…" if each is Ellipsis else _describe(each).removeprefix("of type ") for each in arguments
+    )
+    return f"{_name(origin)}[{inner}]"

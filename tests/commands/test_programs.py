@@ -1,0 +1,78 @@
+"""A run and the commands: which configuration is read, and that it takes its own keys alone."""
+
+from dataclasses import fields
+from functools import cache
+
+import pytest
+from composing import composed, partition
+from omegaconf import OmegaConf, open_dict
+
+from mergekit_lab import InputError
+from mergekit_lab.command_line import for_hydra
+from mergekit_lab.commands import COMMANDS, command_class
+from mergekit_lab.programs import start
+from mergekit_lab.schema.check import check_against
+from mergekit_lab.schema.run import Main
+
+SCHEMAS = {"run": Main, **{name: command_class(name) for name in COMMANDS}}
+KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEMAS.items()}
+FOREIGN = [
+    (program, key)
+    for program in SCHEMAS
+    for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]})
+]
+
+
+@cache
+def configuration(program: str):
+    return composed([] if program == "run" else [f"+experiment={program}"])[0]
+
+
+@pytest.mark.parametrize(("program", "key"), FOREIGN)
+def test_a_program_refuses_the_keys_of_the_others_by_name(program: str, key: str) -> None:
+    cfg = configuration(program).copy()
+    with open_dict(cfg):
+        cfg[key] = None
+    with pytest.raises(InputError, match=f"unknown key '{key}'"):
+        check_against(cfg, SCHEMAS[program])
+
+
+@pytest.mark.parametrize("program", SCHEMAS)
+def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) -> None:
+    assert set(configuration(program)) == set(KEYS[program])
+    check_against(configuration(program), SCHEMAS[program])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["+experiment=diagnose", "base=b"], "diagnose"),
+        (["base=b", "stage=diagnose"], "diagnose"),
+        (["-m", "+experiment=merge_checkpoints", "merger=ties,dare"], "merge_checkpoints"),
+        (["+experiment=quickstart", "stage=report"], None),
+        (["+experiment=merge_checkpoints,expand"], None),
+    ],
+)
+def test_the_command_line_says_which_configuration_is_read(arguments: list[str], name: str | None) -> None:
+    options, overrides = partition(for_hydra(arguments))
+    assert options.get("--config-name") == name
+    kept = [each for each in arguments if name is None or not each.endswith(f"={name}")]
+    assert overrides == kept
+
+
+@pytest.mark.parametrize("given", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
+def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, given) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\ncommand: merge_checkpoints\n")
+    found = for_hydra([*given, "+experiment=own"])
+    assert "--config-name=merge_checkpoints" in found
+    assert found[-1] == "+experiment=own"
+
+
+def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> None:
+    cfg, choices = composed(["+experiment=expand", "base=nowhere"])
+    with pytest.raises(InputError, match="low_rank=<folder of factors>"):
+        start(cfg, tmp_path, choices, ["base=nowhere"])
+    assert "low_rank" in (tmp_path / "failure.json").read_text()
+    assert OmegaConf.load(tmp_path / "config.yaml").base == "nowhere"
