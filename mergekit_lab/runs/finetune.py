@@ -169,6 +169,7 @@ class Training:
             settings,
             seed=run.seed,
             resume=place.resume,
+            identity=place.resume.parent.name,
             callbacks=[cost],
             trainer=self._trainer() | {"enable_progress_bar": run.cfg.progress},
             on_metrics=lambda metrics, step: run.tracker.log(
