@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
     {"errors", "machine", "paths"},
-    {"workers"},
+    {"workers", "memory", "prefetch"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},

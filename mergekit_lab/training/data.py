@@ -6,9 +6,7 @@ case; for joint training every batch holds a share of each task.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import lightning
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import Batch, pinned
+from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
 _AHEAD = 4
@@ -65,13 +64,7 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            ahead: deque[Future[dict[str, Batch]]] = deque()
-            for step in range(self.start, self.steps + _AHEAD):
-                if step < self.steps:
-                    ahead.append(reader.submit(self._pinned, step))
-                if step >= self.start + _AHEAD:
-                    yield ahead.popleft().result()
+        return prefetch(self._pinned, range(self.start, self.steps), ahead=_AHEAD)
 
     def state_dict(self) -> dict[str, int]:
         """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""

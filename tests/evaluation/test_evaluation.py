@@ -86,6 +86,6 @@ def test_one_sample_that_does_not_fit_says_what_to_set(encoder, head, monkeypatc
     objective = tiny_objective(head)
     crowded(objective, 0, monkeypatch)
     with pytest.raises(
-        InputError, match=r"one sample of tiny does not fit .*Tried to allocate 2 GiB\).*device=cpu"
+        InputError, match=r"tiny does not fit .*evaluation_batch_size=1 .*Tried to allocate 2 GiB\).*device=cpu"
     ):
         score(encoder, objective, "test")
