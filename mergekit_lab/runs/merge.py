@@ -15,7 +15,7 @@ from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.evaluation import Candidate, best_candidate, halve, score, search_grid
+from mergekit_lab.evaluation import Candidate, choose_best, score, search_grid, search_halving
 from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.runs.adaptive import learn, learned_method, learning_content, learns
@@ -147,18 +147,18 @@ def _search(run: Context, merger: Merger) -> Mapping[str, Any]:
     curve: list[Candidate] = []
     for fields in run.search.variants(merger.content):
         at = _scores_of(run, merge_experts(run, _method(merger, fields).at(1.0)))
-        reached = best_candidate(curve).normalized if curve else -math.inf
+        reached = choose_best(curve).normalized if curve else -math.inf
         label = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients
         if run.search.method == "halving":
-            found = halve(grid, experts, at, refine=run.search.refine, reached=reached)
+            found = search_halving(grid, experts, at, refine=run.search.refine, reached=reached)
         else:
             shown = track(grid, label, disable=not run.cfg.progress, transient=True)
             found = search_grid(
                 shown, experts, at, prune=run.search.prune, patience=run.search.patience, reached=reached
             )
         curve += [replace(candidate, fields=fields) for candidate in found]
-    best = best_candidate(curve)
+    best = choose_best(curve)
     points: list[dict[str, Any]] = [{**asdict(c), "values": dict(c.values)} for c in curve]
     return {
         "coefficient": best.coefficient,

@@ -26,7 +26,7 @@ from mergekit_lab.schema.run import Main, Place, Search, evaluations_a_step, wan
 from mergekit_lab.store import Store, content_key
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.training.clock import machine
+from mergekit_lab.training.clock import describe_machine
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Setup:
         if any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()) and self.processes > 1:
             content["processes"] = self.processes
         if settings.seconds is not None:
-            content["machine"] = machine(self.plain["trainer"]["accelerator"])
+            content["machine"] = describe_machine(self.plain["trainer"]["accelerator"])
         return content
 
     def _for_task(self, task: str) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Setup:
         given = self.training
         if given.epochs is not None or given.epochs_of:
             given = given.for_task(task, self.tasks[task].count("train"))
-        return given.planned(evaluations_a_step(optimizer or self.optimizer_of(task)))
+        return given.plan(evaluations_a_step(optimizer or self.optimizer_of(task)))
 
     def optimizer_of(self, task: str) -> DictConfig:
         """The configuration of the optimizer that trains a task's expert."""
@@ -308,7 +308,7 @@ class Setup:
     @property
     def joint_settings(self) -> TrainingSettings:
         """The budget of all experts together."""
-        return TrainingSettings.together([self.settings_of(task, self.cfg.optimizer) for task in self.tasks])
+        return TrainingSettings.combine([self.settings_of(task, self.cfg.optimizer) for task in self.tasks])
 
     def joint_content(self) -> dict[str, Any]:
         data = {task: self.fingerprint(task) for task in self.tasks}

@@ -116,7 +116,7 @@ def finetune(
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         try:
-            with stopper.listening():
+            with stopper.listen():
                 lit.fit(module, data, ckpt_path=resumed, weights_only=True)
         except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
             raise KeyboardInterrupt from None
@@ -125,11 +125,11 @@ def finetune(
     if not lit.is_global_zero:
         return None
     if ended.state is not None:
-        return _finetuned(ended.state, ended.step, module.curve)
+        return _collect(ended.state, ended.step, module.curve)
     # the best ones, or those of a training that had already ended
     file = best.best_model_path if settings.keep == "best" else resume / "last.ckpt"
     loaded = torch.load(file, weights_only=True, map_location="cpu")
-    return _finetuned(loaded["state_dict"], int(loaded["global_step"]), module.curve)
+    return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
 
 def _trainer(
@@ -165,7 +165,7 @@ def _trainer(
         raise InputError(f"training cannot start: {error}") from None
 
 
-def _finetuned(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
+def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
     """The weights of a module's state dict, with the accuracy last measured at their step."""
     state = {n.removeprefix("model."): v for n, v in saved.items()}
     accuracy = next(
