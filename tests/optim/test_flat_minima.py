@@ -251,7 +251,7 @@ def test_a_given_fisher_chooses_the_mask_and_is_kept_over_a_checkpoint() -> None
         moved = {name: not torch.equal(w, start[name]) for name, w in problem.weights_seen[-1].items()}
         assert moved["fc1.weight"]
         assert not moved["fc2.weight"]
-    assert twin.given
+    assert twin.external_fisher
 
 
 def test_a_fisher_that_does_not_fit_is_refused() -> None:
