@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
-    {"errors", "machine", "owners", "paths"},
-    {"batches", "ranges", "workers"},
+    {"errors", "failure", "machine", "owners", "paths"},
+    {"batches", "memory", "prefetch", "ranges", "workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from mergekit_lab.backbones.objective import Assessed, Objective
 from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.errors import InputError
+from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import ImageTask, Packed, Part, random_boxes, resized
 
 _RESIDENT_SHARE = 0.25
@@ -178,43 +179,34 @@ class _Reader:
     """
 
     def __init__(self, images: Any, chunks: Sequence[Tensor], device: torch.device) -> None:
-        self.images = images
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self._left = deque(chunks)
-        self._begun: deque[tuple[Tensor, Future[tuple[Tensor, torch.cuda.Event]]]] = deque()
-        for _ in range(_AHEAD):
-            self._begin()
-
-    def _begin(self) -> None:
-        if self._left:
-            index = self._left.popleft()
-            self._begun.append((index, self._pool.submit(self._load, index)))
-        else:
-            self._pool.shutdown(wait=False)
-
-    def _load(self, index: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        first, last = int(index[0]), int(index[-1])
-        in_a_row = len(index) == last - first + 1 and bool((index.diff() == 1).all())
-        pixels = self.images[first : last + 1] if in_a_row else self.images[index]
-        held = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True).copy_(pixels)
-        with torch.cuda.stream(self._stream):
-            moved = held.to(self.device, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return moved, event
+        load = partial(_load, images, torch.cuda.Stream(device))
+        self._loaded = prefetch(load, chunks, ahead=_AHEAD)
 
     def next(self, index: Tensor) -> Tensor | None:
         """The images of the chunk that comes next; None if it is not this one."""
-        if not self._begun or not torch.equal(self._begun[0][0], index):
+        if not self._left or not torch.equal(self._left[0], index):
             return None
-        moved, event = self._begun.popleft()[1].result()
-        self._begin()
+        self._left.popleft()
+        moved, event = next(self._loaded)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
         moved.record_stream(current)
         return moved
+
+
+def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A chunk on its way to the stream's device, and the event of its arrival."""
+    first, last = int(index[0]), int(index[-1])
+    in_a_row = len(index) == last - first + 1 and bool((index.diff() == 1).all())
+    pixels = images[first : last + 1] if in_a_row else images[index]
+    held = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True).copy_(pixels)
+    with torch.cuda.stream(stream):
+        moved = held.to(stream.device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return moved, event
 
 
 def check_crop(scale: Sequence[float] | None) -> None:

@@ -7,10 +7,8 @@ they come.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.blocks import Notes
+from mergekit_lab.prefetch import prefetch
 
 
 def write(
@@ -61,14 +60,13 @@ def write(
     with new_folder(out, overwrite) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
-            _in_background(writer.write) as put,
             Progress(disable=not progress, transient=True) as bar,
         ):
             task = bar.add_task(f"merging into {out.name}", total=sum(s.numel for s in specs.values()))
-            for name, tensor in tensors:
-                if name in specs:
-                    put(name, tensor)
-                    bar.advance(task, tensor.numel())
+            planned = ((name, tensor) for name, tensor in tensors if name in specs)
+            with closing(prefetch(lambda entry: _put(writer, *entry), planned, ahead=2)) as written:
+                for entries in written:
+                    bar.advance(task, entries)
         if format == "dense":
             _copy_files(prepared, folder)
         else:
@@ -114,22 +112,10 @@ def _low_rank_record(prepared: Prepared) -> LowRankRecord:
     )
 
 
-@contextmanager
-def _in_background(
-    work: Callable[[str, Tensor], None], ahead: int = 2
-) -> Iterator[Callable[[str, Tensor], None]]:
-    """`work` in a thread of its own, at most `ahead` tensors behind; its errors come out at the next call."""
-    flying: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(1, "write") as pool:
-
-        def put(name: str, tensor: Tensor) -> None:
-            flying.append(pool.submit(work, name, tensor))
-            while len(flying) > ahead:
-                flying.popleft().result()
-
-        yield put
-        while flying:
-            flying.popleft().result()
+def _put(writer: ShardedWriter, name: str, tensor: Tensor) -> int:
+    """Write a tensor; returns its entries."""
+    writer.write(name, tensor)
+    return tensor.numel()
 
 
 def input_files(prepared: Prepared) -> list[Path]:

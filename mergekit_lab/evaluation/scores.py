@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import listed
-from mergekit_lab.errors import InputError
+from mergekit_lab.backbones.objective import Assessed, listed
+from mergekit_lab.memory import fit_memory
 from mergekit_lab.tasks import Part
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,21 +31,6 @@ class Scores:
     value: float
     predictions: list[Any]
     loss: float = math.nan
-
-
-def _fewer(samples: int, task: str, error: torch.OutOfMemoryError) -> int:
-    """Half as many samples."""
-    told = str(error).splitlines()[0]
-    if samples == 1:
-        raise InputError(
-            f"evaluating one sample of {task} does not fit the device's memory ({told}): take a smaller "
-            "backbone, or set device=cpu"
-        ) from None
-    log.warning(
-        "out of memory with %d samples of %s at a time: trying %d (evaluation_batch_size=%d says so from the "
-        "start)", samples, task, samples // 2, samples // 2,
-    )  # fmt: skip
-    return samples // 2
 
 
 @torch.inference_mode()
@@ -74,38 +56,45 @@ def score(
     Raises:
         InputError: the device has no memory for a single sample.
     """
-    places = torch.arange(objective.task.count(part)) if index is None else index
+    index = torch.arange(objective.task.count(part)) if index is None else index
     lengths = objective.lengths(part)
-    order = torch.arange(len(places)) if lengths is None else lengths[places].argsort(stable=True)
-    predictions: list[Any] = [None] * len(places)
-    loss: Any = 0.0
-    items: Any = 0
+    order = torch.arange(len(index)) if lengths is None else lengths[index].argsort(stable=True)
+    size = min(batch_size, objective.most or batch_size)
+    expected = 0
+    left = order
+
+    def assess(size: int) -> Assessed:
+        nonlocal expected
+        if size != expected:
+            objective.expect(part, [index[chunk] for chunk in left.split(size)])
+            expected = size
+        chunk = index[left[:size]]
+        if with_loss:
+            return objective.assess(model, part, chunk)
+        return Assessed(torch.zeros(()), len(chunk), objective.predict(model, part, chunk))
+
     was_training = model.training
     model.eval()
-    size = min(batch_size, objective.most or batch_size)
-    objective.expect(part, [places[chunk] for chunk in order.split(size)])
-    answered: list[tuple[Tensor, list[Any] | Tensor]] = []
-    done = 0
-    while done < len(order):
-        chunk = order[done : done + size]
-        try:
-            if with_loss:
-                found = objective.assess(model, part, places[chunk])
-                answers, loss, items = found.predictions, loss + found.loss.double(), items + found.items
-            else:
-                answers = objective.predict(model, part, places[chunk])
-        except torch.OutOfMemoryError as error:
-            size = objective.most = _fewer(len(chunk), objective.task.name, error)
-        else:
-            answered.append((chunk, answers))
-            done += len(chunk)
-            continue
-        torch.cuda.empty_cache()
-        objective.expect(part, [places[chunk] for chunk in order[done:].split(size)])
-    for chunk, answers in answered:
-        for place, answer in zip(chunk.tolist(), listed(answers), strict=True):
-            predictions[place] = answer
+    assessed: list[Assessed] = []
+    while len(left):
+        done, fitting = fit_memory(
+            assess,
+            size,
+            what=f"evaluating {objective.task.name}",
+            setting="evaluation_batch_size",
+            way_out="take a smaller backbone, or set device=cpu",
+        )
+        if fitting < size:
+            size = objective.most = fitting
+        assessed.append(done)
+        left = left[size:]
     model.train(was_training)
-    metrics = objective.measure(predictions, part, places)
-    mean = float(loss / items) if with_loss else math.nan
+    predictions: list[Any] = [None] * len(index)
+    answers = (answer for each in assessed for answer in listed(each.predictions))
+    for position, answer in zip(order.tolist(), answers, strict=True):
+        predictions[position] = answer
+    metrics = objective.measure(predictions, part, index)
+    mean = math.nan
+    if with_loss:
+        mean = float(sum(each.loss.double() for each in assessed) / sum(each.items for each in assessed))
     return Scores(metrics, metrics[objective.task.metric], predictions, mean)

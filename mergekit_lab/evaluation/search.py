@@ -43,7 +43,7 @@ class Candidate:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def normalized(values: Mapping[str, float], expert_values: Mapping[str, float]) -> float:
+def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -> float:
     """Mean over tasks of `value / expert's value`.
 
     Raises:
@@ -59,7 +59,7 @@ def normalized(values: Mapping[str, float], expert_values: Mapping[str, float]) 
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 
 
-def best_candidate(curve: Sequence[Candidate]) -> Candidate:
+def choose_best(curve: Sequence[Candidate]) -> Candidate:
     """The candidate of the highest criterion, on all validation samples; of equals, the nearest to the base."""
     whole = [c for c in curve if c.share == 1 and not c.pruned]
     return max(whole, key=lambda c: (c.normalized, -abs(c.coefficient)))
@@ -84,7 +84,7 @@ def search_grid(
         patience: stop after so many candidates in a row that are worse than the best; None goes through all.
         reached: the criterion of another search that is to be beaten.
     """
-    normalized(dict.fromkeys(experts, 0.0), experts)
+    normalize(dict.fromkeys(experts, 0.0), experts)
     curve: list[Candidate] = []
     best, worse = reached, 0
     for coefficient in coefficients:
@@ -103,13 +103,13 @@ def _candidate(
     values: dict[str, float] = {}
     for task in experts:
         values[task] = score(task, share)
-        bound = normalized({t: values.get(t, 1.0) for t in experts}, experts)
+        bound = normalize({t: values.get(t, 1.0) for t in experts}, experts)
         if bound < best:
             return Candidate(coefficient, values, bound, pruned=True, share=share)
-    return Candidate(coefficient, values, normalized(values, experts), share=share)
+    return Candidate(coefficient, values, normalize(values, experts), share=share)
 
 
-def halve(
+def search_halving(
     coefficients: Sequence[float],
     experts: Mapping[str, float],
     at: Callable[[float], Score],
@@ -143,7 +143,7 @@ def halve(
             f"halving needs two or more coefficients and shares that ascend to 1, got {list(coefficients)} and "
             f"{list(shares)}"
         )
-    normalized(dict.fromkeys(experts, 0.0), experts)
+    normalize(dict.fromkeys(experts, 0.0), experts)
     left, curve = list(coefficients), []
     for share in shares:
         rung = [_candidate(c, experts, at(c), -math.inf, share) for c in left]
@@ -155,7 +155,7 @@ def halve(
     step = min(b - a for a, b in pairwise(ordered))
     for _ in range(refine):
         step /= 2
-        best = best_candidate(curve)
+        best = choose_best(curve)
         goal = max(best.normalized, reached)
         known = {c.coefficient for c in curve if c.share == 1}
         for coefficient in (best.coefficient - step, best.coefficient + step):

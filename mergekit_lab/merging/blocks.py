@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch import Tensor
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.flat import Flat, fill, send
 from mergekit_lab.merging.inputs import Inputs
+from mergekit_lab.prefetch import prefetch
 
 CPU_BLOCK = 1 << 18
 """Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
@@ -123,18 +121,12 @@ class Reader:
             return
         flats = threading.local()
 
-        def read(piece: list[Segment]) -> Tensor:
+        def read(piece: list[Segment]) -> tuple[list[Segment], Tensor]:
             if not hasattr(flats, "mine"):
                 flats.mine = self.open_flat()
-            return self.read(piece, flats.mine)[1]
+            return piece, self.read(piece, flats.mine)[1]
 
-        with ThreadPoolExecutor(_AHEAD, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            coming = ((piece, pool.submit(read, piece)) for piece in pieces)
-            flying = deque(islice(coming, _AHEAD))
-            while flying:
-                piece, deltas = flying.popleft()
-                flying.extend(islice(coming, 1))
-                yield piece, deltas.result()
+        yield from prefetch(read, pieces, ahead=_AHEAD, threads=_AHEAD)
 
     def side_blocks(self, kind: str) -> Iterator[Tensor]:
         for piece in self.cut(self.names):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.precision import at_least_float32
-from mergekit_lab.optim.sharded import local
+from mergekit_lab.optim.sharded import take_parts
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
@@ -95,7 +95,7 @@ class Averaging(WrappedOptimizer):
 
     def _go_to_theta(self) -> None:
         if self.aside:
-            torch._foreach_copy_(local(self.aside), local(self.aside.values()))
+            torch._foreach_copy_(take_parts(self.aside), take_parts(self.aside.values()))
             self.aside.clear()
             torch.clear_autocast_cache()
 
@@ -105,11 +105,11 @@ class Averaging(WrappedOptimizer):
         self.training = False
         if self.average and not self.aside:
             self.aside.update({p: p.detach().clone() for p in self.average})
-            torch._foreach_copy_(local(self.average), local(self.average.values()))
+            torch._foreach_copy_(take_parts(self.average), take_parts(self.average.values()))
             torch.clear_autocast_cache()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def show_average(self) -> Iterator[None]:
         """Within the block the weights are the average; after it, what they were."""
         was_training = self.training
         self.eval()

@@ -45,10 +45,10 @@ def gradient_evaluations(optimizer: Any) -> Fraction:
 
     SAM costs 2, with `ascent_fraction=0.25` 5/4, `MergOPT(worst_of=n)` n + 1.
     """
-    return Fraction(getattr(unwrapped(optimizer), "gradient_evaluations", 1))
+    return Fraction(getattr(unwrap(optimizer), "gradient_evaluations", 1))
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap(optimizer: Any) -> Any:
     """The optimizer inside wrappers that name it `optimizer`, as accelerate's do."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -65,7 +65,7 @@ def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
         optimizer: any torch optimizer, or accelerate's wrapper of one.
         micro_batches: how many the loop accumulates between two steps, ≥ 1.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrap(optimizer)
     evaluations = getattr(optimizer, "evaluations_per_step", 1)
     if micro_batches > 1 and evaluations > 1:
         name = type(optimizer).__name__

@@ -65,25 +65,25 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     """
     require_known("distribution", distribution, DISTRIBUTIONS)
     counts = torch.zeros(_BINS, dtype=torch.int64)
-    for values in _flat(deltas, ""):
-        counts += torch.bincount(_ordered(values) >> _LOW_BITS, minlength=_BINS).cpu()
+    for values in _flatten(deltas, ""):
+        counts += torch.bincount(_to_order(values) >> _LOW_BITS, minlength=_BINS).cpu()
     entries = int(counts.sum())
     if entries == 0:
         raise InputError("there are no entries to fit: are the task vectors empty, or of integers?")
     if distribution == "laplace":
         loc = _median(deltas, counts, entries)
-        scale = sum(float((v.double() - loc).abs().sum()) for v in _flat(deltas, "")) / entries
+        scale = sum(float((v.double() - loc).abs().sum()) for v in _flatten(deltas, "")) / entries
         likelihood = -math.log(2 * scale) - 1 if scale else math.inf
     else:
-        loc = sum(float(v.double().sum()) for v in _flat(deltas, "")) / entries
-        variance = sum(float((v.double() - loc).square().sum()) for v in _flat(deltas, "")) / entries
+        loc = sum(float(v.double().sum()) for v in _flatten(deltas, "")) / entries
+        variance = sum(float((v.double() - loc).square().sum()) for v in _flatten(deltas, "")) / entries
         scale = math.sqrt(variance)
         likelihood = -0.5 * math.log(2 * math.pi * variance) - 0.5 if variance else math.inf
     distance = _distance(counts, entries, distribution, loc, scale)
     return OffsetFit(loc, scale, distribution, distance, likelihood, entries)
 
 
-def _flat(deltas: Any, name: str) -> Iterator[Tensor]:
+def _flatten(deltas: Any, name: str) -> Iterator[Tensor]:
     """Every floating tensor in `deltas`, flat, in float32."""
     if isinstance(deltas, Tensor):
         if not deltas.is_floating_point():
@@ -94,10 +94,10 @@ def _flat(deltas: Any, name: str) -> Iterator[Tensor]:
         yield values
     elif isinstance(deltas, Mapping):
         for key in deltas:
-            yield from _flat(deltas[key], f"{name}.{key}".lstrip("."))
+            yield from _flatten(deltas[key], f"{name}.{key}".lstrip("."))
     elif isinstance(deltas, Iterable) and not isinstance(deltas, Iterator | str):
-        for place, item in enumerate(deltas):
-            yield from _flat(item, f"{name}.{place}".lstrip("."))
+        for position, item in enumerate(deltas):
+            yield from _flatten(item, f"{name}.{position}".lstrip("."))
     else:
         raise InputError(
             f"task vectors must be tensors in mappings or lists, not a {type(deltas).__name__}: they are read "
@@ -105,31 +105,31 @@ def _flat(deltas: Any, name: str) -> Iterator[Tensor]:
         )
 
 
-def _ordered(values: Tensor) -> Tensor:
+def _to_order(values: Tensor) -> Tensor:
     """Whole numbers in [0, 2³²) in the order of the float32 `values`: their bits, negative ones mirrored."""
     bits = values.view(torch.int32).long()
     return torch.where(bits < 0, -bits - 1, bits + _SIGN)
 
 
-def _values(ordered: Tensor) -> Tensor:
-    """The float32 values that `_ordered` made these numbers of."""
+def _from_order(ordered: Tensor) -> Tensor:
+    """The float32 values that `_to_order` maps to these numbers."""
     bits = torch.where(ordered < _SIGN, -ordered - 1, ordered - _SIGN)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def _median(deltas: Any, counts: Tensor, entries: int) -> float:
     """The lower median: the leading bits from `counts`, the rest from another pass."""
-    place = (entries - 1) // 2
+    position = (entries - 1) // 2
     below = counts.cumsum(0)
-    leading = int(torch.searchsorted(below, place, right=True))
-    rest = place - (int(below[leading - 1]) if leading else 0)
+    leading = int(torch.searchsorted(below, position, right=True))
+    rest = position - (int(below[leading - 1]) if leading else 0)
     low = torch.zeros(2**_LOW_BITS, dtype=torch.int64)
-    for values in _flat(deltas, ""):
-        ordered = _ordered(values)
+    for values in _flatten(deltas, ""):
+        ordered = _to_order(values)
         inside = ordered[ordered >> _LOW_BITS == leading] % 2**_LOW_BITS
         low += torch.bincount(inside, minlength=2**_LOW_BITS).cpu()
     trailing = int(torch.searchsorted(low.cumsum(0), rest, right=True))
-    return float(_values(torch.tensor([(leading << _LOW_BITS) + trailing])))
+    return float(_from_order(torch.tensor([(leading << _LOW_BITS) + trailing])))
 
 
 def _distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
@@ -139,8 +139,8 @@ def _distance(counts: Tensor, entries: int, distribution: str, loc: float, scale
     used = counts.nonzero().flatten()
     after = counts[used].cumsum(0).double() / entries
     before = torch.cat([after.new_zeros(1), after[:-1]])
-    lower = _cdf(_values(used << _LOW_BITS).double(), distribution, loc, scale)
-    upper = _cdf(_values((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale)
+    lower = _cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
+    upper = _cdf(_from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale)
     return float(torch.maximum((lower - before).abs(), (upper - after).abs()).max())
 
 

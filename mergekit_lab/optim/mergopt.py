@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
 from mergekit_lab.optim.fit import OffsetFit, fit_offset
-from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, hashed
+from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_sharded
@@ -34,8 +34,8 @@ def merge_factor(
 
     `which` tells draws of the same step apart.
     """
-    alpha = coefficients[hashed(seed, step, f"coefficient{which}") % len(coefficients)]
-    experts = 1 + hashed(seed, step, f"experts{which}") % max_experts
+    alpha = coefficients[hash_bits(seed, step, f"coefficient{which}") % len(coefficients)]
+    experts = 1 + hash_bits(seed, step, f"experts{which}") % max_experts
     return experts * alpha - 1
 
 
@@ -101,7 +101,7 @@ class MergOPT(OffsetOptimizer):
         self.distribution = distribution
         self.worst_of = worst_of
         self.per_rank = per_rank
-        self.fit = fitted(loc, scale, distribution, task_vectors)
+        self.fit = resolve_fit(loc, scale, distribution, task_vectors)
         self.loc = self.fit.loc if self.fit else loc
         self.scale: Any = self.fit.scale if self.fit else scale
         super().__init__(named_parameters, base, seed)
@@ -137,13 +137,13 @@ class MergOPT(OffsetOptimizer):
     def _offsets(self) -> bool:
         return self.loc != 0 or self.scale != 0
 
-    def offset(self, params: list[Tensor], candidate: int) -> bool:
-        rank = _rank() if self.per_rank else 0
+    def add_offset(self, params: list[Tensor], candidate: int) -> bool:
+        rank = _get_rank() if self.per_rank else 0
         which = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
         factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
         if factor == 0 or not self._offsets:
             return False
-        noise_seed = hashed(self.seed, self.steps_done, f"offset{which}")
+        noise_seed = hash_bits(self.seed, self.steps_done, f"offset{which}")
         add_offset(params, noise_seed, factor, distribution=self.distribution, loc=self.loc, scale=self.scale)
         return True
 
@@ -155,11 +155,11 @@ class MergOPT(OffsetOptimizer):
             self._move(candidate)
             losses.append(self.evaluate(closure, candidate))
             self.eval()
-        self._move(self._worst(losses))
+        self._move(self._choose_worst(losses))
         self.evaluate(closure, self.worst_of)
         return losses[0]
 
-    def _worst(self, losses: list[Any]) -> int:
+    def _choose_worst(self, losses: list[Any]) -> int:
         """Which loss is the largest, or the smallest for a base that maximizes; one that is not a number is."""
         for loss in losses:
             if not isinstance(loss, int | float | Tensor):
@@ -169,7 +169,7 @@ class MergOPT(OffsetOptimizer):
                 )
         device = self.parameters[0].device
         values = torch.stack([torch.as_tensor(loss, device=device).float().reshape(()) for loss in losses])
-        if not self.per_rank and _distributed():
+        if not self.per_rank and _is_distributed():
             torch.distributed.all_reduce(values)
         return int((-values if self._maximizes else values).argmax())
 
@@ -178,7 +178,7 @@ class MergOPT(OffsetOptimizer):
         return any(group.get("maximize") for group in self.param_groups)
 
 
-def fitted(
+def resolve_fit(
     loc: float, scale: float | str, distribution: str, task_vectors: Iterable[Any] | Mapping[str, Any] | None
 ) -> OffsetFit | None:
     """The fit that `scale="fit"` asks for; None if `scale` is a number."""
@@ -196,9 +196,9 @@ def fitted(
     return fit_offset(task_vectors, distribution)
 
 
-def _distributed() -> bool:
+def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
+def _get_rank() -> int:
+    return torch.distributed.get_rank() if _is_distributed() else 0

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.sharded import local, part_like
+from mergekit_lab.optim.sharded import take_part_like, take_parts
 
 DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
 
 
-def hashed(seed: int, step: int, what: str) -> int:
+def hash_bits(seed: int, step: int, what: str) -> int:
     """64 well-mixed bits for one purpose (`what`) of one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -42,7 +42,7 @@ def sample(
     return draws.add_(loc) if loc else draws
 
 
-def noise(
+def draw_noise(
     params: list[Tensor], seed: int, *, distribution: str, loc: float, scale: float
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Draw for each parameter, entry by entry, a few parameters at a time.
@@ -58,7 +58,7 @@ def noise(
         parts; every process draws the whole, so that the parts are those of an unsharded run.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    for group in _drawn_together(params):
+    for group in _chunk(params):
         device = group[0].device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
@@ -72,22 +72,22 @@ def noise(
             scale=scale,
         )
         pieces = zip(draws.split(sizes), group, strict=True)
-        yield local(group), [part_like(piece.view(p.shape), p) for piece, p in pieces]
+        yield take_parts(group), [take_part_like(piece.view(p.shape), p) for piece, p in pieces]
 
 
 def add_offset(
     params: list[Tensor], seed: int, factor: float, *, distribution: str, loc: float, scale: float
 ) -> None:
-    """Add `factor` · z to `params` in place, z as `noise` draws it.
+    """Add `factor` · z to `params` in place, z as `draw_noise` draws it.
 
     z is added in its own precision; lower ones are rounded once, after the addition.
     """
-    draws = noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
+    draws = draw_noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
     for group, z in draws:
         torch._foreach_add_(group, z)
 
 
-def _drawn_together(params: list[Tensor]) -> Iterator[list[Tensor]]:
+def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbors that share a device and precision, about `ENTRIES_PER_DRAW` entries at a time.
 
     One draw serves many small tensors; one draw for all would double the memory of a large model.

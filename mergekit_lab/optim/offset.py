@@ -57,14 +57,14 @@ class OffsetOptimizer(WrappedOptimizer):
     def drops_gradients(self) -> bool:  # type: ignore[override]
         return not self.theta.held
 
-    def offset(self, params: list[Tensor], candidate: int) -> bool:
+    def add_offset(self, params: list[Tensor], candidate: int) -> bool:
         """Add the offset of the coming step to `params` in place; False if there is none.
 
         Args:
             params: those that require a gradient.
             candidate: which of several offsets of this step, from 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define offset(params, candidate)")
+        raise NotImplementedError(f"{type(self).__name__} must define add_offset(params, candidate)")
 
     @property
     def unmoved_fraction(self) -> float | None:
@@ -133,7 +133,7 @@ class OffsetOptimizer(WrappedOptimizer):
         params = [p for p in self.parameters if p.requires_grad]
         copies = self.theta.save(params)
         self._unmoved.clear()
-        if not self.offset(params, candidate):
+        if not self.add_offset(params, candidate):
             return
         torch.clear_autocast_cache()
         for p, before in zip(params, copies, strict=True):

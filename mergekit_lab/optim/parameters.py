@@ -18,14 +18,14 @@ Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str
 BaseOptimizer = Callable[[Any], Optimizer]
 
 
-def without_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
+def split_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
     """The same tensors or groups with names taken off, and the name of each tensor that had one."""
     names: dict[Tensor, str] = {}
     tensors: list[Tensor] = []
 
     def strip(entry: Any) -> Any:
         if isinstance(entry, dict) and "params" in entry:
-            return {**entry, "params": [strip(e) for e in _listed(entry["params"])]}
+            return {**entry, "params": [strip(e) for e in _to_list(entry["params"])]}
         name, tensor = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(tensor, Tensor):
             raise InputError(f"cannot optimize a {type(tensor).__name__}: pass model.named_parameters()")
@@ -34,7 +34,7 @@ def without_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]
         tensors.append(tensor)
         return tensor
 
-    plain = [strip(entry) for entry in _listed(parameters)]
+    plain = [strip(entry) for entry in _to_list(parameters)]
     if not tensors:
         raise InputError("there are no parameters to optimize: is every parameter filtered out?")
     count = len(set(tensors))
@@ -53,7 +53,7 @@ def describe(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> str:
     return listing(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in parameters)
 
 
-def _listed(parameters: Any) -> list[Any]:
+def _to_list(parameters: Any) -> list[Any]:
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, set | dict) or not isinstance(parameters, Iterable):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.noise import hashed, noise
+from mergekit_lab.optim.noise import draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.pgn import interpolate
@@ -37,7 +37,7 @@ def filter_norms(weight: Tensor) -> Tensor:
 
 def add_filter_noise(params: list[Tensor], seed: int, gamma: float) -> None:
     """Add γ ‖filter‖ z to `params` in place, z standard normal; `seed` has 64 bits."""
-    for group, z in noise(params, seed, distribution="gaussian", loc=0.0, scale=gamma):
+    for group, z in draw_noise(params, seed, distribution="gaussian", loc=0.0, scale=gamma):
         torch._foreach_mul_(z, [filter_norms(p) for p in group])
         torch._foreach_add_(group, z)
 
@@ -85,10 +85,10 @@ class RWP(OffsetOptimizer):
     def evaluations_per_step(self) -> int:  # type: ignore[override]
         return 2 if self.gamma > 0 and 0 < self.alpha < 1 else 1
 
-    def offset(self, params: list[Tensor], candidate: int) -> bool:
+    def add_offset(self, params: list[Tensor], candidate: int) -> bool:
         if self.gamma == 0 or self.alpha == 0:
             return False
-        add_filter_noise(params, hashed(self.seed, self.steps_done, "offset"), self.gamma)
+        add_filter_noise(params, hash_bits(self.seed, self.steps_done, "offset"), self.gamma)
         return True
 
     def explore(self, closure: Closure) -> Any:

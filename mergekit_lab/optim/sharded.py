@@ -18,22 +18,22 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
-def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+def take_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This process's part of each tensor, sharing its memory (under `no_grad`); plain tensors as they are."""
-    return [part_of(t) for t in tensors]
+    return [take_part(t) for t in tensors]
 
 
-def part_of(tensor: Tensor) -> Tensor:
+def take_part(tensor: Tensor) -> Tensor:
     """This process's part of `tensor`; a plain tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def part_like(full: Tensor, like: Tensor) -> Tensor:
+def take_part_like(full: Tensor, like: Tensor) -> Tensor:
     """The part of `full` that this process holds of `like`, which has the same shape. No communication.
 
     Every process must bring the same `full`.
     """
-    return part_of(spread_like(full, like))
+    return take_part(spread_like(full, like))
 
 
 def spread_like(full: Tensor, like: Tensor) -> Tensor:
@@ -56,20 +56,20 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     tensors count with all their parts, so every process of their mesh must call this.
     """
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    norms = list(torch._foreach_norm(local(tensors), 2, wide))
+    norms = list(torch._foreach_norm(take_parts(tensors), 2, wide))
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for place, t in enumerate(tensors):
+    for position, t in enumerate(tensors):
         if is_sharded(t):
             of: Any = t
-            kinds.setdefault((of.device_mesh, of.placements), []).append(place)
-    for (mesh, placements), places in kinds.items():
-        squares = torch.stack([norms[place] for place in places]).square()
-        for place, square in zip(places, _summed(squares, mesh, placements), strict=True):
-            norms[place] = square.sqrt()
+            kinds.setdefault((of.device_mesh, of.placements), []).append(position)
+    for (mesh, placements), positions in kinds.items():
+        squares = torch.stack([norms[position] for position in positions]).square()
+        for position, square in zip(positions, _add_up(squares, mesh, placements), strict=True):
+            norms[position] = square.sqrt()
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])).item()
 
 
-def _summed(parts: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+def _add_up(parts: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     """`parts` added up over the dimensions of `mesh` that shard, not over those that only copy."""
     from torch.distributed.tensor import DTensor, Partial
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_integer, require_number
-from mergekit_lab.optim.noise import hashed, sample
+from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import at_least_float32
 from mergekit_lab.optim.sam import sam_perturbation
@@ -46,7 +46,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return chosen
 
 
-def dropped_and_grown(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
+def exchange(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
     """`mask` with part of its entries exchanged for as many others.
 
     Args:
@@ -65,24 +65,24 @@ def dropped_and_grown(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> 
 class SparseAscent(AscentOptimizer):
     """What `SSAMF` and `SSAMD` share: a mask over all parameters together, renewed every few steps."""
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sparsity", "update_every", "steps_done")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sparsity", "every", "steps_done")
     saved_tensors: ClassVar[tuple[str, ...]] = ("mask",)
     mask: dict[Tensor, Tensor]
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float, sparsity: float, update_every: int
+        self, named_parameters: Parameters, base: BaseOptimizer, rho: float, sparsity: float, every: int
     ) -> None:
         self.sparsity = sparsity
-        self.update_every = update_every
+        self.every = every
         self.steps_done = 0
         super().__init__(named_parameters, base, rho)
 
     def validate(self) -> None:
         super().validate()
         require_number("sparsity", self.sparsity, minimum=0, maximum=1)
-        require_integer("update_every", self.update_every, minimum=1)
+        require_integer("every", self.every, minimum=1)
 
-    def masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation where the mask is set, 0 elsewhere."""
         shift = sam_perturbation(at_least_float32(grads), self.setting("rho", params, signed=True))
         torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
@@ -104,13 +104,13 @@ class SSAMF(SparseAscent):
         rho: radius ρ ≥ 0 of the ball that the mask cuts; 0 is the base optimizer.
         sparsity: part of all entries, in [0, 1], that is never moved; 0 is SAM, 1 the base optimizer at twice
             its cost.
-        update_every: steps ≥ 1 between two masks. The first mask is made of the first gradient.
+        every: steps ≥ 1 between two masks. The first mask is made of the first gradient.
 
     Raises:
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (*SparseAscent.saved_attributes, "given")
+    saved_attributes: ClassVar[tuple[str, ...]] = (*SparseAscent.saved_attributes, "external_fisher")
     saved_tensors: ClassVar[tuple[str, ...]] = ("mask", "squares")
     squares: dict[Tensor, Tensor]
 
@@ -120,10 +120,10 @@ class SSAMF(SparseAscent):
         base: BaseOptimizer,
         rho: float = 0.05,
         sparsity: float = 0.5,
-        update_every: int = 100,
+        every: int = 100,
     ) -> None:
-        self.given = False
-        super().__init__(named_parameters, base, rho, sparsity, update_every)
+        self.external_fisher = False
+        super().__init__(named_parameters, base, rho, sparsity, every)
 
     def use_fisher(self, fisher: Mapping[str, Tensor]) -> None:
         """Mask by this empirical Fisher diagonal, until it is given another; none is estimated any more.
@@ -140,20 +140,20 @@ class SSAMF(SparseAscent):
         odd = [n for p, n in names.items() if n not in fisher or fisher[n].shape != p.shape]
         if odd:
             raise InputError(f"the Fisher information lacks, or has in another shape, {listing(odd)}")
-        self.given = True
+        self.external_fisher = True
         self.squares.clear()
         self._renew(list(names), [fisher[n].to(p.device).float() for p, n in names.items()])
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        if not self.given:
+        if not self.external_fisher:
             self._estimate(params, at_least_float32(grads))
         self.steps_done += 1
-        return self.masked(params, grads)
+        return self.perturb_masked(params, grads)
 
     def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
         for p, g in zip(params, grads, strict=True):
             self.squares[p] = self.squares[p].addcmul_(g, g) if p in self.squares else g.square()
-        if self.steps_done % self.update_every == 0 or any(p not in self.mask for p in params):
+        if self.steps_done % self.every == 0 or any(p not in self.mask for p in params):
             known = [p for p in self.parameters if p in self.squares]
             self._renew(known, [self.squares[p] for p in known])
             self.squares.clear()
@@ -175,7 +175,7 @@ class SSAMD(SparseAscent):
         sparsity: part of all entries, in [0, 1], that is not moved; 0 is SAM, 1 the base optimizer at twice
             its cost.
         drop_rate: part of the mask, in [0, 1], that the first renewal exchanges.
-        update_every: steps ≥ 1 between two renewals, the first of which follows the first perturbation.
+        every: steps ≥ 1 between two renewals, the first of which follows the first perturbation.
         seed: of the random choices.
 
     Raises:
@@ -197,13 +197,13 @@ class SSAMD(SparseAscent):
         rho: float = 0.05,
         sparsity: float = 0.5,
         drop_rate: float = 0.5,
-        update_every: int = 100,
+        every: int = 100,
         seed: int = 0,
     ) -> None:
         self.steps = steps
         self.drop_rate = drop_rate
         self.seed = seed
-        super().__init__(named_parameters, base, rho, sparsity, update_every)
+        super().__init__(named_parameters, base, rho, sparsity, every)
 
     def validate(self) -> None:
         super().validate()
@@ -215,17 +215,17 @@ class SSAMD(SparseAscent):
         if any(p not in self.mask for p in params):
             scores = self._random(params, "mask")
             self.set_mask(params, largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity)))
-        shift = self.masked(params, grads)
-        if self.steps_done % self.update_every == 0:
+        shift = self.perturb_masked(params, grads)
+        if self.steps_done % self.every == 0:
             mask = torch.cat([self.mask[p].flatten().to(params[0].device) for p in params])
             sizes = torch.cat([g.abs().flatten().to(mask.device) for g in at_least_float32(grads)])
             part = min(1.0, self.steps_done / self.steps)
             rate = self.drop_rate * (1 + math.cos(math.pi * part)) / 2
-            self.set_mask(params, dropped_and_grown(mask, sizes, self._random(params, "growth"), rate))
+            self.set_mask(params, exchange(mask, sizes, self._random(params, "growth"), rate))
         self.steps_done += 1
         return shift
 
     def _random(self, params: list[Tensor], what: str) -> Tensor:
-        generator = torch.Generator(params[0].device).manual_seed(hashed(self.seed, self.steps_done, what))
+        generator = torch.Generator(params[0].device).manual_seed(hash_bits(self.seed, self.steps_done, what))
         count = sum(p.numel() for p in params)
         return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)

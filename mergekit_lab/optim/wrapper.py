@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, without_names
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
-from mergekit_lab.optim.sharded import is_sharded, local, part_of
+from mergekit_lab.optim.sharded import is_sharded, take_part, take_parts
 
 Closure = Callable[[], Any]
 Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
@@ -56,17 +56,17 @@ class SavedWeights:
 
     def save(self, params: list[Tensor]) -> list[Tensor]:
         """Copy `params`, and return the copies (same shapes, dtypes and devices)."""
-        copies = [p.detach().clone() for p in params] if self._kept else self._copied(params)
+        copies = [p.detach().clone() for p in params] if self._kept else self._refill(params)
         self._kept.append((list(params), copies))
         return copies
 
-    def _copied(self, params: list[Tensor]) -> list[Tensor]:
+    def _refill(self, params: list[Tensor]) -> list[Tensor]:
         memory = self._memory
-        if len(memory) != len(params) or not all(p in memory and _alike(memory[p], p) for p in params):
+        if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
             memory.clear()
             memory.update({p: p.detach().clone() for p in params})
         elif params:
-            torch._foreach_copy_(local(list(memory.values())), local([p.detach() for p in memory]))
+            torch._foreach_copy_(take_parts(list(memory.values())), take_parts([p.detach() for p in memory]))
         return [memory[p] for p in params]
 
     def release(self) -> None:
@@ -78,10 +78,10 @@ class SavedWeights:
         while self._kept:
             params, copies = self._kept.pop()
             if params:
-                torch._foreach_copy_(local(params), local(copies))
+                torch._foreach_copy_(take_parts(params), take_parts(copies))
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _fits(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
@@ -126,7 +126,7 @@ class WrappedOptimizer(Optimizer):
     drops_gradients: bool = True
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
-        plain, names = without_names(named_parameters)
+        plain, names = split_names(named_parameters)
         inner = build(base, plain)
         for group in inner.param_groups:
             if names:
@@ -231,7 +231,7 @@ class WrappedOptimizer(Optimizer):
         if not hasattr(self, "base"):
             super().add_param_group(param_group)  # torch's constructor, registering what the base already has
             return
-        (plain,), names = without_names([param_group])
+        (plain,), names = split_names([param_group])
         if twice := {*plain["params"]} & {*self.parameters}:
             raise InputError(
                 f"these parameters are optimized already, and would be twice: {describe(twice, self.names)}; "
@@ -312,7 +312,7 @@ class WrappedOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if (grad := p.grad) is not None:
-                    grad.spent_version = part_of(grad)._version
+                    grad.spent_version = take_part(grad)._version
 
     def refuse_to_drop_gradients(self) -> None:
         """Raise `InputError` if there are gradients that no step has used. Waits for the device only then."""
@@ -320,9 +320,9 @@ class WrappedOptimizer(Optimizer):
             p
             for group in self.param_groups
             for p in group["params"]
-            if (g := p.grad) is not None and getattr(g, "spent_version", -1) != part_of(g)._version
+            if (g := p.grad) is not None and getattr(g, "spent_version", -1) != take_part(g)._version
         ]
-        if not any(p.grad.layout is not torch.strided or bool(part_of(p.grad).any()) for p in new):
+        if not any(p.grad.layout is not torch.strided or bool(take_part(p.grad).any()) for p in new):
             return  # zeroed in place
         train_mode = (
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
@@ -360,11 +360,11 @@ class WrappedOptimizer(Optimizer):
             self.zero_grad()
         torch.clear_autocast_cache()  # autocast around the whole step would reuse the weights it cast before
         with ExitStack() as around:
-            around.enter_context(self._numbered(index, fraction))
+            around.enter_context(self._number(index, fraction))
             if index > 0:
-                around.enter_context(self._unchanged_statistics())
+                around.enter_context(self._keep_statistics())
             if not sync:
-                for no_sync in self._no_sync():
+                for no_sync in self._find_no_sync():
                     around.enter_context(no_sync())
             around.enter_context(torch.enable_grad())
             loss = closure()
@@ -372,7 +372,7 @@ class WrappedOptimizer(Optimizer):
         return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
     @contextmanager
-    def _numbered(self, index: int, fraction: float) -> Iterator[None]:
+    def _number(self, index: int, fraction: float) -> Iterator[None]:
         self.evaluation, self.batch_fraction = index, fraction
         try:
             yield
@@ -380,7 +380,7 @@ class WrappedOptimizer(Optimizer):
             self.evaluation, self.batch_fraction = 0, 1.0
 
     @contextmanager
-    def _unchanged_statistics(self) -> Iterator[None]:
+    def _keep_statistics(self) -> Iterator[None]:
         """Undo what the block does to running statistics.
 
         From copies: the flags of a normalization would recompile a compiled model, and do not stop all kinds.
@@ -394,15 +394,15 @@ class WrappedOptimizer(Optimizer):
             with torch.no_grad():
                 kept.restore()
 
-    def _no_sync(self) -> list[Callable[[], Any]]:
-        found = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
+    def _find_no_sync(self) -> list[Callable[[], Any]]:
+        contexts = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not found and distributed and torch.distributed.get_world_size() > 1:
+        if not contexts and distributed and torch.distributed.get_world_size() > 1:
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) does not know the model whose gradients are not to "
                 "be synchronized: call optimizer.attach(model) with the DistributedDataParallel model"
             )
-        return found  # type: ignore[return-value]
+        return contexts  # type: ignore[return-value]
 
     def refuse_sparse_gradients(self) -> None:
         """Raise `InputError` naming the parameters whose gradient is sparse."""

@@ -24,7 +24,7 @@ from mergekit_lab.schema.run import evaluations_a_step, wants_fit
 from mergekit_lab.store import Artifact
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.training.clock import machine
+from mergekit_lab.training.clock import describe_machine
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +125,12 @@ def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> T
     settings = run.training
     if settings.epochs is not None or settings.epochs_of:
         settings = settings.for_task(task, run.tasks[task].count("train"))
-    return settings.planned(evaluations_a_step(optimizer or task_optimizer(run, task)))
+    return settings.plan(evaluations_a_step(optimizer or task_optimizer(run, task)))
 
 
 def joint_settings(run: Run) -> TrainingSettings:
     """The budget of all experts together."""
-    return TrainingSettings.together([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
+    return TrainingSettings.combine([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
 
 
 def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
     if run.processes > 1 and any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()):
         content["processes"] = run.processes
     if settings.seconds is not None:
-        content["machine"] = machine(run.plain["trainer"]["accelerator"])
+        content["machine"] = describe_machine(run.plain["trainer"]["accelerator"])
     return content
 
 

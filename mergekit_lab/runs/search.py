@@ -14,7 +14,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from mergekit_lab.evaluation import Candidate, best_candidate, halve, score, search_grid
+from mergekit_lab.evaluation import Candidate, choose_best, score, search_grid, search_halving
 from mergekit_lab.evaluation.search import Score
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.mergers import Merger
@@ -66,11 +66,11 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     curve: list[Candidate] = []
     for fields in run.search.variants(merger.content):
         score_at = _scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
-        reached = best_candidate(curve).normalized if curve else -math.inf
+        reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients
         if run.search.method == "halving":
-            candidates = halve(grid, experts, score_at, refine=run.search.refine, reached=reached)
+            candidates = search_halving(grid, experts, score_at, refine=run.search.refine, reached=reached)
         else:
             shown = track(grid, title, disable=not run.cfg.progress, transient=True)
             candidates = search_grid(
@@ -78,7 +78,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
                 prune=run.search.prune, patience=run.search.patience, reached=reached,
             )  # fmt: skip
         curve += [replace(candidate, fields=fields) for candidate in candidates]
-    best = best_candidate(curve)
+    best = choose_best(curve)
     points: list[dict[str, Any]] = [{**asdict(c), "values": dict(c.values)} for c in curve]
     return {
         "coefficient": best.coefficient,

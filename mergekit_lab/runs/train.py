@@ -109,6 +109,7 @@ class Training:
             settings,
             seed=run.seed,
             resume=workspace.resume,
+            identity=workspace.resume.parent.name,
             callbacks=[cost],
             trainer=self._lightning_arguments() | {"enable_progress_bar": run.cfg.progress},
             on_metrics=lambda metrics, step: run.tracker.log(

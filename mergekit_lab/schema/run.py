@@ -242,7 +242,7 @@ def check(cfg: DictConfig) -> None:
                 "number"
             )
         evaluations_a_step(node)
-    TrainingSettings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    TrainingSettings(**cfg.training).plan(evaluations_a_step(cfg.optimizer))
     optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
     if cfg.training.precision == "bf16-true":
         _refuse_vanishing_offsets(optimizers)

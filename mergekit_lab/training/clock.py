@@ -94,7 +94,7 @@ class Clock(Callback):
         self._validated = state_dict["validated"]
 
 
-def machine(accelerator: str) -> str:
+def describe_machine(accelerator: str) -> str:
     """What a clock's result depends on beside the settings: the card's name, or "cpu" and its threads."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()

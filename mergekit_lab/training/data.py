@@ -1,14 +1,12 @@
 """Batches as a pure function of (seed, step), so that resuming needs no state.
 
-A batch is a mapping from task name to what its objective makes of the places chosen. One task is the plain
+A batch is a mapping from task name to what its objective makes of the samples chosen. One task is the plain
 case; for joint training every batch holds a share of each task.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import lightning
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, pin_memory
+from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
 _AHEAD = 4
@@ -65,13 +64,7 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            ahead: deque[Future[dict[str, Batch]]] = deque()
-            for step in range(self.start, self.steps + _AHEAD):
-                if step < self.steps:
-                    ahead.append(reader.submit(self._pinned, step))
-                if step >= self.start + _AHEAD:
-                    yield ahead.popleft().result()
+        return prefetch(self._pin, range(self.start, self.steps), ahead=_AHEAD)
 
     def state_dict(self) -> dict[str, int]:
         """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
@@ -82,25 +75,25 @@ class StepBatches:
 
     def batch(self, step: int) -> dict[str, Batch]:
         """The batch of one step, by task."""
-        return {task: self.objectives[task].training_batch(at) for task, at in self.places(step).items()}
+        return {task: self.objectives[task].training_batch(at) for task, at in self.choose(step).items()}
 
-    def _pinned(self, step: int) -> dict[str, Batch]:
+    def _pin(self, step: int) -> dict[str, Batch]:
         """The batch of one step where a GPU reads it without the processor's help."""
         batch = self.batch(step)
         return {task: pin_memory(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
 
-    def places(self, step: int) -> dict[str, Tensor]:
+    def choose(self, step: int) -> dict[str, Tensor]:
         """Which samples of each task's training part one step takes, int64."""
         first = step * self.share
         chosen = np.arange(first, first + self.share)[self.rank :: self.world]
         result = {}
         for position, (name, size) in enumerate(self._sizes.items()):
             turns = chosen // size  # NumPy, for torch would let go of Python's lock in each of these lines
-            found = [
+            chosen_by_turn = [
                 self._order_of(position, name, turn)[chosen[turns == turn] - turn * size]
                 for turn in range(turns[0], turns[-1] + 1)
             ]
-            result[name] = torch.from_numpy(np.concatenate(found))
+            result[name] = torch.from_numpy(np.concatenate(chosen_by_turn))
         return result
 
     def _order_of(self, task: int, name: str, turn: int) -> np.ndarray:
@@ -111,12 +104,12 @@ class StepBatches:
             generator = torch.Generator().manual_seed(mixed % (1 << 63))
             order = torch.randperm(self._sizes[name], generator=generator)
             lengths = self.objectives[name].lengths("train")
-            found = order if lengths is None else by_length(order, lengths, self.share, generator)
-            self._order[task, turn] = found.numpy()
+            order = order if lengths is None else order_by_length(order, lengths, self.share, generator)
+            self._order[task, turn] = order.numpy()
         return self._order[task, turn]
 
 
-def by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
     """An order in which samples of about one length are neighbors, and still a random one.
 
     Every pool of 50 batches is sorted by length and cut into batches, whose order is shuffled; what fills no
@@ -134,7 +127,7 @@ def by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.
 
 
 class InOrder:
-    """The places of all samples of the validation parts once, task after task.
+    """The positions of all samples of the validation parts once, task after task.
 
     Args:
         objectives: by task.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import lightning
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
@@ -25,11 +21,10 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
+from mergekit_lab.training.resume import Origin, SealedCheckpoints, find_checkpoint, hash_weights
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +52,7 @@ def finetune(
     *,
     seed: int,
     resume: Path,
+    identity: str = "",
     callbacks: Sequence[Callback] = (),
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
@@ -70,7 +66,9 @@ def finetune(
         make_optimizer: builds the optimizer from named parameters.
         settings: see `TrainingSettings`; planned, so that the budget is of steps or seconds.
         seed: of the order of the data and of dropout.
-        resume: a folder for checkpoints. If it holds `last.ckpt` of a run that was cut, that run goes on.
+        resume: a folder for checkpoints. If it holds `last.ckpt` of this training that was cut, that goes on.
+        identity: what is made, such as an artifact's key. A checkpoint of something else, or of other weights
+            than `model` has, is told and not gone on from.
         callbacks: further ones of Lightning's.
         trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
             "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.
@@ -106,11 +104,9 @@ def finetune(
     stopper = Stopper(resume / "last.ckpt")
     kept = [best, latest] if settings.keep == "best" else [latest, ended]
     called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
-    lit = _trainer(settings, resume, called, dict(trainer or {}))
-    last = resume / "last.ckpt"
-    resumed = last if _usable(last, module) else None
-    if resumed:
-        log.info("resuming from %s", last)
+    origin = Origin(identity, hash_weights(model.state_dict()))
+    resumed = find_checkpoint(resume, origin)
+    lit = _trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -120,7 +116,7 @@ def finetune(
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning with torch ≥ 2.13
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         try:
-            with stopper.listening():
+            with stopper.listen():
                 lit.fit(module, data, ckpt_path=resumed, weights_only=True)
         except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
             raise KeyboardInterrupt from None
@@ -129,15 +125,19 @@ def finetune(
     if not lit.is_global_zero:
         return None
     if ended.state is not None:
-        return _finetuned(ended.state, ended.step, module.curve)
+        return _collect(ended.state, ended.step, module.curve)
     # the best ones, or those of a training that had already ended
-    file = best.best_model_path if settings.keep == "best" else last
+    file = best.best_model_path if settings.keep == "best" else resume / "last.ckpt"
     loaded = torch.load(file, weights_only=True, map_location="cpu")
-    return _finetuned(loaded["state_dict"], int(loaded["global_step"]), module.curve)
+    return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
 
 def _trainer(
-    settings: TrainingSettings, folder: Path, callbacks: list[Any], options: dict[str, Any]
+    settings: TrainingSettings,
+    folder: Path,
+    callbacks: list[Any],
+    plugins: list[Any],
+    options: dict[str, Any],
 ) -> lightning.Trainer:
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None
@@ -148,7 +148,7 @@ def _trainer(
     try:
         return lightning.Trainer(
             **options,
-            plugins=[LightningEnvironment(), _Checkpoints()],
+            plugins=[LightningEnvironment(), *plugins],
             max_steps=-1 if clocked else settings.steps,
             max_epochs=-1,
             precision=settings.precision,  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def _trainer(
         raise InputError(f"training cannot start: {error}") from None
 
 
-def _finetuned(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
+def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
     """The weights of a module's state dict, with the accuracy last measured at their step."""
     state = {n.removeprefix("model."): v for n, v in saved.items()}
     accuracy = next(
@@ -186,35 +186,6 @@ def _release(module: FinetuneModule, optimizers: Sequence[torch.optim.Optimizer]
             optimizer.release()
         else:
             optimizer.state.clear()
-
-
-def _usable(last: Path, module: FinetuneModule) -> bool:
-    """Whether training can go on from a checkpoint, and from the best one that it names; what is cut short or
-    changed, or of another model, is told and not used."""
-    if not last.exists():
-        return False
-    file = last
-    try:
-        saved = _load_whole(last)
-        named = {Path(kept.get("best_model_path") or last).name for kept in saved["callbacks"].values()}
-        for file in [last.with_name(name) for name in named - {last.name}]:
-            _load_whole(file)
-        shapes = {name: value.shape for name, value in module.state_dict().items()}
-        if {name: value.shape for name, value in saved["state_dict"].items()} != shapes:
-            raise ValueError("it is of another model")
-    except Exception as error:
-        log.warning("%s cannot be gone on from (%s): training starts again", file, str(error).splitlines()[0])
-        return False
-    return True
-
-
-def _load_whole(file: Path) -> dict[str, Any]:
-    """A checkpoint, its bytes compared with the checksums that torch writes and does not read."""
-    with ZipFile(file) as archive:
-        if damaged := archive.testzip():
-            raise ValueError(f"{damaged} in it is damaged")
-    loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-    return loaded
 
 
 class _Kept(ModelCheckpoint):
@@ -253,22 +224,6 @@ class _Ended(Callback):
         state = trainer.strategy.lightning_module_state_dict()
         self.state = {name: tensor.detach().cpu() for name, tensor in state.items()}
         self.step = trainer.global_step
-
-
-class _Checkpoints(TorchCheckpointIO):
-    """Checkpoints are written where they belong, then renamed. Lightning makes two copies in memory first, and
-    a file on the disk of temporary ones."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        try:
-            with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
-                torch.save(checkpoint, out)
-            os.replace(part, file)
-        finally:
-            part.unlink(missing_ok=True)  # half of it would keep a full disk full
 
 
 class _Progress(RichProgressBar):

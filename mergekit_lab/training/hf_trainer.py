@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import unwrapped
+from mergekit_lab.optim.checks import unwrap
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ def _keep(optimizer: Any) -> None:
 
 def _ours(optimizer: Any) -> WrappedOptimizer | None:
     """The optimizer inside accelerate's wrapper, if it is one of ours."""
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrap(optimizer)
     return optimizer if isinstance(optimizer, WrappedOptimizer) else None

@@ -90,8 +90,8 @@ class FinetuneModule(lightning.LightningModule):
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
-        found: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
-        return found
+        objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
+        return objective
 
     def configure_model(self) -> None:
         """Spread the weights over processes, inner blocks first, where the strategy has a mesh for it."""
@@ -130,13 +130,13 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
-        _seed(self._of_this_process(seed), self.device)
-        for place, task in enumerate(batch):
-            own = self._of_this_process(seed * len(self.tasks) + place)
+        _seed(self._spread_seed(seed), self.device)
+        for number, task in enumerate(batch):
+            own = self._spread_seed(seed * len(self.tasks) + number)
             batch[task] = self.objective(task).augmented(batch[task], own)
         self._first_loss = None
 
-    def _of_this_process(self, seed: int) -> int:
+    def _spread_seed(self, seed: int) -> int:
         return (seed * self.trainer.world_size + self.global_rank) % (1 << 63)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
@@ -145,9 +145,9 @@ class FinetuneModule(lightning.LightningModule):
     def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
         """The loss of the whole batch; its gradient is that of the last micro-batch, the others' are added."""
         self.optimizers(use_pl_optimizer=False).zero_grad()  # type: ignore[union-attr]
-        batch = self._share(batch)
-        total = self._items(batch)
-        *others, last = self._micro_batches(batch)
+        batch = self._take_share(batch)
+        total = self._count_items(batch)
+        *others, last = self._cut(batch)
         before = torch.zeros((), device=self.device)
         for part in others:
             loss = self._loss(part, total)
@@ -161,7 +161,7 @@ class FinetuneModule(lightning.LightningModule):
             self._first_loss = loss.detach()
         return loss
 
-    def _items(self, batch: Batches) -> int | Tensor:
+    def _count_items(self, batch: Batches) -> int | Tensor:
         """What losses are divided by: the mean over processes, for gradients will be averaged over them."""
         total = sum(self.objective(task).items(part) for task, part in batch.items())
         if self.trainer.world_size == 1:
@@ -169,13 +169,13 @@ class FinetuneModule(lightning.LightningModule):
         shared = torch.as_tensor(total, dtype=torch.float32, device=self.device)
         return self.trainer.strategy.reduce(shared, reduce_op="mean")
 
-    def _micro_batches(self, batch: Batches) -> list[Batches]:
+    def _cut(self, batch: Batches) -> list[Batches]:
         """The batch in up to `accumulate` parts."""
         parts: list[Batches] = [{} for _ in range(self.accumulate)]
         for task, whole in batch.items():
             size = -(-count_samples(whole) // self.accumulate)
-            for place, start in enumerate(range(0, count_samples(whole), size)):
-                parts[place][task] = take_samples(whole, start, start + size)
+            for number, start in enumerate(range(0, count_samples(whole), size)):
+                parts[number][task] = take_samples(whole, start, start + size)
         return [part for part in parts if part]
 
     def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class FinetuneModule(lightning.LightningModule):
         ]
         return torch.stack(losses).sum()
 
-    def _share(self, batch: Batches) -> Batches:
+    def _take_share(self, batch: Batches) -> Batches:
         """The part of the batch that the optimizer asks for: all of it, but in a cheaper ascent."""
         share = getattr(self.optimizers(use_pl_optimizer=False), "batch_fraction", 1.0)
         if share >= 1:
@@ -258,16 +258,16 @@ class FinetuneModule(lightning.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():
-            predictions, places = self._predicted.setdefault(task, ([], []))
-            places.append(index.cpu())
-            predictions.append(self.objective(task).predict(self.model, "validation", places[-1]))
+            predictions, indices = self._predicted.setdefault(task, ([], []))
+            indices.append(index.cpu())
+            predictions.append(self.objective(task).predict(self.model, "validation", indices[-1]))
 
     def on_validation_epoch_end(self) -> None:
         values = []
-        for task, (predictions, places) in self._predicted.items():
+        for task, (predictions, indices) in self._predicted.items():
             objective = self.objective(task)
             answers = [answer for some in predictions for answer in listed(some)]
-            values.append(objective.measure(answers, "validation", torch.cat(places))[objective.task.metric])
+            values.append(objective.measure(answers, "validation", torch.cat(indices))[objective.task.metric])
         self._predicted = {}
         mean = sum(values) / len(values)
         self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)

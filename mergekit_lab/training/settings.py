@@ -98,15 +98,15 @@ class TrainingSettings:
         self._check_epochs()
 
     def _check_epochs(self) -> None:
-        given = {"epochs": self.epochs} if self.epochs is not None else {}
-        given |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
-        for name, value in given.items():
+        epochs = {"epochs": self.epochs} if self.epochs is not None else {}
+        epochs |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
+        for name, value in epochs.items():
             if not 0 < value < math.inf:
                 raise InputError(f"training.{name} is {value}; it must be positive, and finite")
         size = next((name for name in BUDGETS[1:] if getattr(self, name) is not None), None)
-        if given and size:
+        if epochs and size:
             raise InputError(
-                f"training.{next(iter(given))} and training.{size} both say how long: leave one of them null"
+                f"training.{next(iter(epochs))} and training.{size} both say how long: leave one of them null"
             )
 
     def _check_budget(self) -> None:
@@ -140,7 +140,7 @@ class TrainingSettings:
         unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid.items()}
 
-    def planned(self, evaluations_a_step: Fraction) -> TrainingSettings:
+    def plan(self, evaluations_a_step: Fraction) -> TrainingSettings:
         """The same with a budget of gradient evaluations turned into as many whole steps as it allows.
 
         Args:
@@ -169,7 +169,7 @@ class TrainingSettings:
         return replace(self, accumulate=min(2 * self.accumulate, self.batch_size))
 
     @staticmethod
-    def together(settings: Sequence[TrainingSettings]) -> TrainingSettings:
+    def combine(settings: Sequence[TrainingSettings]) -> TrainingSettings:
         """The budget of several models for one, as a model of all tasks has; of planned settings."""
         first = settings[0]
         seconds = None if first.seconds is None else first.seconds * len(settings)

@@ -26,15 +26,17 @@ class Sharded(ModelParallelStrategy):
         processes: how many.
     """
 
+    lightning_restore_optimizer = True
+
     def __init__(self, processes: int) -> None:
         super().__init__(processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict with whole tensors on the CPU; empty in all processes but the first."""
-        state = tree_map(self._gathered, optimizer.state_dict())
+        state = tree_map(self._gather, optimizer.state_dict())
         return state if self.is_global_zero else {}
 
-    def _gathered(self, value: Any) -> Any:
+    def _gather(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
@@ -48,10 +50,6 @@ class Sharded(ModelParallelStrategy):
         finally:
             self.optimizers = optimizers
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_spread(state, optimizer))
@@ -61,18 +59,20 @@ def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with what has a parameter's shape sharded as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def like_parameter(place: int, value: Any) -> Any:
-        fits = isinstance(value, Tensor) and value.shape == parameters[place].shape
-        return spread_like(value, parameters[place]) if fits else value
+    def like_parameter(position: int, value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.shape == parameters[position].shape
+        return spread_like(value, parameters[position]) if fits else value
 
-    found = dict(state)
-    found["state"] = {
-        place: {name: like_parameter(place, value) for name, value in own.items()}
-        for place, own in state["state"].items()
+    spread = dict(state)
+    spread["state"] = {
+        position: {name: like_parameter(position, value) for name, value in own.items()}
+        for position, own in state["state"].items()
     }
     if isinstance(optimizer, WrappedOptimizer):
-        found[STATE_KEY] = dict(state[STATE_KEY])
+        spread[STATE_KEY] = dict(state[STATE_KEY])
         for name in optimizer.saved_tensors:
-            by_place = state[STATE_KEY][name]
-            found[STATE_KEY][name] = {place: like_parameter(place, t) for place, t in by_place.items()}
-    return found
+            by_position = state[STATE_KEY][name]
+            spread[STATE_KEY][name] = {
+                position: like_parameter(position, t) for position, t in by_position.items()
+            }
+    return spread

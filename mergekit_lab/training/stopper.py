@@ -42,12 +42,12 @@ class Stopper(Callback):
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self._told = threading.Event()
+        self._wanted = threading.Event()
         self._first = 0.0
         self._validates_first = False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """Take the signals meanwhile; what took them before has them back. Only a main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -60,13 +60,13 @@ class Stopper(Callback):
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: Any) -> None:
-        if self._told.is_set():
+        if self._wanted.is_set():
             if time.monotonic() - self._first < _ONE_WISH:
                 return
             raise KeyboardInterrupt
         log.info("%s: stopping after this step", signal.Signals(number).name)
         self._first = time.monotonic()
-        self._told.set()
+        self._wanted.set()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Lightning has put a handler of its own before this one, which ends training before its checkpoint."""
@@ -85,10 +85,10 @@ class Stopper(Callback):
         together = trainer.world_size > 1
         if together and trainer.global_step % _AGREE:
             return
-        told = self._told.is_set()
+        wanted = self._wanted.is_set()
         if together:
-            told = trainer.strategy.reduce_boolean_decision(told, all=False)
-        if not told:
+            wanted = trainer.strategy.reduce_boolean_decision(wanted, all=False)
+        if not wanted:
             return
         if trainer.should_stop or trainer.global_step == trainer.max_steps:
             log.info("stopped before the last validation; the same command goes on from the one before it")

@@ -4,7 +4,7 @@ from sklearn.metrics import accuracy_score
 from tiny import tiny_objective
 
 from mergekit_lab import InputError
-from mergekit_lab.evaluation import Candidate, best_candidate, normalized, score
+from mergekit_lab.evaluation import Candidate, choose_best, normalize, score
 
 
 def test_accuracy_equals_scikit_learns_for_any_batch_size(encoder, head) -> None:
@@ -34,17 +34,17 @@ def test_evaluation_leaves_the_mode_and_gradients_alone(encoder, head) -> None:
 
 
 def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means() -> None:
-    assert normalized({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.5}) == pytest.approx((0.5 + 0.8) / 2)
+    assert normalize({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.5}) == pytest.approx((0.5 + 0.8) / 2)
 
 
 def test_an_expert_that_scores_zero_is_named() -> None:
     with pytest.raises(InputError, match="experts of b score 0"):
-        normalized({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.0})
+        normalize({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.0})
 
 
 def test_the_best_candidate_is_the_highest_and_of_equals_the_nearest_to_the_base() -> None:
     curve = [Candidate(a, {}, n) for a, n in [(0.2, 0.5), (1.0, 0.9), (0.5, 0.9), (-1.5, 0.9)]]
-    assert best_candidate(curve).coefficient == 0.5
+    assert choose_best(curve).coefficient == 0.5
 
 
 def crowded(objective, limit: int, monkeypatch) -> list[int]:
@@ -86,6 +86,6 @@ def test_one_sample_that_does_not_fit_says_what_to_set(encoder, head, monkeypatc
     objective = tiny_objective(head)
     crowded(objective, 0, monkeypatch)
     with pytest.raises(
-        InputError, match=r"one sample of tiny does not fit .*Tried to allocate 2 GiB\).*device=cpu"
+        InputError, match=r"tiny does not fit .*evaluation_batch_size=1 .*Tried to allocate 2 GiB\).*device=cpu"
     ):
         score(encoder, objective, "test")

@@ -3,7 +3,7 @@
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.evaluation import Candidate, best_candidate, halve, search_grid
+from mergekit_lab.evaluation import Candidate, choose_best, search_grid, search_halving
 
 EXPERTS = {"a": 0.8, "b": 0.9, "c": 1.0}
 
@@ -30,8 +30,8 @@ def test_pruning_asks_for_less_and_chooses_the_same() -> None:
     whole, cut = Curve(), Curve()
     all_of_it = search_grid(GRID, EXPERTS, whole, prune=False)
     pruned = search_grid(GRID, EXPERTS, cut)
-    assert best_candidate(pruned) == best_candidate(all_of_it)
-    assert best_candidate(pruned).coefficient == 0.7
+    assert choose_best(pruned) == choose_best(all_of_it)
+    assert choose_best(pruned).coefficient == 0.7
     assert len(cut.asked) < 0.75 * len(whole.asked)
     assert [c.coefficient for c in pruned] == GRID
     for candidate, full in zip(pruned, all_of_it, strict=True):
@@ -41,7 +41,7 @@ def test_pruning_asks_for_less_and_chooses_the_same() -> None:
 def test_patience_ends_a_search_that_only_falls() -> None:
     curve = search_grid(GRID, EXPERTS, Curve(), patience=3)
     assert [c.coefficient for c in curve][-1] == 1.0
-    assert best_candidate(curve).coefficient == 0.7
+    assert choose_best(curve).coefficient == 0.7
 
 
 def test_a_search_that_has_to_beat_another_finishes_no_candidate_below_it() -> None:
@@ -51,16 +51,16 @@ def test_a_search_that_has_to_beat_another_finishes_no_candidate_below_it() -> N
 
 def test_halving_looks_at_all_on_a_share_and_at_few_on_everything() -> None:
     seen = Curve()
-    curve = halve(GRID, EXPERTS, seen, refine=0)
+    curve = search_halving(GRID, EXPERTS, seen, refine=0)
     counts = {share: sum(s == share for _, _, s in seen.asked) for share in (0.25, 0.5, 1.0)}
     assert counts == {0.25: 3 * 20, 0.5: 3 * 10, 1.0: 3 * 5}
-    assert best_candidate(curve).coefficient == 0.7
+    assert choose_best(curve).coefficient == 0.7
 
 
 def test_refining_finds_a_peak_between_the_grid() -> None:
     coarse = [0.0, 0.5, 1.0]
-    curve = halve(coarse, EXPERTS, Curve(), shares=(0.5, 1.0), refine=4)
-    assert abs(best_candidate(curve).coefficient - 0.7) <= 0.07
+    curve = search_halving(coarse, EXPERTS, Curve(), shares=(0.5, 1.0), refine=4)
+    assert abs(choose_best(curve).coefficient - 0.7) <= 0.07
 
 
 def test_the_best_is_sought_among_what_was_wholly_evaluated() -> None:
@@ -69,14 +69,14 @@ def test_the_best_is_sought_among_what_was_wholly_evaluated() -> None:
         Candidate(0.2, {}, 0.98, pruned=True),
         Candidate(0.3, {}, 0.5),
     ]
-    assert best_candidate(curve).coefficient == 0.3
+    assert choose_best(curve).coefficient == 0.3
 
 
 @pytest.mark.parametrize("value", [0.0, -0.02])
 def test_a_dead_expert_is_named_before_anything_is_evaluated(value: float) -> None:
     """A correlation below 0 would turn the order of the candidates round."""
     seen = Curve()
-    for search in (search_grid, halve):
+    for search in (search_grid, search_halving):
         with pytest.raises(InputError, match="experts of b score 0"):
             search(GRID, EXPERTS | {"b": value}, seen)  # type: ignore[operator]
     assert not seen.asked
@@ -85,11 +85,11 @@ def test_a_dead_expert_is_named_before_anything_is_evaluated(value: float) -> No
 @pytest.mark.parametrize("shares", [(), (0.5,), (1.0, 0.5), (0.0, 1.0)])
 def test_shares_that_do_not_ascend_to_one_are_refused(shares) -> None:
     with pytest.raises(InputError, match="ascend to 1"):
-        halve(GRID, EXPERTS, Curve(), shares=shares)
+        search_halving(GRID, EXPERTS, Curve(), shares=shares)
 
 
 @pytest.mark.parametrize("peak", [-1.0, 9.0])
 def test_refining_stays_within_the_range_of_the_grid(peak: float) -> None:
-    curve = halve([0.0, 1.0, 2.0], {"a": 1.0}, lambda alpha: lambda *_: 1 / (1 + abs(alpha - peak)))
+    curve = search_halving([0.0, 1.0, 2.0], {"a": 1.0}, lambda alpha: lambda *_: 1 / (1 + abs(alpha - peak)))
     assert all(0 <= c.coefficient <= 2 for c in curve)
-    assert best_candidate(curve).coefficient == (0.0 if peak < 0 else 2.0)
+    assert choose_best(curve).coefficient == (0.0 if peak < 0 else 2.0)

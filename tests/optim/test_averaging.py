@@ -78,11 +78,11 @@ def test_modes_are_idempotent_and_the_block_leaves_the_mode_as_it_was(make, step
     assert_differ(theta, average)
     optimizer.train()
     assert_equal_bits(problem.weights(), theta)
-    with optimizer.averaged():
+    with optimizer.show_average():
         assert_equal_bits(problem.weights(), average)
     assert_equal_bits(problem.weights(), theta)
     optimizer.eval()
-    with optimizer.averaged():
+    with optimizer.show_average():
         assert_equal_bits(problem.weights(), average)
     assert_equal_bits(problem.weights(), average)
 
@@ -206,3 +206,17 @@ def test_modes_reach_the_weights_through_a_stand_in() -> None:
     StandIn(optimizer).eval()
     assert not optimizer.training
     assert_equal_bits(problem.weights(), average)
+
+
+def test_in_train_mode_swa_uses_the_gradients_of_the_loop_and_wasam_refuses_to_drop_them() -> None:
+    for make, step in KINDS.values():
+        problem = Problem()
+        optimizer = make(problem.model.named_parameters(), base=BASES["sgd"], steps=9)
+        optimizer.train()
+        problem.closure()
+        if step is None:
+            optimizer.step(problem.closure)
+            assert all(p.grad is not None for p in problem.model.parameters())
+            continue
+        with pytest.raises(InputError, match="inside the closure"):
+            optimizer.step(problem.closure)

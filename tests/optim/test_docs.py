@@ -61,6 +61,19 @@ def test_the_fit_of_the_page_is_the_optimizer_s() -> None:
     assert names["optimizer"].scale == names["fit"].scale > 0
 
 
+def test_the_groups_of_the_page_have_their_own_radii() -> None:
+    optimizer = block_with('"rho": 0.5')["optimizer"]
+    assert optimizer.group_values("rho") == [0.01, 0.5]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_page_says_which_settings_a_group_may_have(name) -> None:
+    section = PAGE.split("## Groups of parameters")[1].split("```")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    said = [s for settings, names in rows if f"`{name}`" in names for s in re.findall(r"`(\w+)`", settings)]
+    assert said == list(getattr(optim, name).group_settings)
+
+
 def test_the_closure_of_the_page_reads_the_fraction() -> None:
     assert block_with("ascent_fraction=0.25")["sizes"] == [4, 16]
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import PGN, RWP, SAGM, SAM, SSAMD, SSAMF, FriendlySAM
-from mergekit_lab.optim.noise import hashed
+from mergekit_lab.optim.noise import hash_bits
 from mergekit_lab.optim.rwp import filter_norms
-from mergekit_lab.optim.ssam import dropped_and_grown, largest
+from mergekit_lab.optim.ssam import exchange, largest
 from optim.problems import (
     BASES,
     Problem,
@@ -112,7 +112,7 @@ def test_sagm_equals_a_dense_loop() -> None:
 
 def test_ssamf_equals_a_dense_loop() -> None:
     problem = Problem()
-    optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], rho=0.1, sparsity=0.6, update_every=2)
+    optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], rho=0.1, sparsity=0.6, every=2)
     weights, velocity = problem.weights(), {}
     total = torch.zeros_like(flat(weights))
     for step in range(5):
@@ -139,7 +139,7 @@ def test_ssamd_equals_a_dense_loop() -> None:
         rho=0.1,
         sparsity=sparsity,
         drop_rate=0.5,
-        update_every=2,
+        every=2,
         seed=seed,
     )
     weights, velocity = problem.weights(), {}
@@ -147,7 +147,7 @@ def test_ssamd_equals_a_dense_loop() -> None:
     live = count - math.ceil(count * sparsity)
 
     def random(step: int, what: str) -> Tensor:
-        generator = torch.Generator().manual_seed(hashed(seed, step, what))
+        generator = torch.Generator().manual_seed(hash_bits(seed, step, what))
         return torch.empty(count).normal_(generator=generator)
 
     mask = torch.zeros(count, dtype=torch.bool)
@@ -174,7 +174,7 @@ def test_rwp_equals_a_dense_loop(alpha: float) -> None:
     optimizer = RWP(problem.model.named_parameters(), BASES["sgd"], gamma=0.03, alpha=alpha, seed=4)
     weights, velocity = problem.weights(), {}
     for step in range(5):
-        generator = torch.Generator().manual_seed(hashed(4, step, "offset"))
+        generator = torch.Generator().manual_seed(hash_bits(4, step, "offset"))
         z = torch.empty(len(flat(weights)), dtype=torch.float64).normal_(generator=generator)
         away = {}
         for name, part in pieces(z, weights).items():
@@ -195,7 +195,7 @@ def test_rwp_equals_a_dense_loop(alpha: float) -> None:
         partial(FriendlySAM, sigma=0),
         partial(PGN, alpha=1),
         partial(SSAMF, sparsity=0),
-        partial(SSAMD, sparsity=0, steps=4, update_every=1),
+        partial(SSAMD, sparsity=0, steps=4, every=1),
     ],
     ids=["friendly-sam", "pgn", "ssamf", "ssamd"],
 )
@@ -209,7 +209,7 @@ def test_without_what_it_adds_it_is_sam_bit_for_bit(make, base) -> None:
         partial(PGN, alpha=0),
         partial(RWP, alpha=0),
         partial(SSAMF, sparsity=1),
-        partial(SSAMD, sparsity=1, steps=4, update_every=1),
+        partial(SSAMD, sparsity=1, steps=4, every=1),
     ],
     ids=["pgn", "rwp", "ssamf", "ssamd"],
 )
@@ -232,15 +232,15 @@ def test_a_mask_exchanges_no_more_than_there_is() -> None:
     mask = torch.tensor([True, True, True, False])
     sizes = torch.tensor([3.0, 1.0, 2.0, 9.0])
     luck = torch.tensor([9.0, 9.0, 9.0, 0.0])
-    assert dropped_and_grown(mask, sizes, luck, 1.0).tolist() == [True, False, True, True]
-    assert dropped_and_grown(mask, sizes, luck, 0.0).tolist() == mask.tolist()
+    assert exchange(mask, sizes, luck, 1.0).tolist() == [True, False, True, True]
+    assert exchange(mask, sizes, luck, 0.0).tolist() == mask.tolist()
     everything = torch.ones(4, dtype=torch.bool)
-    assert dropped_and_grown(everything, sizes, luck, 1.0).all()
+    assert exchange(everything, sizes, luck, 1.0).all()
 
 
 def test_a_given_fisher_chooses_the_mask_and_is_kept_over_a_checkpoint() -> None:
     problem = Problem()
-    optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], sparsity=0.5, update_every=1)
+    optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], sparsity=0.5, every=1)
     fisher = {name: torch.full_like(w, float(name == "fc1.weight")) for name, w in problem.weights().items()}
     optimizer.use_fisher({**fisher, "head": torch.ones(3)})
     twin = SSAMF(problem.model.named_parameters(), BASES["sgd"])
@@ -251,7 +251,7 @@ def test_a_given_fisher_chooses_the_mask_and_is_kept_over_a_checkpoint() -> None
         moved = {name: not torch.equal(w, start[name]) for name, w in problem.weights_seen[-1].items()}
         assert moved["fc1.weight"]
         assert not moved["fc2.weight"]
-    assert twin.given
+    assert twin.external_fisher
 
 
 def test_a_fisher_that_does_not_fit_is_refused() -> None:

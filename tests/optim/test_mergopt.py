@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import MergOPT
-from mergekit_lab.optim.noise import hashed, sample
+from mergekit_lab.optim.noise import hash_bits, sample
 from optim.problems import BASES, Problem, assert_close, assert_differ, assert_equal_bits
 
 strong = partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7))
@@ -334,6 +334,6 @@ def test_a_tensor_of_any_memory_layout_is_offset() -> None:
 
 
 def test_hashed_tells_seed_step_and_purpose_apart() -> None:
-    values = {hashed(*key) for key in product((-1, 1, 11), (0, 1, 11), ("a", "b"))}
+    values = {hash_bits(*key) for key in product((-1, 1, 11), (0, 1, 11), ("a", "b"))}
     assert len(values) == 18
     assert all(0 <= value < 2**64 for value in values)

@@ -100,7 +100,7 @@ def test_a_mean_that_is_not_zero_shifts_all_weights_by_the_factor(distribution: 
         optimizer.eval()
 
 
-def test_a_mean_alone_moves_every_weight_alike() -> None:
+def test_a_mean_alone_moves_every_weight_fits() -> None:
     problem = Problem()
     optimizer = MergOPT(problem.model.named_parameters(), BASES["sgd"], loc=0.01, scale=0.0, **UNIT)
     start = problem.weights()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT, noise
-from mergekit_lab.optim.noise import hashed
+from mergekit_lab.optim.noise import hash_bits
 from optim.problems import BASES, Problem, assert_close, gradients, momentum_step
 
 DATA = Path(__file__).parents[1] / "data" / "optim"
@@ -88,9 +88,9 @@ def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.
     )
     weights, velocity = problem.weights(), {}
     for step in range(5):
-        alpha = coefficients[hashed(3, step, "coefficient") % 3]
-        experts = hashed(3, step, "experts") % 5 + 1
-        generator = torch.Generator().manual_seed(hashed(3, step, "offset"))
+        alpha = coefficients[hash_bits(3, step, "coefficient") % 3]
+        experts = hash_bits(3, step, "experts") % 5 + 1
+        generator = torch.Generator().manual_seed(hash_bits(3, step, "offset"))
         away = {}
         for names in drawn_together(weights, entries_per_draw):
             sizes = [weights[name].numel() for name in names]

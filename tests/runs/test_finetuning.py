@@ -96,7 +96,7 @@ def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> N
 
 def planned(*overrides: str) -> TrainingSettings:
     cfg, _ = composed([*TINY, *overrides])
-    return TrainingSettings(**cfg.training).planned(evaluations_a_step(cfg.optimizer))
+    return TrainingSettings(**cfg.training).plan(evaluations_a_step(cfg.optimizer))
 
 
 def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pays_for() -> None:

@@ -62,7 +62,7 @@ class Sized(ImageObjective):
 
 
 def places(batches: StepBatches) -> list[torch.Tensor]:
-    return [batches.places(step)["a"] for step in range(batches.steps)]
+    return [batches.choose(step)["a"] for step in range(batches.steps)]
 
 
 def test_samples_of_about_one_length_share_a_batch_and_every_pass_still_shows_all() -> None:
@@ -80,6 +80,6 @@ def test_samples_of_about_one_length_share_a_batch_and_every_pass_still_shows_al
 def test_grouped_batches_too_are_a_function_of_seed_and_step_and_shared_without_overlap() -> None:
     objective = {"a": Sized(TinyTask(size=403), HEAD)}
     whole = places(StepBatches(objective, 4, 130, seed=2))
-    assert torch.equal(StepBatches(objective, 4, 130, seed=2, start=120).places(125)["a"], whole[125])
-    parts = [StepBatches(objective, 4, 130, seed=2, rank=r, world=2).places(125)["a"] for r in range(2)]
+    assert torch.equal(StepBatches(objective, 4, 130, seed=2, start=120).choose(125)["a"], whole[125])
+    parts = [StepBatches(objective, 4, 130, seed=2, rank=r, world=2).choose(125)["a"] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(), whole[125])

@@ -21,14 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
 
 
-def train(resume: Path, head, on_metrics=None, keep: str = "last"):
+def train(resume: Path, head, on_metrics=None, keep: str = "last", identity: str = "expert a", model=None):
     return finetune(
-        TinyEncoder(),
+        model or TinyEncoder(),
         {"a": tiny_objective(head)},
         lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
         replace(SETTINGS, keep=keep),
         seed=0,
         resume=resume,
+        identity=identity,
         trainer={"accelerator": "cpu", "enable_progress_bar": False},
         on_metrics=on_metrics,
     )
@@ -70,9 +71,62 @@ def flip_a_bit_of_the_weights(folder: Path) -> None:
     (folder / "last.ckpt").write_bytes(saved)
 
 
-def put_another_model_there(folder: Path) -> None:
+def save_other_weights_there(folder: Path) -> None:
     saved = torch.load(folder / "last.ckpt", weights_only=True)
-    torch.save(saved | {"state_dict": {"model.other": torch.zeros(2)}}, folder / "last.ckpt")
+    others = {name: value + 1 for name, value in saved["state_dict"].items()}
+    torch.save(saved | {"state_dict": others}, folder / "last.ckpt")
+
+
+def change_what_is_inside(file: Path, change) -> None:
+    """With checksums that fit, and all else as it was."""
+    with ZipFile(file) as archive:
+        inside, said = {entry: archive.read(entry) for entry in archive.infolist()}, archive.comment
+    with ZipFile(file, "w") as archive:
+        for entry, content in inside.items():
+            archive.writestr(entry, change(entry.filename, content))
+        archive.comment = said
+
+
+def change_the_weights(folder: Path) -> None:
+    def change(name: str, content: bytes) -> bytes:
+        return bytes([content[0] ^ 1]) + content[1:] if "/data/" in name else content
+
+    change_what_is_inside(folder / "last.ckpt", change)
+
+
+def change_the_step(folder: Path) -> None:
+    step = torch.load(folder / "last.ckpt", weights_only=True)["global_step"]
+    wanted = b"global_step"
+
+    def change(name: str, content: bytes) -> bytes:
+        if not name.endswith("data.pkl"):
+            return content
+        at = content.index(bytes([step]), content.index(wanted) + len(wanted))
+        return content[:at] + bytes([step - 1]) + content[at + 1 :]
+
+    change_what_is_inside(folder / "last.ckpt", change)
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == step - 1
+
+
+def change_the_best(folder: Path) -> None:
+    change_what_is_inside(
+        folder / "best.ckpt", lambda name, content: content[::-1] if "/data/" in name else content
+    )
+
+
+def put_a_pipe_there(folder: Path) -> None:
+    (folder / "last.ckpt").unlink()
+    os.mkfifo(folder / "last.ckpt")
+
+
+def put_a_pipe_in_the_best_s_place(folder: Path) -> None:
+    (folder / "best.ckpt").unlink()
+    os.mkfifo(folder / "best.ckpt")
+
+
+def put_a_device_there(folder: Path) -> None:
+    (folder / "last.ckpt").unlink()
+    (folder / "last.ckpt").symlink_to("/dev/zero")
 
 
 def lose_the_best(folder: Path) -> None:
@@ -87,17 +141,18 @@ def move(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
 
+def stop_at_6(metrics, step: int) -> None:
+    if step == 6 and "train_loss" in metrics:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.fixture(scope="module")
 def whole_and_cut(tmp_path_factory, head):
     """What training gives, and the folder of one that was stopped after its best weights."""
     folder = tmp_path_factory.mktemp("best")
 
-    def stop(metrics, step: int) -> None:
-        if step == 6 and "train_loss" in metrics:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     with pytest.raises(KeyboardInterrupt):
-        train(folder / "cut", head, stop, keep="best")
+        train(folder / "cut", head, stop_at_6, keep="best")
     return train(folder / "whole", head, keep="best"), folder / "cut"
 
 
@@ -106,7 +161,13 @@ def whole_and_cut(tmp_path_factory, head):
     [
         (cut_short, "last.ckpt cannot be gone on from"),
         (flip_a_bit_of_the_weights, "in it is damaged"),
-        (put_another_model_there, "of another model"),
+        (save_other_weights_there, "last.ckpt cannot be gone on from (it is not as"),
+        (change_the_weights, "last.ckpt cannot be gone on from (it is not as"),
+        (change_the_step, "last.ckpt cannot be gone on from (it is not as"),
+        (change_the_best, "best.ckpt cannot be gone on from (it is not as"),
+        (put_a_pipe_there, "last.ckpt is neither file nor folder"),
+        (put_a_pipe_in_the_best_s_place, "best.ckpt is neither file nor folder"),
+        (put_a_device_there, "last.ckpt is neither file nor folder"),
         (lose_the_best, "best.ckpt cannot be gone on from"),
         (empty_the_best, "best.ckpt cannot be gone on from"),
         (move, ""),
@@ -124,6 +185,54 @@ def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_und
     assert ("resuming from" in caplog.text) == (not told)
     assert (again.step, again.val_accuracy) == (whole.step, whole.val_accuracy)
     assert all(torch.equal(value, whole.state[name]) for name, value in again.state.items())
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_a_checkpoint_of_another_expert_is_told_and_not_gone_on_from(
+    tmp_path, head, caplog, whole_and_cut, name
+) -> None:
+    whole, cut = whole_and_cut
+    shutil.copytree(cut, tmp_path / "ours")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "other", head, stop_at_6, keep="best", identity="expert b")
+    shutil.copy(tmp_path / f"other/{name}.ckpt", tmp_path / f"ours/{name}.ckpt")
+    again = train(tmp_path / "ours", head, keep="best")
+    assert f"{name}.ckpt cannot be gone on from (it is of another training)" in caplog.text
+    assert all(torch.equal(value, whole.state[n]) for n, value in again.state.items())
+
+
+def test_a_checkpoint_that_was_trained_from_other_weights_is_told_and_not_gone_on_from(
+    tmp_path, head, caplog, whole_and_cut
+) -> None:
+    shutil.copytree(whole_and_cut[1], tmp_path / "cut")
+    others = []
+    for folder in ("cut", "afresh"):
+        model = TinyEncoder()
+        with torch.no_grad():
+            next(model.parameters())[0].mul_(1.001)
+        others.append(train(tmp_path / folder, head, keep="best", model=model).state)
+    assert "last.ckpt cannot be gone on from (it was trained from other weights)" in caplog.text
+    assert all(torch.equal(value, others[1][name]) for name, value in others[0].items())
+
+
+def test_a_pipe_where_a_checkpoint_is_written_first_is_removed(tmp_path, head) -> None:
+    os.mkfifo(tmp_path / "last.part")
+    assert train(tmp_path, head).step == SETTINGS.steps
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "best.ckpt", "last.part"])
+def test_a_folder_where_a_checkpoint_belongs_is_refused_by_name(tmp_path, head, name) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{name} is a folder.*move it away"):
+        train(tmp_path, head)
+    assert (tmp_path / name).is_dir()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_by_name(tmp_path, head) -> None:
+    (tmp_path / "resume").write_text("")
+    with pytest.raises(InputError, match=r"resume is no folder"):
+        train(tmp_path / "resume", head)
 
 
 def out_of_memory_above(limit: int, monkeypatch) -> list[int]:

@@ -139,8 +139,10 @@ def test_accumulated_micro_batches_share_one_offset(make, tmp_path) -> None:
 
 def test_the_offset_of_a_step_is_drawn_once(tmp_path, monkeypatch) -> None:
     drawn = []
-    offset = MergOPT.offset
-    monkeypatch.setattr(MergOPT, "offset", lambda *given: drawn.append(given[0].steps_done) or offset(*given))
+    offset = MergOPT.add_offset
+    monkeypatch.setattr(
+        MergOPT, "add_offset", lambda *given: drawn.append(given[0].steps_done) or offset(*given)
+    )
     with_transformers(ONE_EVALUATION["mergopt"], tmp_path)
     assert drawn == list(range(STEPS))
 

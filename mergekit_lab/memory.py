@@ -1,0 +1,60 @@
+"""Work that is made smaller until it fits a device's memory."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from mergekit_lab.errors import InputError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def halve(size: int) -> int | None:
+    """Half of `size`, at least 1; None of 1."""
+    return size // 2 if size > 1 else None
+
+
+def fit_memory(
+    work: Callable[[int], Result],
+    size: int,
+    *,
+    what: str,
+    setting: str,
+    way_out: str,
+    smaller: Callable[[int], int | None] = halve,
+) -> tuple[Result, int]:
+    """`work(size)`, and anew with what `smaller` says as long as the device has too little memory for it.
+
+    Args:
+        work: what is done.
+        size: of its pieces, or their number.
+        what: names the work in messages, such as "evaluating mnist".
+        setting: the name under which users set the size, such as "evaluation_batch_size".
+        way_out: what to do where nothing is smaller, such as "set device=cpu".
+        smaller: the next size; None if there is none.
+
+    Returns:
+        What `work` returned, and the size that fit.
+
+    Raises:
+        InputError: the smallest does not fit either.
+    """
+    while True:
+        try:
+            return work(size), size
+        except torch.OutOfMemoryError as error:
+            told = str(error).splitlines()[0]
+            less = smaller(size)
+        if less is None:
+            raise InputError(
+                f"{what} does not fit the device's memory with {setting}={size} ({told}): {way_out}"
+            )
+        log.warning(
+            "out of memory %s with %s=%d: trying %d (%s=%d says so from the start)",
+            what, setting, size, less, setting, less,
+        )  # fmt: skip
+        size = less
+        torch.cuda.empty_cache()  # out of `except`, where the error would keep what did not fit

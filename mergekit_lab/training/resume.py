@@ -1,0 +1,147 @@
+"""Checkpoints to go on from: sealed when they are written, used only where the seal fits.
+
+A checkpoint of torch is a zip file. The seal is its comment: whose training it is, the hash of the weights
+that this one started from, and a digest of the names, sizes and checksums of everything inside, which are
+weights, moments and step. It costs nothing to write, for torch has the checksums already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.machine import usable_cores
+
+log = logging.getLogger(__name__)
+NAMES = ("last", "best")
+_WRONG = {
+    "content": "it is not as this program wrote it",
+    "identity": "it is of another training",
+    "base": "it was trained from other weights",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a checkpoint is of.
+
+    Attributes:
+        identity: of what is made, such as an artifact's key.
+        base: the hash of the weights that training started from.
+    """
+
+    identity: str
+    base: str
+
+    def seal(self, file: Path) -> None:
+        """Write into a checkpoint what it is of, and what is in it."""
+        with ZipFile(file, "a") as archive:
+            archive.comment = json.dumps({**asdict(self), "content": _digest(archive)}).encode()
+
+    def load(self, file: Path) -> dict[str, Any]:
+        """A checkpoint that has this seal, its bytes compared with their checksums; on the CPU.
+
+        Raises:
+            ValueError: it is of something else, damaged or changed. Other errors say that it is no checkpoint.
+        """
+        if not file.is_file():
+            raise ValueError("it is no regular file" if file.exists() else "it is gone")
+        with ZipFile(file) as archive:
+            said = json.loads(archive.comment or "{}")
+            wanted = {**asdict(self), "content": _digest(archive)}
+            if wrong := [why for name, why in _WRONG.items() if said.get(name) != wanted[name]]:
+                raise ValueError(wrong[0])
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} in it is damaged")
+        loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+        return loaded
+
+
+def _digest(archive: ZipFile) -> str:
+    inside = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
+    return hashlib.sha256(json.dumps(inside).encode()).hexdigest()
+
+
+def hash_weights(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes, dtypes and bytes of tensors."""
+
+    def digest(entry: tuple[str, Tensor]) -> bytes:
+        name, tensor = entry
+        own = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        own.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return own.digest()
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
+
+
+def find_checkpoint(folder: Path, origin: Origin) -> Path | None:
+    """`last.ckpt` of a training that was cut, if this one can go on from it and from the best one it names.
+
+    What cannot be used is told in a line of the log. What is no regular file (a pipe, a device) is removed.
+
+    Raises:
+        InputError: the folder is a file, or a folder stands where a checkpoint is to be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is no folder, and checkpoints are to be written there: move it away")
+    for path in (folder / f"{name}{suffix}" for name in NAMES for suffix in (".ckpt", ".part")):
+        if path.is_dir():
+            raise InputError(
+                f"{path} is a folder, and training writes a file of this name: move it away, or delete it"
+            )
+        if path.exists() and not path.is_file():
+            log.warning("%s is neither file nor folder: it is removed", path)
+            path.unlink(missing_ok=True)
+    last = file = folder / "last.ckpt"
+    if not last.exists():
+        return None
+    try:
+        callbacks = origin.load(last)["callbacks"].values()
+        for name in {Path(kept.get("best_model_path") or last).name for kept in callbacks} - {last.name}:
+            file = folder / name
+            origin.load(file)
+    except Exception as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        log.warning("%s cannot be gone on from (%s): training starts again", file, why)
+        return None
+    log.info("resuming from %s", last)
+    return last
+
+
+class SealedCheckpoints(TorchCheckpointIO):
+    """Checkpoints are written where they belong, sealed, then renamed. Lightning makes two copies in memory
+    first, and a file on the disk of temporary ones.
+
+    Args:
+        origin: what they are of.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        try:
+            with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
+                torch.save(checkpoint, out)
+            self._origin.seal(part)
+            os.replace(part, file)
+        finally:
+            part.unlink(missing_ok=True)  # half of it would keep a full disk full
