@@ -25,7 +25,16 @@ from mergekit_lab.checkpoints.libraries import (
     other_weights,
 )
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
-from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
+from mergekit_lab.checkpoints.model_files import (
+    Files,
+    copy_model_files,
+    copy_tokenizer_files,
+    parts_with_weights,
+    plan_model_files,
+    plan_tokenizer_files,
+    sizes_of,
+    write_files,
+)
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
@@ -43,6 +52,7 @@ __all__ = [
     "TRANSFORMERS",
     "Card",
     "Checkpoint",
+    "Files",
     "Library",
     "LowRank",
     "LowRankRecord",
@@ -76,15 +86,19 @@ __all__ = [
     "other_weights",
     "parts_with_weights",
     "plan_files",
+    "plan_model_files",
     "plan_shards",
+    "plan_tokenizer_files",
     "read_tokens",
     "reconcile",
     "refuse_quantized",
     "sha256_of",
     "size_text",
+    "sizes_of",
     "unreachable",
     "versions",
     "vocabulary_rows",
+    "write_files",
     "write_tensors",
     "written_specs",
 ]

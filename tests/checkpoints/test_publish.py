@@ -19,6 +19,8 @@ from mergekit_lab.checkpoints import (
     copy_model_files,
     copy_tokenizer_files,
     new_folder,
+    plan_model_files,
+    plan_tokenizer_files,
     publish,
 )
 from mergekit_lab.checkpoints.publish import RECORD
@@ -296,7 +298,21 @@ def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
     assert copied == {"vocab_size": 38, "width": 8}
 
 
-def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(tmp_path) -> None:
+def test_links_that_a_user_made_are_followed(tmp_path) -> None:
+    """`ln -s`, DVC, git-annex and older clients of the hub make such folders."""
+    real, source, out = save(llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    for file in real.iterdir():
+        (source / file.name).symlink_to(file)
+    copy_model_files(source, out)
+    copy_tokenizer_files(source, out)
+    assert not any(file.is_symlink() for file in out.iterdir())
+    assert (out / "config.json").read_bytes() == (real / "config.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()
+
+
+def test_links_out_of_the_hubs_cache_are_refused_and_those_into_its_blobs_are_not(tmp_path) -> None:
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
     source = tmp_path / "models/snapshots/abc"
@@ -310,3 +326,20 @@ def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(t
     (source / "tokenizer_config.json").symlink_to(secret)
     with pytest.raises(InputError, match=r"links that lead out of it \(tokenizer_config.json\)"):
         copy_tokenizer_files(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("tokenizer.model", os.mkfifo, "is a pipe or a device"),
+        ("generation_config.json", lambda file: file.symlink_to("nowhere"), "is a link that leads nowhere"),
+        ("vocab.txt", lambda file: file.symlink_to("vocab.txt"), "symbolic links"),
+        ("LICENSE", lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"), "Git LFS"),
+        ("modules.json", lambda file: file.write_text('{"a": 1}'), "does not list modules"),
+        ("modules.json", lambda file: file.write_text("[" * 100_000), "nested too deep"),
+    ],
+)
+def test_files_that_cannot_be_copied_are_named_before_a_merge(name, make, message, tmp_path) -> None:
+    make(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name} .*{message}|{name} {message}"):
+        [plan_model_files(tmp_path), plan_tokenizer_files(tmp_path)]
