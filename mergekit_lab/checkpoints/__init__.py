@@ -2,7 +2,7 @@
 
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.align import align, computed_buffers
-from mergekit_lab.checkpoints.card import Card, fingerprint, versions
+from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
@@ -35,6 +35,7 @@ from mergekit_lab.checkpoints.model_files import (
     sizes_of,
     write_files,
 )
+from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
@@ -66,6 +67,7 @@ __all__ = [
     "cached_folder",
     "cached_snapshot",
     "cast",
+    "check_file",
     "check_out",
     "check_range",
     "computed_buffers",
@@ -76,6 +78,7 @@ __all__ = [
     "describe_model",
     "describe_tensors",
     "disagreements",
+    "escape_markdown",
     "fetch_snapshot",
     "find_source",
     "fingerprint",
@@ -89,6 +92,7 @@ __all__ = [
     "plan_model_files",
     "plan_shards",
     "plan_tokenizer_files",
+    "read_json",
     "read_tokens",
     "reconcile",
     "refuse_quantized",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from mergekit_lab.checkpoints import (
     plan_files,
     plan_model_files,
     plan_tokenizer_files,
+    read_json,
     sizes_of,
     write_files,
 )
@@ -91,11 +91,11 @@ def expand(
 def _card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None) -> Card:
     """That of the merge, which says how the model came to be."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = read_json(folder / RECORD)
         shares = "all experts" if tasks is None else ", ".join(tasks)
         note = f"expanded from low-rank factors at coefficient {model.coefficient:g}: the shares of {shares}"
         return Card(**{**record, "title": title, "notes": [*record["notes"], note]})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise InputError(f"{folder / RECORD} cannot be read ({error})") from None
 
 
