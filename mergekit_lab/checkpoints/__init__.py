@@ -42,7 +42,7 @@ from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabulary_rows
-from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
+from mergekit_lab.checkpoints.writer import hash_file, write_tensors
 
 __all__ = [
     "FLOATING",
@@ -82,6 +82,7 @@ __all__ = [
     "fetch_snapshot",
     "find_source",
     "fingerprint",
+    "hash_file",
     "hub_id",
     "library_of",
     "new_folder",
@@ -96,7 +97,6 @@ __all__ = [
     "read_tokens",
     "reconcile",
     "refuse_quantized",
-    "sha256_of",
     "size_text",
     "sizes_of",
     "unreachable",

@@ -18,7 +18,7 @@ import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.checkpoints.writer import sha256_of
+from mergekit_lab.checkpoints.writer import hash_file
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -47,7 +47,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
         if _SHA256.fullmatch(real.name):
             files[path.name] = {"bytes": size, "sha256": real.name}
         elif size <= _HASHED_WHOLE:
-            files[path.name] = {"bytes": size, "sha256": sha256_of(path)}
+            files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _sampled(path, size)}
     layout = [(n, list(s.shape), str(s.dtype)) for n, s in sorted(checkpoint.specs.items())]

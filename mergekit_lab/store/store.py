@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab import __version__
-from mergekit_lab.checkpoints import sha256_of
+from mergekit_lab.checkpoints import hash_file
 from mergekit_lab.errors import InputError
 from mergekit_lab.store.lock import FolderLock
 
@@ -108,7 +108,7 @@ class Artifact:
         """What is wrong with a file, None if nothing."""
         path, wanted = self.folder / name, self.files.get(name)
         try:
-            found = sha256_of(path)
+            found = hash_file(path)
         except OSError as error:
             return f"the stored {self.kind} {self.key} cannot be read: {name}: {error.strerror}"
         if found != wanted:
@@ -267,7 +267,7 @@ class Store:
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
-        files = {str(p.relative_to(out)): sha256_of(p) for p in sorted(out.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(out)): hash_file(p) for p in sorted(out.rglob("*")) if p.is_file()}
         manifest = {
             "schema": SCHEMA,
             "kind": kind,
