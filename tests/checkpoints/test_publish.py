@@ -12,9 +12,12 @@ import pytest
 import torch
 from checkpoints.models import llama, save
 
+import mergekit_lab
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import (
     OPEN_CLIP,
+    Checkpoint,
+    TensorSpec,
     check_out,
     copy_model_files,
     copy_tokenizer_files,
@@ -24,6 +27,7 @@ from mergekit_lab.checkpoints import (
     publish,
 )
 from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.merging import TaskArithmetic
 
 
 def test_an_error_leaves_nothing(tmp_path) -> None:
@@ -65,7 +69,8 @@ def test_places_that_must_not_be_written_are_refused(tmp_path) -> None:
     for out in (tmp_path / "in", tmp_path):
         with pytest.raises(InputError, match=r"model\.safetensors, which is an input"):
             check_out(out, True, [weights])
-    for out in (tmp_path / "x.safetensors", weights):
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path / "x.safetensors", weights, tmp_path / "pipe"):
         with pytest.raises(InputError, match="is a file"):
             check_out(out, True)
     with pytest.raises(InputError, match="no place for a model"):
@@ -143,6 +148,35 @@ def test_a_folder_that_is_removed_while_it_is_filled_is_not_published(also: str,
         fill(folder)
     assert (out / RECORD).read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+class Clearing(Checkpoint):
+    """A model beside which somebody clears up while it is merged."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, after: int) -> None:
+        super().__init__("the base", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()})
+        self.tensors, self.cleared, self.left = tensors, folder, after
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.left -= 1
+        for partial in self.cleared.glob(".*.partial") if self.left == 0 else ():
+            shutil.rmtree(partial)
+        return self.tensors[name]
+
+
+@pytest.mark.parametrize("after", [1, 6])
+@pytest.mark.parametrize("limit", [1, 10**9])
+def test_a_merge_whose_folder_is_removed_does_not_say_that_it_succeeded(after, limit, tmp_path) -> None:
+    state = {f"w{n}": torch.randn(4, 4) for n in range(6)}
+    out = mergekit_lab.merge(state, [state], tmp_path / "out", TaskArithmetic(), device="cpu")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    base = Clearing(state, tmp_path, after)
+    with pytest.raises(InputError, match="was removed"):
+        mergekit_lab.merge(
+            base, [state], out, TaskArithmetic(), device="cpu", overwrite=True, max_shard_bytes=limit
+        )
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("left", [None, b"", b"123", b"12345"])
