@@ -10,7 +10,6 @@ carries no such mark: name a `-quickgelu` architecture for it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.backbones.clip_layouts import is_image_tower
-from mergekit_lab.checkpoints import open_checkpoint, unreachable
+from mergekit_lab.checkpoints import hash_file, open_checkpoint, unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -170,7 +169,7 @@ class ClipWeights:
         """Their name, their SHA-256, and what a local file's model computes otherwise than its architecture's
         name says."""
         file = self.file()
-        digest = _sha256(file, file.stat().st_mtime_ns)
+        digest = hash_file(file, remember=True)
         if self.shipped or self.tag():
             return {"weights": self.name, "sha256": digest}
         said = self.said()
@@ -285,9 +284,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=32)
 def _image_tower_alone(file: Path, modified: int) -> bool:
     return is_image_tower(open_checkpoint(file))
-
-
-@lru_cache(maxsize=32)
-def _sha256(file: Path, modified: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

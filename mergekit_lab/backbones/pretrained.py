@@ -12,13 +12,13 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints.hub import hub_id, snapshot
 from mergekit_lab.checkpoints.model_files import tokenizer_files
+from mergekit_lab.checkpoints.writer import hash_file
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.paths import default_store
 
@@ -145,10 +145,4 @@ def _digest(file: Path) -> str:
     real = file.resolve()
     if re.fullmatch(r"[0-9a-f]{64}", real.name):
         return real.name
-    return _sha256(real, real.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=256)
-def _sha256(file: Path, modified: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return hash_file(real, remember=True)

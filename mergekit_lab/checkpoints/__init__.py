@@ -3,7 +3,7 @@
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.adapters import ADAPTER_FILES
 from mergekit_lab.checkpoints.align import align, computed_buffers, untie
-from mergekit_lab.checkpoints.card import Card, fingerprint, versions
+from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
@@ -26,14 +26,24 @@ from mergekit_lab.checkpoints.libraries import (
     other_weights,
 )
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
-from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
+from mergekit_lab.checkpoints.model_files import (
+    Files,
+    copy_model_files,
+    copy_tokenizer_files,
+    parts_with_weights,
+    plan_model_files,
+    plan_tokenizer_files,
+    sizes_of,
+    write_files,
+)
+from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabulary_rows
-from mergekit_lab.checkpoints.writer import sha256_of, write_tensors
+from mergekit_lab.checkpoints.writer import hash_file, write_tensors
 
 __all__ = [
     "ADAPTER_FILES",
@@ -45,6 +55,7 @@ __all__ = [
     "TRANSFORMERS",
     "Card",
     "Checkpoint",
+    "Files",
     "Library",
     "LowRank",
     "LowRankRecord",
@@ -58,6 +69,7 @@ __all__ = [
     "cached_folder",
     "cached_snapshot",
     "cast",
+    "check_file",
     "check_out",
     "check_range",
     "computed_buffers",
@@ -68,9 +80,11 @@ __all__ = [
     "describe_model",
     "describe_tensors",
     "disagreements",
+    "escape_markdown",
     "fetch_snapshot",
     "find_source",
     "fingerprint",
+    "hash_file",
     "hub_id",
     "library_of",
     "new_folder",
@@ -78,16 +92,20 @@ __all__ = [
     "other_weights",
     "parts_with_weights",
     "plan_files",
+    "plan_model_files",
     "plan_shards",
+    "plan_tokenizer_files",
+    "read_json",
     "read_tokens",
     "reconcile",
     "refuse_quantized",
-    "sha256_of",
     "size_text",
+    "sizes_of",
     "unreachable",
     "untie",
     "versions",
     "vocabulary_rows",
+    "write_files",
     "write_tensors",
     "written_specs",
 ]

@@ -18,7 +18,7 @@ import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.checkpoints.writer import sha256_of
+from mergekit_lab.checkpoints.writer import hash_file
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -47,7 +47,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
         if _SHA256.fullmatch(real.name):
             files[path.name] = {"bytes": size, "sha256": real.name}
         elif size <= _HASHED_WHOLE:
-            files[path.name] = {"bytes": size, "sha256": sha256_of(path)}
+            files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _sampled(path, size)}
     layout = [(n, list(s.shape), str(s.dtype)) for n, s in sorted(checkpoint.specs.items())]
@@ -110,16 +110,22 @@ class Card:
     def text(self) -> str:
         head = ["---"]
         if self.hub_ids:
-            head += ["base_model:", *(f"- {name}" for name in self.hub_ids)]
+            head += ["base_model:", *(f"- {json.dumps(name)}" for name in self.hub_ids)]
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
         if "merge_method" in self.hyper_parameters:
             by = f"mergekit's **{self.hyper_parameters['merge_method']}**"
-        body = [f"# {self.title}", "", f"{len(self.experts)} experts of one base, merged by {by}.", ""]
+        body = [
+            f"# {escape_markdown(self.title)}",
+            "",
+            f"{len(self.experts)} experts of one base, merged by {by}.",
+            "",
+        ]
         body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
         if self.recipe:
-            body += ["As this mergekit recipe says:", "", "```yaml", self.recipe.strip(), "```", ""]
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.recipe)), default=0))
+            body += ["As this mergekit recipe says:", "", f"{fence}yaml", self.recipe.strip(), fence, ""]
         body += ["## Inputs", ""]
         rows = [("base", self.base), *((name, print_) for name, print_ in self.experts.items())]
         rows += [(f"{kind} of {name}", p) for kind, prints in self.side.items() for name, p in prints.items()]
@@ -135,7 +141,7 @@ class Card:
                 "",
             ]
         if self.notes:
-            body += ["## Notes", "", *(f"- {note}" for note in self.notes), ""]
+            body += ["## Notes", "", *(f"- {escape_markdown(note)}" for note in self.notes), ""]
         body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
         body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
@@ -163,17 +169,27 @@ def _short(print_: Mapping[str, Any]) -> str:
     for name, file in print_["files"].items():
         whole = file.get("sha256")
         parts.append(f"{name} {(whole or file['sampled_sha256'])[:12]}{'' if whole else ' (sampled)'}")
-    shown = parts if len(parts) <= 4 else [*parts[:3], f"and {len(parts) - 3} more files"]
-    return "<br>".join(shown)
+    return "\n".join(parts if len(parts) <= 4 else [*parts[:3], f"and {len(parts) - 3} more files"])
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    """Cells are any text; the lines of one stay lines."""
+    cells = [["<br>".join(map(escape_markdown, str(cell).split("\n"))) for cell in row] for row in rows]
     return [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
         *("| " + " | ".join(row) + " |" for row in cells),
     ]
+
+
+_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|^(?=[#+-])")
+
+
+def escape_markdown(text: str) -> str:
+    """Text of others (names, labels, values) as one line that Markdown shows as it is, HTML and all."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    line = _MARKUP.sub(lambda match: f"\\{match.group()}", line)
+    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def versions() -> dict[str, str]:

@@ -13,9 +13,9 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -195,40 +195,21 @@ def _can_be_mapped(file: Path) -> bool:
 
     torch maps a record without a look at either. Archives that another program packed again are compressed.
     """
-    records = _read_records(file)
-    if not records:
-        return False
     try:
-        described = torch.load(file, map_location="meta", weights_only=True)
-        storages: list[Any] = [tensor.untyped_storage() for tensor in _tensors_in(described)]
-        return all(records.get(s._checkpoint_offset) == s.nbytes() for s in storages if s.nbytes())
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            records = {entry.filename: entry.file_size for entry in entries}
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            if not stored or len(records) < len(entries) or min(entry.header_offset for entry in entries):
+                return False
+            (pickled,) = [name for name in records if name.endswith("/data.pkl")]
+            with archive.open(pickled) as opened:
+                sizes = _StorageSizes(opened)
+                sizes.load()
     except Exception:  # whatever is wrong, reading the file says it
         return False
-
-
-def _read_records(file: Path) -> dict[int, int]:
-    """Where the records of a zip archive begin, and how many bytes they have; none if any is compressed."""
-    records = {}
-    try:
-        with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    return {}
-                opened.seek(entry.header_offset)
-                head = opened.read(30)
-                names = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-                records[entry.header_offset + len(head) + names] = entry.file_size
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return {}
-    return records
-
-
-def _tensors_in(content: Any) -> Iterator[Tensor]:
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, Mapping | list | tuple):
-        for value in content.values() if isinstance(content, Mapping) else content:
-            yield from _tensors_in(value)
+    folder = pickled.removesuffix(".pkl")
+    return all(records.get(f"{folder}/{key}") == size for key, size in sizes.by_key.items())
 
 
 class _Inert:
@@ -242,6 +223,32 @@ class _Inert:
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+_STORED = {
+    **{"Untyped": 1, "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Half": 2, "BFloat16": 2},
+    **{"Int": 4, "Float": 4, "Long": 8, "Double": 8, "ComplexFloat": 8, "ComplexDouble": 16},
+}
+"""Bytes of an entry, by what torch's pickles call a storage."""
+
+
+class _StorageSizes(pickle.Unpickler):
+    """The bytes of every storage that a pickle of torch names; no class in it is looked up, nothing is made."""
+
+    def __init__(self, opened: IO[bytes]) -> None:
+        super().__init__(opened)
+        self.by_key: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        return type(name, (_Inert,), {})
+
+    def persistent_load(self, pid: Any) -> _Inert:
+        _, storage, key, _, count = pid
+        self.by_key[key] = count * _STORED[storage.__name__.removesuffix("Storage")]
+        return _Inert()
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes, _Inert)

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.tied_weights import read_config
 
-_NAMED = "transformers_weights"
+NAMED_WEIGHTS = "transformers_weights"
+"""The key by which a configuration of transformers 5 names the file of its weights."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def known_weights(folder: Path) -> list[Path]:
     """
     names = [n for library in LIBRARIES for n in library.weights if os.path.lexists(folder / n)]
     known = [folder / name for name in sorted(names, key=lambda name: ".safetensors" not in name)]
-    named = read_config(folder).get(_NAMED)
+    named = read_config(folder).get(NAMED_WEIGHTS)
     if isinstance(named, str) and PurePosixPath(named).name == named and os.path.lexists(folder / named):
         return [folder / named, *(file for file in known if file.name != named)]
     return known

@@ -23,6 +23,7 @@ from mergekit_lab.checkpoints.casting import FLOATING, cast
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import written_specs
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, listing, suggestion
 
 RECORD_FILE = "low_rank.json"
@@ -56,8 +57,8 @@ class LowRankRecord:
     @classmethod
     def read(cls, folder: Path, label: str) -> LowRankRecord:
         try:
-            record = cls(**json.loads((folder / RECORD_FILE).read_text()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+            record = cls(**read_json(folder / RECORD_FILE, label))
+        except TypeError as error:
             raise InputError(f"{label}: {folder / RECORD_FILE} cannot be read ({error})") from None
         sound = {
             "experts": isinstance(record.experts, list) and _are_text(record.experts),

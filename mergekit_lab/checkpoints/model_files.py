@@ -7,15 +7,17 @@ along, with their weights if they have any, which are never merged.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
-from glob import escape
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mergekit_lab.checkpoints.libraries import OPEN_CLIP, TRANSFORMERS, Library
+from mergekit_lab.checkpoints.libraries import NAMED_WEIGHTS, OPEN_CLIP, TRANSFORMERS, Library
+from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, listing
 
@@ -39,14 +41,84 @@ _PART = ("*.json", "*.txt", "*.model", "*.safetensors", "*.bin")
 _PART_WEIGHTS = {".safetensors", ".bin"}
 
 
-def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files and chat templates; their names."""
-    return _copy(source, folder, _TOKENIZER)
+Files = Mapping[str, Path | str]
+"""What goes into a folder, by name: a file to be copied, or a text to be written."""
+
+
+def plan_tokenizer_files(source: Path) -> Files:
+    """The tokenizer's files and chat templates of a folder.
+
+    Raises:
+        InputError: one of them cannot be copied, see `plan_model_files`.
+    """
+    return _find(source, _TOKENIZER)
 
 
 def tokenizer_files(source: Path) -> list[Path]:
     """The tokenizer's files and chat templates in a folder, in the order of their names."""
-    return _matching(source, _TOKENIZER)
+    return [source / name for name in plan_tokenizer_files(source)]
+
+
+def plan_model_files(
+    source: Path,
+    library: Library | None = None,
+    dtype: torch.dtype | None = None,
+    vocabulary: int | None = None,
+    changed: Mapping[str, Any] | None = None,
+) -> Files:
+    """Configuration, processor and license files of a folder, as they belong beside weights that were merged.
+
+    Links are followed: people make them who keep data elsewhere. Out of the hub's cache nobody makes any.
+
+    Args:
+        library: whose files are wanted; None: all.
+        dtype: written into `config.json`, if given.
+        vocabulary: `vocab_size` in the configuration, if given.
+        changed: other keys of `config.json`, with their values.
+
+    Raises:
+        InputError: a link that leads nowhere, or out of the hub's cache; a pipe; a pointer of Git LFS; a
+            damaged configuration.
+    """
+    config = read_config(source)
+    patterns = [*_LICENSES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
+    if library is not OPEN_CLIP:
+        patterns += _CODE if "auto_map" in json.dumps(config) else ()
+        patterns += (*_SENTENCES, *(f"{part}/{p}" for part in _parts(source) for p in _PART))
+    files = _find(source, patterns)
+    # what is written is neither quantized nor in a file of another name
+    stale = [config.pop(key, None) for key in ("quantization_config", "compression_config", NAMED_WEIGHTS)]
+    if "config.json" in files and (dtype is not None or vocabulary is not None or any(stale) or changed):
+        _adapt(config, dtype, vocabulary)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part |= {k: v for k, v in (changed or {}).items() if part is config or k in part}
+        files["config.json"] = json.dumps(config, indent=2) + "\n"
+    if "open_clip_config.json" in files and vocabulary is not None:
+        files["open_clip_config.json"] = _adapt_open_clip(source / "open_clip_config.json", vocabulary)
+    return files
+
+
+def write_files(files: Files, folder: Path) -> list[str]:
+    """Put planned files into a folder; their names."""
+    for name, content in files.items():
+        if "/" in name:
+            (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (folder / name).write_text(content)
+        else:
+            shutil.copyfile(content, folder / name)
+    return list(files)
+
+
+def sizes_of(files: Files) -> dict[str, int]:
+    """The bytes that planned files will have."""
+    return {n: len(c.encode()) if isinstance(c, str) else c.stat().st_size for n, c in files.items()}
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+    """Plan and write; see `plan_tokenizer_files`."""
+    return write_files(plan_tokenizer_files(source), folder)
 
 
 def copy_model_files(
@@ -57,33 +129,8 @@ def copy_model_files(
     vocabulary: int | None = None,
     changed: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Copy configuration, processor and license files; their names.
-
-    Args:
-        library: whose files are wanted; None: all.
-        dtype: written into `config.json`, if given.
-        vocabulary: `vocab_size` in the configuration, if given.
-        changed: other keys of `config.json`, with their values.
-
-    Raises:
-        InputError: a link that leads out of `source`; a damaged configuration.
-    """
-    config = read_config(source)
-    patterns = [*_LICENSES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
-    if library is not OPEN_CLIP:
-        patterns += _CODE if "auto_map" in json.dumps(config) else ()
-        patterns += (*_SENTENCES, *(f"{escape(part)}/{p}" for part in _parts(source) for p in _PART))
-    names = _copy(source, folder, patterns)
-    quantized = config.pop("quantization_config", None)  # the weights that are written are not
-    if "config.json" in names and (dtype or vocabulary is not None or quantized is not None or changed):
-        _adapt(config, dtype, vocabulary)
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict):
-                part |= {k: v for k, v in (changed or {}).items() if part is config or k in part}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if "open_clip_config.json" in names and vocabulary is not None:
-        _adapt_open_clip(folder / "open_clip_config.json", vocabulary)
-    return names
+    """Plan and write; see `plan_model_files`."""
+    return write_files(plan_model_files(source, library, dtype, vocabulary, changed), folder)
 
 
 def parts_with_weights(source: Path) -> list[str]:
@@ -99,12 +146,12 @@ def parts_with_weights(source: Path) -> list[str]:
 
 def _parts(source: Path) -> list[str]:
     file = source / _MODULES
-    if not file.is_file():
+    if not os.path.lexists(file):
         return []
-    try:
-        names = [str(module["path"]) for module in json.loads(file.read_text())]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{file} does not list modules of sentence-transformers ({error!r})") from None
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(m, dict) and "path" in m for m in modules):
+        raise InputError(f"{file} does not list modules of sentence-transformers")
+    names = [str(module["path"]) for module in modules]
     outside = [name for name in names if name and (Path(name).name != name or name in {".", ".."})]
     if outside:
         raise InputError(f"{file} names folders outside its own ({listing(outside)}): refused")
@@ -131,34 +178,38 @@ def _adapt(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | 
             part["vocab_size"] = vocabulary
 
 
-def _adapt_open_clip(file: Path, vocabulary: int) -> None:
+def _adapt_open_clip(file: Path, vocabulary: int) -> str:
+    config = read_json(file)
     try:
-        config = json.loads(file.read_text())
         config["model_cfg"]["text_cfg"]["vocab_size"] = vocabulary
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise InputError(
             f"{file.name} has no model_cfg.text_cfg to put the vocabulary into ({error!r})"
         ) from None
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    return json.dumps(config, indent=2) + "\n"
 
 
-def _matching(source: Path, patterns: Iterable[str]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+def _find(source: Path, patterns: Iterable[str]) -> dict[str, Path | str]:
+    """The files of a folder that match, in the order of their names."""
+    found: set[str] = set()
+    for pattern in patterns:
+        inner, _, wanted = pattern.rpartition("/")
+        held = os.listdir(source / inner) if (source / inner).is_dir() else []
+        found |= {os.path.join(inner, name) for name in held if fnmatchcase(name, wanted)}
+    names = sorted(name for name in found if not (source / name).is_dir())
+    for name in names:
+        check_file(source / name)
+    _refuse_odd_links(source, names)
+    return {name: source / name for name in names}
 
 
-def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
-    """Copy the files of a folder that match, unless a link leads out of it (and not into the hub's cache)."""
-    chosen = _matching(source, patterns)
-    roots = (source.resolve(), source.resolve().parent.parent / "blobs")
-    names = [str(path.relative_to(source)) for path in chosen]
-    outside = [
-        name
-        for name, path in zip(names, chosen, strict=True)
-        if not any(path.resolve().is_relative_to(root) for root in roots)
-    ]
+def _refuse_odd_links(source: Path, names: Iterable[str]) -> None:
+    """Refuse links of the hub's cache to anywhere else than its own blobs."""
+    real = source.resolve()
+    blobs = real.parent.parent / "blobs"
+    if real.parent.name != "snapshots" or not blobs.is_dir():
+        return
+    targets = {name: (source / name).resolve() for name in names}
+    outside = [n for n, target in targets.items() if not any(target.is_relative_to(f) for f in (real, blobs))]
     if outside:
         raise InputError(f"{source} has links that lead out of it ({listing(outside)}): refused")
-    for name, path in zip(names, chosen, strict=True):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / name)
-    return names

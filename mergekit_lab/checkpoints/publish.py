@@ -42,7 +42,7 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
             holds an input, or one that cannot be made.
     """
     where = _resolve(out)
-    if out.suffix in {".safetensors", ".bin", ".pt"} or out.is_file():
+    if out.suffix in {".safetensors", ".bin", ".pt"} or (out.exists() and not out.is_dir()):
         raise InputError(f"out={out} is a file; give a folder")
     if where in {Path(where.anchor), Path(os.path.expanduser("~"))}:
         raise InputError(f"out={out} is no place for a model")
@@ -51,12 +51,16 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
             raise InputError(
                 f"out={out} holds {path.name}, which is an input of this merge: give another folder"
             )
-    above = next(parent for parent in where.parents if parent.exists())
+    above = next(parent for parent in where.parents if os.path.exists(parent))
     if not above.is_dir():
         raise InputError(f"out={out} cannot be made: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"out={out} cannot be made: {above} may not be written into")
-    if not out.is_dir() or not any(out.iterdir()):
+    if not out.is_dir():
+        return
+    if not os.access(out, os.R_OK | os.X_OK):
+        raise InputError(f"out={out} cannot be read: make its content readable, or give another folder")
+    if not any(out.iterdir()):
         return
     if not overwrite:
         raise InputError(f"out={out} exists and is not empty: give another folder, or set overwrite=true")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.shards import ShardedWriter
-
-_CHUNK = 1 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -36,10 +35,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         temporary.unlink(missing_ok=True)
 
 
-def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
+def hash_file(path: Path, remember: bool = False) -> str:
+    """The hexadecimal SHA-256 of a file's bytes.
+
+    Args:
+        remember: read it again in this process only if it has changed since, by its size and time of change.
+    """
+    if remember:
+        status = path.stat()
+        return _remember(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _remember(path: Path, *status: int) -> str:
+    return hash_file(path)

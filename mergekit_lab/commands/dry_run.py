@@ -33,12 +33,12 @@ from mergekit_lab.checkpoints import (
     size_text,
 )
 from mergekit_lab.commands.prepare import Prepared
-from mergekit_lab.commands.write import input_files
+from mergekit_lab.commands.write import input_files, plan_files_beside
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
-from mergekit_lab.merging.inputs import check_real, check_same_names, select_tensors
+from mergekit_lab.merging.inputs import check_same_names, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod
@@ -62,14 +62,18 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantized, checkpoint)
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
-    result.problems += _problem(check_real, prepared.base.specs)
+    result.problems += _problem(plan_files_beside, prepared, format)
     result.problems += _problem(prepared.method.check, tuple(prepared.experts))
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)
     specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
     kept = len(specs) - len(merged)
     stored = specs if format == "dense" else _factors(prepared, merged)
-    shards = plan_shards(stored, limit, stem) if stored else []
+    try:
+        shards = plan_shards(stored, limit, stem) if stored else []
+    except InputError as error:
+        result.problems.append(str(error))
+        shards = []
     written = sum(shard.nbytes for shard in shards)
     result.section(
         "Result",

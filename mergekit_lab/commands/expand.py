@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,15 @@ from mergekit_lab.checkpoints import (
     LowRank,
     ShardedWriter,
     check_out,
-    copy_model_files,
-    copy_tokenizer_files,
     library_of,
     new_folder,
     open_checkpoint,
+    plan_files,
+    plan_model_files,
+    plan_tokenizer_files,
+    read_json,
+    sizes_of,
+    write_files,
 )
 from mergekit_lab.commands.prepare import plan_output
 from mergekit_lab.errors import InputError
@@ -69,14 +72,16 @@ def expand(
     model = LowRank(folder, origin, str(low_rank), tasks, coefficient)
     check_out(out, overwrite, [*origin.files, *model.files])
     specs, limit, stem = plan_output(origin, model.dtype, list(model.tied()), max_shard_bytes)
-    with new_folder(out, overwrite) as made:
+    beside: dict[str, Path | str] = {}
+    if origin.folder is not None:
+        beside |= plan_model_files(origin.folder, library_of(origin), model.dtype)
+        beside |= plan_tokenizer_files(folder) or plan_tokenizer_files(origin.folder)
+    planned = plan_files(specs, limit, stem) | sizes_of(beside)
+    with new_folder(out, overwrite, planned) as made:
         with ShardedWriter(made, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
-        if origin.folder is not None:
-            copy_model_files(origin.folder, made, library_of(origin), model.dtype)
-            if not copy_tokenizer_files(folder, made):
-                copy_tokenizer_files(origin.folder, made)
+        write_files(beside, made)
         _card(folder, out.name, model, tasks).write(made)
     return out
 
@@ -84,11 +89,11 @@ def expand(
 def _card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None) -> Card:
     """That of the merge, which says how the model came to be."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = read_json(folder / RECORD)
         shares = "all experts" if tasks is None else ", ".join(tasks)
         note = f"expanded from low-rank factors at coefficient {model.coefficient:g}: the shares of {shares}"
         return Card(**{**record, "title": title, "notes": [*record["notes"], note]})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise InputError(f"{folder / RECORD} cannot be read ({error})") from None
 
 

@@ -17,15 +17,19 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import (
     Card,
+    Files,
     LowRankRecord,
     ShardedWriter,
     check_out,
-    copy_model_files,
-    copy_tokenizer_files,
     fingerprint,
     hub_id,
     new_folder,
+    plan_files,
+    plan_model_files,
+    plan_tokenizer_files,
+    sizes_of,
     versions,
+    write_files,
 )
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -56,23 +60,22 @@ def write(
     else:
         specs, tensors = merge_factors(**_arguments(prepared), notes=notes)
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
-    _check_room(out, sum(spec.nbytes for spec in specs.values()))
-    with new_folder(out, overwrite) as folder:
+    beside = plan_files_beside(prepared, format)
+    planned = plan_files(specs, limit, stem) | sizes_of(beside)
+    _check_room(out, sum(planned.values()))
+    with new_folder(out, overwrite, planned) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
             Progress(disable=not progress, transient=True) as bar,
         ):
             task = bar.add_task(f"merging into {out.name}", total=sum(s.numel for s in specs.values()))
-            planned = ((name, tensor) for name, tensor in tensors if name in specs)
-            with closing(prefetch(lambda entry: _put(writer, *entry), planned, ahead=2)) as written:
+            results = ((name, tensor) for name, tensor in tensors if name in specs)
+            with closing(prefetch(lambda entry: _put(writer, *entry), results, ahead=2)) as written:
                 for entries in written:
                     bar.advance(task, entries)
-        if format == "dense":
-            _copy_files(prepared, folder)
-        else:
+        write_files(beside, folder)
+        if format == "low_rank":
             _low_rank_record(prepared).write(folder)
-            if prepared.tokenizer is not None and prepared.tokenizer != prepared.base.folder:
-                copy_tokenizer_files(prepared.tokenizer, folder)
         _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
@@ -130,14 +133,20 @@ def _check_room(out: Path, needed: int) -> None:
         raise InputError(f"out={out} needs {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free")
 
 
-def _copy_files(prepared: Prepared, folder: Path) -> None:
-    if prepared.base.folder is not None:
-        copy_model_files(
-            prepared.base.folder, folder, prepared.library, prepared.dtype, prepared.vocabulary,
-            prepared.base.changed,
-        )  # fmt: skip
-    if prepared.tokenizer is not None:
-        copy_tokenizer_files(prepared.tokenizer, folder)
+def plan_files_beside(prepared: Prepared, format: str) -> Files:
+    """The configuration, tokenizer and licenses that go with the result; with factors what is not the base's.
+
+    Raises:
+        InputError: one of them cannot be copied.
+    """
+    files: dict[str, Path | str] = {}
+    if format == "dense" and prepared.base.folder is not None:
+        files |= plan_model_files(
+            prepared.base.folder, prepared.library, prepared.dtype, prepared.vocabulary, prepared.base.changed
+        )
+    if prepared.tokenizer is not None and (format == "dense" or prepared.tokenizer != prepared.base.folder):
+        files |= plan_tokenizer_files(prepared.tokenizer)
+    return files
 
 
 def _account(notes: Notes) -> list[str]:

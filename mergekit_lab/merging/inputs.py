@@ -102,7 +102,6 @@ def open_inputs(
     for checkpoint in (origin, *opened.values()):
         refuse_quantized(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert", base=origin)
-    check_real(origin.specs)
     _check_buffers(origin, opened.values())
     tied = origin.tied()
     _check_tied(tied, opened.values())
@@ -120,13 +119,6 @@ def open_inputs(
         transposed=conv1d_weights(origin),
         compute=torch.float64 if double else torch.float32,
     )
-
-
-def check_real(specs: Mapping[str, TensorSpec]) -> None:
-    """Refuse complex tensors."""
-    names = [name for name, spec in specs.items() if spec.dtype.is_complex]
-    if names:
-        raise InputError(f"complex tensors cannot be merged ({listing(names)})")
 
 
 def list_patterns(patterns: str | Sequence[str]) -> list[str]:
@@ -222,8 +214,8 @@ def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
         differing = [name for name in names if not torch.equal(base[name], expert[name])]
         if differing:
             raise InputError(
-                f"expert {expert.label!r} has other integer buffers than the base ({listing(differing)}): "
-                "buffers are copied, never averaged, so they must be equal"
+                f"expert {expert.label!r} has other integer or complex tensors than the base "
+                f"({listing(differing)}): these are copied, never averaged, so they must be equal"
             )
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from mergekit_lab.backbones import OpenClip, as_image_tower
 from mergekit_lab.checkpoints import (
     Checkpoint,
     cached_snapshot,
+    hash_file,
     hub_id,
     open_checkpoint,
-    sha256_of,
     write_tensors,
 )
 from mergekit_lab.errors import InputError, listing
@@ -108,7 +107,7 @@ def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dic
     In the store its data and head name it too: on others its Fisher is another.
     """
     opened = open_checkpoint(source, f"the expert of {task}")
-    digests = [_sha256(file, file.stat().st_mtime_ns) for file in opened.files]
+    digests = [hash_file(file, remember=True) for file in opened.files]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return {"backbone": dict(backbone), "imported": digest, "task": task}
 
@@ -123,8 +122,3 @@ def import_expert(source: str, base: Mapping[str, Any], task: str, out: Path) ->
     write_tensors(out / "model.safetensors", as_image_tower(opened, base, opened.label))
     (out / "curve.json").write_text(json.dumps([]))
     return {"source": source}
-
-
-@lru_cache(maxsize=64)
-def _sha256(file: Path, modified: int) -> str:
-    return sha256_of(file)

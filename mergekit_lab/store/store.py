@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab import __version__
-from mergekit_lab.checkpoints import sha256_of
+from mergekit_lab.checkpoints import hash_file
 from mergekit_lab.errors import InputError
 from mergekit_lab.store.files import discard, is_stream, read_file
 from mergekit_lab.store.lock import FolderLock
@@ -116,7 +116,7 @@ class Artifact:
         try:
             if is_stream(path):
                 return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
-            digest, size = sha256_of(path), path.stat().st_size
+            digest, size = hash_file(path), path.stat().st_size
         except OSError as error:
             return f"{self.title} cannot be read: {name!r}: {error.strerror}"
         if digest == wanted:
@@ -302,7 +302,7 @@ class Store:
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
-        files = {str(p.relative_to(out)): sha256_of(p) for p in sorted(out.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(out)): hash_file(p) for p in sorted(out.rglob("*")) if p.is_file()}
         manifest = {
             "schema": SCHEMA,
             "kind": kind,

@@ -12,16 +12,22 @@ import pytest
 import torch
 from checkpoints.models import llama, save
 
+import mergekit_lab
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import (
     OPEN_CLIP,
+    Checkpoint,
+    TensorSpec,
     check_out,
     copy_model_files,
     copy_tokenizer_files,
     new_folder,
+    plan_model_files,
+    plan_tokenizer_files,
     publish,
 )
 from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.merging import TaskArithmetic
 
 
 def test_an_error_leaves_nothing(tmp_path) -> None:
@@ -63,7 +69,8 @@ def test_places_that_must_not_be_written_are_refused(tmp_path) -> None:
     for out in (tmp_path / "in", tmp_path):
         with pytest.raises(InputError, match=r"model\.safetensors, which is an input"):
             check_out(out, True, [weights])
-    for out in (tmp_path / "x.safetensors", weights):
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path / "x.safetensors", weights, tmp_path / "pipe"):
         with pytest.raises(InputError, match="is a file"):
             check_out(out, True)
     with pytest.raises(InputError, match="no place for a model"):
@@ -141,6 +148,35 @@ def test_a_folder_that_is_removed_while_it_is_filled_is_not_published(also: str,
         fill(folder)
     assert (out / RECORD).read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+class Clearing(Checkpoint):
+    """A model beside which somebody clears up while it is merged."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, after: int) -> None:
+        super().__init__("the base", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()})
+        self.tensors, self.cleared, self.left = tensors, folder, after
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.left -= 1
+        for partial in self.cleared.glob(".*.partial") if self.left == 0 else ():
+            shutil.rmtree(partial)
+        return self.tensors[name]
+
+
+@pytest.mark.parametrize("after", [1, 6])
+@pytest.mark.parametrize("limit", [1, 10**9])
+def test_a_merge_whose_folder_is_removed_does_not_say_that_it_succeeded(after, limit, tmp_path) -> None:
+    state = {f"w{n}": torch.randn(4, 4) for n in range(6)}
+    out = mergekit_lab.merge(state, [state], tmp_path / "out", TaskArithmetic(), device="cpu")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    base = Clearing(state, tmp_path, after)
+    with pytest.raises(InputError, match="was removed"):
+        mergekit_lab.merge(
+            base, [state], out, TaskArithmetic(), device="cpu", overwrite=True, max_shard_bytes=limit
+        )
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("left", [None, b"", b"123", b"12345"])
@@ -296,7 +332,21 @@ def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
     assert copied == {"vocab_size": 38, "width": 8}
 
 
-def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(tmp_path) -> None:
+def test_links_that_a_user_made_are_followed(tmp_path) -> None:
+    """`ln -s`, DVC, git-annex and older clients of the hub make such folders."""
+    real, source, out = save(llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    for file in real.iterdir():
+        (source / file.name).symlink_to(file)
+    copy_model_files(source, out)
+    copy_tokenizer_files(source, out)
+    assert not any(file.is_symlink() for file in out.iterdir())
+    assert (out / "config.json").read_bytes() == (real / "config.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()
+
+
+def test_links_out_of_the_hubs_cache_are_refused_and_those_into_its_blobs_are_not(tmp_path) -> None:
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
     source = tmp_path / "models/snapshots/abc"
@@ -310,3 +360,20 @@ def test_links_that_lead_out_of_a_folder_are_refused_and_the_hubs_cache_is_not(t
     (source / "tokenizer_config.json").symlink_to(secret)
     with pytest.raises(InputError, match=r"links that lead out of it \(tokenizer_config.json\)"):
         copy_tokenizer_files(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("tokenizer.model", os.mkfifo, "is a pipe or a device"),
+        ("generation_config.json", lambda file: file.symlink_to("nowhere"), "is a link that leads nowhere"),
+        ("vocab.txt", lambda file: file.symlink_to("vocab.txt"), "symbolic links"),
+        ("LICENSE", lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"), "Git LFS"),
+        ("modules.json", lambda file: file.write_text('{"a": 1}'), "does not list modules"),
+        ("modules.json", lambda file: file.write_text("[" * 100_000), "nested too deep"),
+    ],
+)
+def test_files_that_cannot_be_copied_are_named_before_a_merge(name, make, message, tmp_path) -> None:
+    make(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name} .*{message}|{name} {message}"):
+        [plan_model_files(tmp_path), plan_tokenizer_files(tmp_path)]

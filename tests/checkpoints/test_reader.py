@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import tarfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -191,6 +192,10 @@ def test_a_program_is_told_from_a_file_that_was_cut(tmp_path) -> None:
         torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(tmp_path / "jit.pt"))
     with pytest.raises(InputError, match=r"is a TorchScript archive.*torch\.jit\.load"):
         open_checkpoint(tmp_path / "jit.pt")
+    with tarfile.open(tmp_path / "packed.pt", "w") as archive:
+        archive.addfile(tarfile.TarInfo("pipe"))
+    with pytest.raises(InputError, match=r"packed\.pt .*(not opened|cannot be read)"):
+        open_checkpoint(tmp_path / "packed.pt")
     (tmp_path / "empty.pt").write_bytes(b"")
     with pytest.raises(InputError, match=r"cannot be read \(EOFError\)"):
         open_checkpoint(tmp_path / "empty.pt")

@@ -328,9 +328,9 @@ def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> No
     assert "**DARE**" in card
     assert record["versions"]["torch"] == torch.__version__
     shard = next(base.glob("model-00001*"))
-    from mergekit_lab.checkpoints import sha256_of
+    from mergekit_lab.checkpoints import hash_file
 
-    assert record["base"]["files"][shard.name]["sha256"] == sha256_of(shard)
+    assert record["base"]["files"][shard.name]["sha256"] == hash_file(shard)
     for text in (card, json.dumps(record)):
         assert str(tmp_path) not in text
         assert str(Path.home()) not in text

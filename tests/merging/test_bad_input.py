@@ -84,7 +84,7 @@ def test_an_integer_tensor_in_place_of_a_float_is_named() -> None:
 
 def test_integer_buffers_that_differ_are_refused() -> None:
     refuse(
-        r"'svhn' has other integer buffers than the base \(ids\)",
+        r"'svhn' has other integer or complex tensors than the base \(ids\)",
         experts={"svhn": state(ids=torch.ones(4).long())},
     )
 
@@ -193,9 +193,13 @@ def test_different_values_under_tied_names_are_refused() -> None:
     refuse(r"ties \(head\)", base=base, experts={"svhn": state(head=torch.ones(3, 2))})
 
 
-def test_complex_tensors_are_refused() -> None:
-    base = state(w=torch.zeros(2, dtype=torch.complex64))
-    refuse("complex", base=base, experts={"svhn": base})
+def test_complex_tensors_that_are_equal_are_copied_and_others_refused() -> None:
+    """Tables of rotary embeddings are such buffers."""
+    base = state(rotations=torch.polar(torch.ones(4), torch.arange(4.0)))
+    merged = merge_state_dicts(base, [base], WeightAverage())
+    assert torch.equal(merged["rotations"], base["rotations"])
+    turned = state(rotations=base["rotations"].conj())
+    refuse(r"other integer or complex tensors .*\(rotations\)", base=base, experts={"svhn": turned})
 
 
 @pytest.mark.parametrize(
