@@ -26,6 +26,7 @@ from mergekit_lab.checkpoints.libraries import (
     other_weights,
 )
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
+from mergekit_lab.checkpoints.model_config import compare_configs
 from mergekit_lab.checkpoints.model_files import copy_model_files, copy_tokenizer_files, parts_with_weights
 from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
@@ -60,6 +61,7 @@ __all__ = [
     "cast",
     "check_out",
     "check_range",
+    "compare_configs",
     "computed_buffers",
     "conv1d_weights",
     "copy_model_files",

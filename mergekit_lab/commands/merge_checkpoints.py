@@ -38,6 +38,7 @@ class MergeCheckpoints(TopLevel):
         include, exclude: name patterns of tensors.
         embeddings: intersect, pad or base, where vocabularies differ.
         tokenizer_from: a folder, a hub id or an expert's name.
+        allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
         format: dense, or low_rank: what a spectral merge adds to the base, in factors.
         dry_run: read headers only, and say what would happen.
@@ -54,6 +55,7 @@ class MergeCheckpoints(TopLevel):
     exclude: list[str]
     embeddings: str | None
     tokenizer_from: str | None
+    allow_config_mismatch: list[str]
     dtype: str | None
     format: str
     overwrite: bool
@@ -97,6 +99,7 @@ def _prepare(given: MergeCheckpoints, cfg: DictConfig) -> tuple[Prepared, str | 
         "exclude": given.exclude,
         "device": device_names(given.device),
         "max_shard_bytes": given.max_shard_bytes,
+        "allow_config_mismatch": given.allow_config_mismatch,
         "read": not given.dry_run,
     }
     if given.recipe is not None:
@@ -155,7 +158,7 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
         if not file.is_file():
             raise InputError(f"{what}={value}: there is no file {file}")
         try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{what}={value}: {file} cannot be read ({error})") from None
         value = [line for line in lines if line and not line.startswith("#")]

@@ -21,6 +21,7 @@ from mergekit_lab.checkpoints import (
     Reconciled,
     TensorSpec,
     align,
+    compare_configs,
     computed_buffers,
     find_source,
     library_of,
@@ -35,7 +36,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging import Method
-from mergekit_lab.merging.inputs import Source, Sources
+from mergekit_lab.merging.inputs import Source, Sources, is_selected
 
 Devices = str | Sequence[str]
 
@@ -63,7 +64,7 @@ class Prepared:
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
-        problems: why they have no vocabulary in common, where only headers were asked for.
+        problems: why they cannot be merged, where only headers were asked for.
     """
 
     base: Checkpoint
@@ -135,6 +136,7 @@ def prepare(
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_config_mismatch: Sequence[str] = (),
     read: bool = True,
 ) -> Prepared:
     """Open everything and bring it under the base's names and one vocabulary; see `merge` for the arguments.
@@ -153,7 +155,13 @@ def prepare(
     sources = {n: _kin(origin, _open(n, s, origin, read)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
-    tokenizer, problems = None, []
+    said, problems = compare_configs(
+        origin, opened, allow_config_mismatch, lambda name: is_selected(name, include, exclude)
+    )
+    notes += said
+    if problems and read:
+        raise InputError("\n".join(problems))
+    tokenizer = None
     try:
         tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
         same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
@@ -161,7 +169,8 @@ def prepare(
     except InputError as error:
         if read:
             raise
-        same, problems = Reconciled(origin, tuple(opened.values())), [str(error)]
+        same = Reconciled(origin, tuple(opened.values()))
+        problems.append(str(error))
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))

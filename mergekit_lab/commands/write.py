@@ -55,6 +55,7 @@ def merge(
     device: Devices = "auto",
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
+    allow_config_mismatch: Sequence[str] = (),
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: str = "dense",
@@ -76,6 +77,8 @@ def merge(
         embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
         tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
             default.
+        allow_config_mismatch: keys of the experts' configurations that may differ from the base's though they
+            decide what weights compute, as `["rope_theta"]`.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
@@ -98,7 +101,7 @@ def merge(
     prepared = prepare(
         base, experts, method, statistics=statistics, include=include, exclude=name_patterns(exclude),
         dtype=dtype, device=device_names(device), embeddings=embeddings, tokenizer_from=tokenizer_from,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch,
     )  # fmt: skip
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
