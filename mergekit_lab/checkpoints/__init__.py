@@ -6,6 +6,7 @@ from mergekit_lab.checkpoints.align import align, computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.generation import describe_tokenizer, follow_tokenizer
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
     Report,
@@ -69,10 +70,12 @@ __all__ = [
     "describe_inputs",
     "describe_model",
     "describe_tensors",
+    "describe_tokenizer",
     "disagreements",
     "fetch_snapshot",
     "find_source",
     "fingerprint",
+    "follow_tokenizer",
     "hub_id",
     "library_of",
     "new_folder",

@@ -396,7 +396,7 @@ class _Rows:
             if moved:
                 notes.append(
                     f"warning: {len(moved)} tokens of the base have other rows in the result "
-                    f"({listing(moved, 4)}); token ids in config.json and generation_config.json are "
+                    f"({listing(moved, 4)}); ids in config.json beside those of begin, end and padding are "
                     "still the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None

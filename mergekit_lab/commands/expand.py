@@ -21,6 +21,7 @@ from mergekit_lab.checkpoints import (
     check_out,
     copy_model_files,
     copy_tokenizer_files,
+    follow_tokenizer,
     library_of,
     new_folder,
     open_checkpoint,
@@ -77,7 +78,9 @@ def expand(
                 writer.write(name, model[name])
         if origin.folder is not None:
             copy_model_files(origin.folder, made, library_of(origin), model.dtype)
-            if not copy_tokenizer_files(folder, made):
+            if copy_tokenizer_files(folder, made):
+                follow_tokenizer(folder, made)
+            else:
                 copy_tokenizer_files(origin.folder, made)
         _card(folder, out.name, model, tasks).write(made)
     return out

@@ -23,6 +23,7 @@ from mergekit_lab.checkpoints import (
     align,
     compare_configs,
     computed_buffers,
+    describe_tokenizer,
     find_source,
     library_of,
     open_checkpoint,
@@ -171,6 +172,10 @@ def prepare(
             raise
         same = Reconciled(origin, tuple(opened.values()))
         problems.append(str(error))
+    chosen = tokenizer or same.tokenizer or origin.folder
+    called = _tokenizer_source(tokenizer_from, same.tokenizer, opened)
+    folders = {name: expert.folder for name, expert in opened.items()}
+    notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
@@ -195,11 +200,11 @@ def prepare(
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
-        tokenizer=tokenizer or same.tokenizer or origin.folder,
-        tokenizer_source=_tokenizer_source(tokenizer_from, same.tokenizer, opened),
+        tokenizer=chosen,
+        tokenizer_source=called,
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
-        notes=[*notes, *same.notes],
+        notes=notes,
         problems=problems,
     )
 

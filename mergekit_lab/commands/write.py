@@ -28,6 +28,7 @@ from mergekit_lab.checkpoints import (
     copy_model_files,
     copy_tokenizer_files,
     fingerprint,
+    follow_tokenizer,
     hub_id,
     new_folder,
     versions,
@@ -147,6 +148,7 @@ def write(
             _low_rank_record(prepared).write(folder)
             if prepared.tokenizer is not None and prepared.tokenizer != prepared.base.folder:
                 copy_tokenizer_files(prepared.tokenizer, folder)
+                follow_tokenizer(prepared.tokenizer, folder)
         _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
@@ -225,6 +227,8 @@ def _copy_files(prepared: Prepared, folder: Path) -> None:
         )  # fmt: skip
     if prepared.tokenizer is not None:
         copy_tokenizer_files(prepared.tokenizer, folder)
+        if prepared.tokenizer != prepared.base.folder:
+            follow_tokenizer(prepared.tokenizer, folder)
 
 
 def _account(notes: Notes) -> list[str]:
