@@ -6,6 +6,7 @@ from mergekit_lab.checkpoints.align import align, computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.generation import describe_tokenizer, follow_tokenizer
 from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
 from mergekit_lab.checkpoints.inspection import (
     Report,
@@ -26,6 +27,7 @@ from mergekit_lab.checkpoints.libraries import (
     other_weights,
 )
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
+from mergekit_lab.checkpoints.model_config import compare_configs
 from mergekit_lab.checkpoints.model_files import (
     Files,
     copy_model_files,
@@ -72,6 +74,7 @@ __all__ = [
     "check_file",
     "check_out",
     "check_range",
+    "compare_configs",
     "computed_buffers",
     "conv1d_weights",
     "copy_model_files",
@@ -79,11 +82,13 @@ __all__ = [
     "describe_inputs",
     "describe_model",
     "describe_tensors",
+    "describe_tokenizer",
     "disagreements",
     "escape_markdown",
     "fetch_snapshot",
     "find_source",
     "fingerprint",
+    "follow_tokenizer",
     "hash_file",
     "hub_id",
     "library_of",

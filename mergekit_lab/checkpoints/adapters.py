@@ -119,6 +119,13 @@ class Folded(Computed):
         return adapted * (self._part(factors, "magnitude", weight.dtype).view_as(norm) / norm)
 
 
+def adapter_of(checkpoint: Checkpoint) -> Folded | None:
+    """The folded adapter that a checkpoint is a view of, if it is one of an adapter."""
+    while isinstance(checkpoint, View):
+        checkpoint = checkpoint.origin
+    return checkpoint if isinstance(checkpoint, Folded) else None
+
+
 def adapter_folder(path: Path, label: str) -> Path:
     """The folder of the adapter that a path is meant for: beside the adapter's file, or the only one below, as
     peft saves adapters that have a name; any other path as it is.

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_lab.checkpoints.adapters import Folded
+from mergekit_lab.checkpoints.adapters import Folded, adapter_of
 from mergekit_lab.checkpoints.align import computed_buffers
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.tied_weights import (
     configured_groups,
@@ -66,7 +66,7 @@ def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list
     for name, checkpoint in [("base", base), *experts.items()]:
         lines.append(f"{name}: {_sizes(checkpoint)}; {_stored(checkpoint)}")
         lines += [f"  {line}" for line in _vocabulary(checkpoint)]
-        adapter = _adapter(checkpoint)
+        adapter = adapter_of(checkpoint)
         if adapter is not None:
             lines += [f"  {line}" for line in _targets(adapter)]
     return lines
@@ -96,12 +96,6 @@ def _vocabulary(checkpoint: Checkpoint) -> list[str]:
         return []
     known = "no tokenizer that can be read" if tokens is None else f"{len(tokens)} tokens in the tokenizer"
     return [f"vocabulary: {size if size is not None else 'not configured'}, {known}"]
-
-
-def _adapter(checkpoint: Checkpoint) -> Folded | None:
-    while isinstance(checkpoint, View):
-        checkpoint = checkpoint.origin
-    return checkpoint if isinstance(checkpoint, Folded) else None
 
 
 def _targets(adapter: Folded) -> list[str]:

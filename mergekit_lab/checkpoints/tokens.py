@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError, listing
 
 _MOST_ROWS = 1 << 31
+_READ = ("tokenizer.json", "vocab.json", "vocab.txt")
+_UNREAD = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken")
 
 
 def read_tokens(folder: Path | None) -> dict[str, int] | None:
@@ -29,6 +32,14 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
             f"the tokenizer files of {folder} give impossible rows to ({listing(map(repr, wrong))})"
         )
     return tokens
+
+
+def other_tokenizer(folder: Path | None) -> bytes | None:
+    """A digest of the tokenizer's file where that is none of those that are read here."""
+    if folder is None or any((folder / name).is_file() for name in _READ):
+        return None
+    files = sorted(file for pattern in _UNREAD for file in folder.glob(pattern) if file.is_file())
+    return sha256(files[0].read_bytes()).digest() if files else None
 
 
 def _tokens(folder: Path) -> dict[str, int] | None:

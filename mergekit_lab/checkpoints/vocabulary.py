@@ -1,16 +1,18 @@
 """Experts with other vocabularies than the base: rows matched by token, never cut in silence.
 
 An embedding, and the head that reads it back, have one row for each token. Where tokenizer files are there,
-rows are matched by the token's string, else by their number. `intersect` keeps the base's vocabulary, `pad`
-takes the one of the tokenizer that knows every token, `base` leaves these tensors out of the merge. A row that
-an expert lacks has no task vector there; a row that the base lacks is the mean of the experts that have it,
-whatever the method.
+rows are matched by the token's string, else by their number; also where there are as many rows and other
+tokens in them. A token without a row in its model does not count.
+
+`intersect` keeps the base's vocabulary, `pad` takes the one of the tokenizer that knows every token, `base`
+leaves these tensors out of the merge. A row that an expert lacks has no task vector there; a row that the base
+lacks is the mean of the experts that have it, whatever the method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, is_vocabulary_name
-from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.tokens import other_tokenizer, read_tokens
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
@@ -53,8 +55,12 @@ def vocabulary_rows(checkpoint: Checkpoint) -> int | None:
     return max((spec.shape[0] for spec in specs if len(spec.shape) == 2), default=None)
 
 
-def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[str]:
-    """Names of the base's tensors with one row a token, where some expert has another number of rows."""
+def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized: bool = True) -> list[str]:
+    """Names of the base's tensors with one row a token.
+
+    Args:
+        resized: only those of which some expert has another number of rows.
+    """
     every = (base, *experts)
     sizes = [{s.shape[0] for n, s in c.specs.items() if is_vocabulary_name(n) and s.shape} for c in every]
     found = []
@@ -65,9 +71,17 @@ def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint]) -> list[st
         sized = [
             c.specs[name].shape[0] in rows for c, rows in zip(every, sizes, strict=True) if name in c.specs
         ]
-        if len(set(shapes)) > 1 and all(sized):
+        if all(sized) and (len(set(shapes)) > 1 or not resized):
             found.append(name)
     return found
+
+
+def _rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """Row of each token that has one: a tokenizer may know more tokens than its model."""
+    tokens, rows = read_tokens(checkpoint.folder), vocabulary_rows(checkpoint)
+    if tokens is None or rows is None:
+        return tokens
+    return {token: row for token, row in tokens.items() if row < rows}
 
 
 def reconcile(
@@ -86,15 +100,24 @@ def reconcile(
     """
     if choice is not None and choice not in CHOICES:
         raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
+    same = _reconciled(base, experts, choice, tokenizer)
+    return replace(same, notes=(*same.notes, *_unread(base, experts)))
+
+
+def _reconciled(
+    base: Checkpoint, experts: Sequence[Checkpoint], choice: str | None, tokenizer: Path | None
+) -> Reconciled:
     names = vocabulary_names(base, experts)
-    tokens = [read_tokens(checkpoint.folder) for checkpoint in (base, *experts)]
-    if names:
-        _check_one_size(names, (base, *experts))
-        for position, expert in enumerate(experts, 1):
-            if tokens[position] is None and expert.specs[names[0]].shape == base.specs[names[0]].shape:
-                tokens[position] = tokens[0]
+    tokens = [_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
+    for position, expert in enumerate(experts, 1):
+        if tokens[position] is None and vocabulary_rows(expert) == vocabulary_rows(base):
+            tokens[position] = tokens[0]
+    differ = any(own is not None and own != tokens[0] for own in tokens[1:])
+    if not names and differ and tokens[0] is not None and (choice is not None or _clashes(tokens)):
+        names = vocabulary_names(base, experts, resized=False)
     if not names:
-        return Reconciled(base, tuple(experts), notes=_other_strings(experts, tokens))
+        return Reconciled(base, tuple(experts), notes=_only_added(experts, tokens))
+    _check_one_size(names, (base, *experts))
     if choice is None:
         raise InputError(_choices(base, experts, names, tokens))
     if choice == "base":
@@ -138,6 +161,23 @@ def _describe(checkpoint: Checkpoint, base: Checkpoint, name: str) -> str:
     return f"{checkpoint.label!r} has {rows} rows ({wanted} in the base)"
 
 
+def _clashes(tokens: Sequence[dict[str, int] | None]) -> bool:
+    """Whether some token has two rows, or some row two tokens: then rows do not belong together by number."""
+    row_of: dict[str, int] = {}
+    tokens_of: dict[int, set[str]] = {}
+    for own in tokens:
+        by_row: dict[int, set[str]] = {}
+        for token, row in (own or {}).items():
+            if row_of.setdefault(token, row) != row:
+                return True
+            by_row.setdefault(row, set()).add(token)
+        for row, names in by_row.items():
+            if tokens_of.setdefault(row, names).isdisjoint(names):
+                return True
+            tokens_of[row] |= names
+    return False
+
+
 def _choices(
     base: Checkpoint,
     experts: Sequence[Checkpoint],
@@ -147,12 +187,8 @@ def _choices(
     lines = [f"the vocabularies differ in {listing(names)}:"]
     for expert, own in zip(experts, tokens[1:], strict=True):
         changed = [name for name in names if expert.specs[name].shape != base.specs[name].shape]
-        if changed:
-            line = f"  {_describe(expert, base, changed[0])}"
-            if own is not None and tokens[0] is not None:
-                more, less = own.keys() - tokens[0].keys(), tokens[0].keys() - own.keys()
-                line += f"; {len(more)} tokens only there ({listing(more, 4)}), {len(less)} only in the base"
-            lines.append(line)
+        if changed or (own is not None and own != tokens[0]):
+            lines.append(f"  {_describe(expert, base, names[0])}{_differing(own, tokens[0])}")
     matched = (
         "their string" if all(t is not None for t in tokens) else "their row, as tokenizer files are missing"
     )
@@ -167,18 +203,36 @@ def _choices(
     return "\n".join(lines)
 
 
-def _other_strings(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
+def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
+    if own is None or base is None:
+        return ""
+    more, less = own.keys() - base.keys(), base.keys() - own.keys()
+    moved = [token for token, row in base.items() if own.get(token, row) != row]
+    said = f"; {len(more)} tokens only there ({listing(more, 4)}), {len(less)} only in the base"
+    said += f" ({listing(less, 4)})" if less else ""
+    return said + (f", {len(moved)} in other rows ({listing(moved, 4)})" if moved else "")
+
+
+def _only_added(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
     notes = []
     for expert, own in zip(experts, tokens[1:], strict=True):
         if own is not None and tokens[0] is not None and own != tokens[0]:
-            moved = [token for token, row in tokens[0].items() if own.get(token) != row]
-            more = own.keys() - tokens[0].keys()
             notes.append(
-                f"warning: as many rows, but {expert.label!r} has {len(moved)} tokens elsewhere or not at all "
-                f"({listing(moved, 4)}) and {len(more)} of its own ({listing(more, 4)}); rows are merged by "
-                "number"
+                f"warning: {expert.label!r} has as many rows{_differing(own, tokens[0])}, and no row has two "
+                "tokens: rows are merged by number"
             )
     return tuple(notes)
+
+
+def _unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
+    """Tokenizers that are not compared because their files hold no list of tokens that is read here."""
+    wanted = other_tokenizer(base.folder)
+    return [
+        f"warning: the tokenizer of {expert.label!r} is another file than the base's, and its tokens are not "
+        "compared (save it as tokenizer.json with transformers): rows are merged by number"
+        for expert in experts
+        if other_tokenizer(expert.folder) not in (None, wanted)
+    ]
 
 
 def _padded(
@@ -197,9 +251,7 @@ def _padded(
     known = [own for own in tokens if own is not None]
     union = set().union(*known)
     if tokenizer is not None:
-        wanted = read_tokens(tokenizer)
-        if wanted is None:
-            raise InputError(f"tokenizer_from={tokenizer} has no tokenizer.json, vocab.json or vocab.txt")
+        wanted = _wanted(tokenizer, every, known)
         nowhere = wanted.keys() - union
         if nowhere:
             raise InputError(
@@ -220,6 +272,17 @@ def _padded(
         "whose tokenizer does (an expert's name, if the other experts' own tokens may go), "
         "or embeddings=intersect"
     )
+
+
+def _wanted(tokenizer: Path, every: Sequence[Checkpoint], known: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The result's tokens: a model's own are those that have a row there."""
+    for checkpoint, own in zip(every, known, strict=True):
+        if checkpoint.folder == tokenizer:
+            return own
+    wanted = read_tokens(tokenizer)
+    if wanted is None:
+        raise InputError(f"tokenizer_from={tokenizer} has no tokenizer.json, vocab.json or vocab.txt")
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -333,7 +396,7 @@ class _Rows:
             if moved:
                 notes.append(
                     f"warning: {len(moved)} tokens of the base have other rows in the result "
-                    f"({listing(moved, 4)}); token ids in config.json and generation_config.json are "
+                    f"({listing(moved, 4)}); ids in config.json beside those of begin, end and padding are "
                     "still the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None

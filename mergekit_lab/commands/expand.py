@@ -18,6 +18,7 @@ from mergekit_lab.checkpoints import (
     LowRank,
     ShardedWriter,
     check_out,
+    follow_tokenizer,
     library_of,
     new_folder,
     open_checkpoint,
@@ -75,7 +76,10 @@ def expand(
     beside: dict[str, Path | str] = {}
     if origin.folder is not None:
         beside |= plan_model_files(origin.folder, library_of(origin), model.dtype)
-        beside |= plan_tokenizer_files(folder) or plan_tokenizer_files(origin.folder)
+        if tokenizer := plan_tokenizer_files(folder):
+            beside = follow_tokenizer(folder, beside | tokenizer)
+        else:
+            beside |= plan_tokenizer_files(origin.folder)
     planned = plan_files(specs, limit, stem) | sizes_of(beside)
     with new_folder(out, overwrite, planned) as made:
         with ShardedWriter(made, specs, limit, stem) as writer:

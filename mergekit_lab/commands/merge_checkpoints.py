@@ -38,6 +38,7 @@ def merge(
     device: Devices = "auto",
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
+    allow_config_mismatch: Sequence[str] = (),
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: str = "dense",
@@ -59,6 +60,8 @@ def merge(
         embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
         tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
             default.
+        allow_config_mismatch: keys of the experts' configurations that may differ from the base's though they
+            decide what weights compute, as `["rope_theta"]`.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
@@ -81,7 +84,7 @@ def merge(
     prepared = prepare(
         base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
         dtype=dtype, device=device, embeddings=embeddings, tokenizer_from=tokenizer_from,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch,
     )  # fmt: skip
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
@@ -103,6 +106,7 @@ class MergeCheckpoints:
         include, exclude: name patterns of tensors.
         embeddings: intersect, pad or base, where vocabularies differ.
         tokenizer_from: a folder, a hub id or an expert's name.
+        allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
         format: dense, or low_rank: what a spectral merge adds to the base, in factors.
         dry_run: read headers only, and say what would happen.
@@ -125,6 +129,7 @@ class MergeCheckpoints:
     exclude: list[str]
     embeddings: str | None
     tokenizer_from: str | None
+    allow_config_mismatch: list[str]
     dtype: str | None
     format: str
     dry_run: bool
@@ -168,6 +173,7 @@ class MergeCheckpoints:
             "exclude": self.exclude,
             "device": self.device,
             "max_shard_bytes": self.max_shard_bytes,
+            "allow_config_mismatch": self.allow_config_mismatch,
             "read": not self.dry_run,
         }
         if self.recipe is not None:

@@ -19,7 +19,9 @@ from mergekit_lab.checkpoints import (
     Reconciled,
     TensorSpec,
     align,
+    compare_configs,
     computed_buffers,
+    describe_tokenizer,
     find_source,
     library_of,
     open_checkpoint,
@@ -36,7 +38,7 @@ from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.merging.inputs import Source, Sources
+from mergekit_lab.merging.inputs import Source, Sources, is_selected
 
 Devices = str | int | Sequence[str | int]
 
@@ -64,7 +66,7 @@ class Prepared:
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
-        problems: why they have no vocabulary in common, where only headers were asked for.
+        problems: why they cannot be merged, where only headers were asked for.
     """
 
     base: Checkpoint
@@ -136,6 +138,7 @@ def prepare(
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_config_mismatch: Sequence[str] = (),
     read: bool = True,
 ) -> Prepared:
     """Open everything and bring it under the base's names and one vocabulary; see `merge` for the arguments.
@@ -154,7 +157,13 @@ def prepare(
     sources = {n: _kin(origin, _open(n, s, origin, read)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
-    tokenizer, problems = None, []
+    said, problems = compare_configs(
+        origin, opened, allow_config_mismatch, lambda name: is_selected(name, include, exclude)
+    )
+    notes += said
+    if problems and read:
+        raise InputError("\n".join(problems))
+    tokenizer = None
     try:
         tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
         same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
@@ -162,7 +171,12 @@ def prepare(
     except InputError as error:
         if read:
             raise
-        same, problems = Reconciled(origin, tuple(opened.values())), [str(error)]
+        same = Reconciled(origin, tuple(opened.values()))
+        problems.append(str(error))
+    chosen = tokenizer or same.tokenizer or origin.folder
+    called = _tokenizer_source(tokenizer_from, same.tokenizer, opened)
+    folders = {name: expert.folder for name, expert in opened.items()}
+    notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
         by_name = name_sources(given, kind, tuple(named))
@@ -187,11 +201,11 @@ def prepare(
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
-        tokenizer=tokenizer or same.tokenizer or origin.folder,
-        tokenizer_source=_tokenizer_source(tokenizer_from, same.tokenizer, opened),
+        tokenizer=chosen,
+        tokenizer_source=called,
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
-        notes=[*notes, *same.notes],
+        notes=notes,
         problems=problems,
     )
 

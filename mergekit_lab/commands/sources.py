@@ -23,7 +23,7 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
         if not file.is_file():
             raise InputError(f"{what}={value}: there is no file {file}")
         try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{what}={value}: {file} cannot be read ({error})") from None
         value = [line for line in lines if line and not line.startswith("#")]

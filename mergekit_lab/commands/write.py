@@ -22,6 +22,7 @@ from mergekit_lab.checkpoints import (
     ShardedWriter,
     check_out,
     fingerprint,
+    follow_tokenizer,
     hub_id,
     new_folder,
     plan_files,
@@ -146,6 +147,8 @@ def plan_files_beside(prepared: Prepared, format: str) -> Files:
         )
     if prepared.tokenizer is not None and (format == "dense" or prepared.tokenizer != prepared.base.folder):
         files |= plan_tokenizer_files(prepared.tokenizer)
+        if prepared.tokenizer != prepared.base.folder:
+            files = follow_tokenizer(prepared.tokenizer, files)
     return files
 
 

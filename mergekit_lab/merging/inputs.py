@@ -126,6 +126,12 @@ def list_patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
+def is_selected(name: str, include: str | Sequence[str] | None, exclude: str | Sequence[str]) -> bool:
+    """Whether a tensor of this name is included and not excluded."""
+    wanted = include is None or any(fnmatchcase(name, pattern) for pattern in list_patterns(include))
+    return wanted and not any(fnmatchcase(name, pattern) for pattern in list_patterns(exclude))
+
+
 def select_tensors(
     specs: Mapping[str, TensorSpec],
     tied: Mapping[str, str],

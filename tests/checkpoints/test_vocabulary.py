@@ -121,13 +121,68 @@ def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(fol
     assert not left.side(1, fisher)[EMBED].any()
 
 
-def test_as_many_rows_with_other_tokens_are_noted(folders, tmp_path) -> None:
+def with_tokens(folder, tokens, seed=1):
+    """A model of 36 rows with these tokens, and perhaps some that it has no rows for."""
+    return open_checkpoint(write_tensors_of(tuned(llama(), seed), folder, tokens), folder.name)
+
+
+def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tmp_path) -> None:
     base, _, _ = opened(*folders)
-    tokens = [f"t{n}" for n in range(35)] + ["<chat>"]
-    other = open_checkpoint(write_tensors_of(llama(), tmp_path / "chat", tokens), "chat")
-    (note,) = reconcile(base, [other]).notes
-    assert "'chat' has 1 tokens elsewhere or not at all (t35) and 1 of its own (<chat>)" in note
+    chat = with_tokens(tmp_path / "chat", [f"t{n}" for n in range(35)] + ["<chat>"])
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    for other, said in (
+        (chat, r"1 tokens only there \(<chat>\), 1 only in the base \(t35\)"),
+        (turned, r"2 in other rows \(t0, t1\)"),
+    ):
+        with pytest.raises(InputError, match=rf"{said}(.|\n)*embeddings=intersect"):
+            reconcile(base, [other])
+        assert reconcile(base, [other], "base").exclude == (EMBED, HEAD)
     assert reconcile(base, [base]).notes == ()
+
+
+def test_as_many_rows_with_other_tokens_are_matched_by_token(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    for choice in ("intersect", "pad"):
+        same = reconcile(base, [turned], choice)
+        for name in (EMBED, HEAD):
+            assert torch.equal(same.experts[0][name], turned[name][[1, 0, *range(2, 36)]])
+            assert torch.equal(same.base[name], base[name])
+
+
+def test_tokens_in_the_same_spare_rows_are_kept_apart(tmp_path) -> None:
+    words = [f"t{n}" for n in range(34)]
+    base = with_tokens(tmp_path / "base", words, 0)
+    think = with_tokens(tmp_path / "think", [*words, "<think>", "</think>"], 1)
+    tool = with_tokens(tmp_path / "tool", [*words, "<tool>", "</tool>"], 2)
+    with pytest.raises(InputError, match="<tool>"):
+        reconcile(base, [think, tool])
+    same = reconcile(base, [think, tool], "pad", think.folder)
+    for checkpoint in (same.base, *same.experts):
+        assert torch.equal(checkpoint[HEAD][34:], think[HEAD][34:])
+    (note,) = reconcile(base, [think]).notes
+    assert "2 tokens only there (</think>, <think>)" in note
+
+
+def test_tokens_without_a_row_do_not_count(folders, tmp_path) -> None:
+    base, longer, _ = opened(*folders)
+    unused = with_tokens(tmp_path / "unused", [f"t{n}" for n in range(36)] + ["<u0>", "<u1>", "<u2>"])
+    same = reconcile(base, [longer, unused], "pad")
+    assert same.rows == 38
+    assert same.tokenizer == longer.folder
+    assert reconcile(base, [unused], "pad").rows is None
+    assert reconcile(base, [unused]).notes == ()
+
+
+def test_a_tokenizer_that_is_not_read_here_is_noted_where_it_differs(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    for checkpoint, content in ((base, b"a"), (longer, b"b"), (mixed, b"a")):
+        (checkpoint.folder / "tokenizer.json").unlink()
+        (checkpoint.folder / "tokenizer.model").write_bytes(content)
+    notes = reconcile(base, [longer, mixed], "pad").notes
+    assert [note for note in notes if "tokens are not compared" in note] == [
+        note for note in notes if note.startswith("warning: the tokenizer of 'longer'")
+    ]
 
 
 def test_other_shapes_than_the_vocabularys_are_left_for_the_merge_to_refuse() -> None:

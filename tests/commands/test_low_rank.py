@@ -208,7 +208,7 @@ def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
 
 def test_a_tokenizer_that_was_chosen_comes_back_with_the_expanded_model(tmp_path) -> None:
     base, experts = three(llama, tmp_path)
-    write_tokenizer(experts["svhn"], [f"u{n}" for n in range(VOCABULARY)])
+    write_tokenizer(experts["svhn"], [f"t{n}" for n in range(VOCABULARY - 1)])
     for wanted, holder in (("svhn", experts["svhn"]), (None, base)):
         factors = mergekit_lab.merge(
             base, experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank", tokenizer_from=wanted,

@@ -19,6 +19,7 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.analyses import Analysis, contract, distribution, sweeps, vectors
+from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 
 OTHER = (

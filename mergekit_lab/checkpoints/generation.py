@@ -1,0 +1,123 @@
+"""What belongs to a tokenizer beside its files: where generation ends, and the chat template.
+
+A chat expert of a pretrained base ends with another token than the base. A model with its tokenizer and the
+base's `generation_config.json` never stops, so generation settings follow the tokenizer's source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mergekit_lab.checkpoints.model_files import Files
+from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.errors import InputError, listing
+
+GENERATION_CONFIG = "generation_config.json"
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def follow_tokenizer(source: Path, files: Files) -> Files:
+    """A model's planned files with the generation settings that go with the tokenizer of `source`: its
+    `generation_config.json`, or its token ids where it has none."""
+    ids = _token_ids(source)
+    changed = dict(files)
+    if (source / GENERATION_CONFIG).is_file():
+        changed[GENERATION_CONFIG] = source / GENERATION_CONFIG
+    for name in ("config.json", GENERATION_CONFIG):
+        if name not in changed:
+            continue
+        planned = changed[name]
+        content = json.loads(planned) if isinstance(planned, str) else _read(planned)
+        parts = [content, *(part for key, part in content.items() if key.endswith("_config"))]
+        for part in parts:
+            if isinstance(part, dict):
+                part |= {key: value for key, value in ids.items() if key in part or part is content}
+        changed[name] = json.dumps(content, indent=2) + "\n"
+    return changed
+
+
+def describe_tokenizer(
+    base: Path | None, experts: Mapping[str, Path | None], source: Path | None, name: str
+) -> list[str]:
+    """What of tokenizers, templates and generation settings is taken, and from where; what of experts is not.
+
+    Args:
+        source, name: the folder that the result's tokenizer comes from, and what it is called.
+    """
+    notes = []
+    if source is not None and source != base:
+        file = (source / GENERATION_CONFIG).is_file()
+        template = "its chat template" if _template(source) else "no chat template, as it has none"
+        settings = f"its {GENERATION_CONFIG}" if file else "its token ids in the base's generation settings"
+        notes.append(f"{name}: its tokenizer, with {template} and {settings}; {_said(source)}")
+        if _template(base) and not _template(source):
+            notes.append(
+                "warning: the base's chat template is not taken, as it belongs to the base's tokenizer"
+            )
+    for expert, folder in experts.items():
+        if source is None or folder is None or folder in (source, base):
+            continue
+        ends, own = _ends(folder), _template(folder)
+        other = ["chat template"] if own and own != _template(source) else []
+        other += ["end tokens"] if ends and ends != _ends(source) else []
+        if other:
+            notes.append(
+                f"warning: {listing(other)} of {expert} differ from the result's and are not taken "
+                f"({expert}: {_said(folder)}; the result: {_said(source)}): tokenizer_from={expert} takes its "
+                "tokenizer, template and generation settings"
+            )
+    return notes
+
+
+def _said(folder: Path) -> str:
+    names = {row: token for token, row in (read_tokens(folder) or {}).items()}
+    ends = [f"{names[row]} ({row})" if row in names else str(row) for row in sorted(_ends(folder))]
+    return f"generation ends with {listing(ends)}" if ends else "no end token"
+
+
+def _ends(folder: Path) -> set[int]:
+    found = _token_ids(folder).get("eos_token_id")
+    listed = found if isinstance(found, list) else [found]
+    return {row for row in listed if type(row) is int}
+
+
+def _token_ids(folder: Path) -> dict[str, Any]:
+    """Of the generation settings, else of the configuration, else of the tokenizer."""
+    config = read_config(folder)
+    parts = [_read(folder / GENERATION_CONFIG), config, config.get("text_config")]
+    known = [part for part in parts if isinstance(part, dict)]
+    found = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
+    if None in found.values():
+        tokens, special = read_tokens(folder) or {}, _read(folder / "tokenizer_config.json")
+        for key in (key for key, value in found.items() if value is None):
+            token = special.get(key.removesuffix("_id"))
+            found[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _template(folder: Path | None) -> Any:
+    """The chat template, wherever it is kept."""
+    if folder is None:
+        return None
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    kept = (
+        _read(folder / name).get("chat_template") for name in ("chat_template.json", "tokenizer_config.json")
+    )
+    return next((template for template in kept if template), None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds a {type(content).__name__}, not an object")
+    return content

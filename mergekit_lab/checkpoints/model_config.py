@@ -1,0 +1,245 @@
+"""Configurations of base and experts, compared: what makes the same weights compute something else.
+
+A merge has the base's configuration. Where an expert's differs in what its weights compute (heads, rotary
+positions, activation, …), its task vector is meant for another function, and is refused unless the key is in
+`allow_config_mismatch`; the table below says which keys these are, and why. Keys that are not in it are named
+in a warning. transformers' own reading of both is compared, so that defaults, and older names of keys, are no
+difference; what it does not know is compared as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mergekit_lab.checkpoints.adapters import adapter_of
+from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP, library_of
+from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.errors import InputError, listing
+
+_IGNORED = re.compile(
+    # names, versions, where it comes from
+    r"^_|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
+    # what only training sees
+    r"|drop|initializer|init_|_init|aux_loss|loss_|_loss|jitter|gradient_checkpointing|^problem_type$"
+    # what a call chooses, or computes alike
+    r"|^use_cache$|^output_|return_dict|chunk_size_feed_forward|pretraining_tp|attn_implementation"
+    # what shapes and names of tensors show
+    r"|^(vocab|hidden|intermediate|embedding|ffn)_(size|dim)$|^num(_\w+)?_layers$|^n_(layer|embd|inner|positions)$"
+    r"|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
+    # what vocabularies, ties and labels are compared for, or generation settings hold
+    r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels)$"
+    r"|^(max|min)_(new_)?(length|tokens)$|^(do_sample|temperature|top_[kp]|num_beams|prefix|task_specific_params)$"
+    r"|^(repetition|length)_penalty$|^early_stopping$|^no_repeat_ngram_size$|^forced_|suppress_tokens"
+)
+_DECIDING = {
+    "how matrices are cut into heads": r"head|key_value|^d_kv$|kv_(channels|groups)|multi_query",
+    "positions": r"rope|rotary|alibi|original_max_position|position_embedding_type|relative_attention"
+    r"|max_distance",
+    "the activation": r"(^|_)act(_|$)|activation|gelu|glu|feed_forward_proj|^act_kwargs",
+    "norms": r"eps(ilon)?$|norm",
+    "what attends to what": r"sliding|window|layer_types|causal|is_decoder|is_encoder_decoder|cross_attention"
+    r"|attention_(types|chunk)|global_attn|local_attention",
+    "scales": r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit",
+    "which experts a token goes to": r"expert|router|routing|gating|topk|top_k|n_group|scoring|moe",
+    "how features are pooled and chosen": r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size"
+    r"|shuffle|^mm_|summary_",
+    "the order of a layer's parts": r"parallel|residual|pre_ln|post_ln",
+}
+"""Keys that decide what weights of the same shapes compute, by what they decide: refused. Others: a warning."""
+_PARTS = ("text_config", "llm_config", "vision_config", "audio_config")
+_HEAD = re.compile(r"(^|\.)(classifier|score|logits_proj|classification_head|head)(\.|$)")
+
+
+class Mismatch(NamedTuple):
+    """A key of two configurations, with the base's value and the expert's."""
+
+    key: str
+    base: Any
+    expert: Any
+    decides: str | None
+
+    def __str__(self) -> str:
+        return f"{self.key} is {_shown(self.expert)} ({_shown(self.base)} in the base)"
+
+    def is_allowed(self, keys: Iterable[str]) -> bool:
+        return any(key == self.key or key in self.key.split(".") for key in keys)
+
+
+class Compared(NamedTuple):
+    """What comparing configurations found, in sentences."""
+
+    notes: list[str]
+    problems: list[str]
+
+
+def compare_configs(
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    allowed: Sequence[str] = (),
+    is_merged: Callable[[str], bool] = lambda name: True,
+) -> Compared:
+    """Compare every expert's configuration with the base's.
+
+    Args:
+        allowed: keys that may differ, whole (`rope_parameters.rope_theta`) or in part (`rope_theta`).
+        is_merged: whether a tensor is; labels matter only where a head is merged.
+    """
+    compared = Compared([], [])
+    heads = [name for name in base if _HEAD.search(name) and is_merged(name)]
+    labels = next((names for c in (base, *experts.values()) if (names := _label_names(c))), [])
+    for name, expert in experts.items():
+        related = 2 * len(base.keys() & expert.keys()) >= len(expert)  # others are refused by their names
+        found = _mismatches(base, expert) if related else []
+        own = _label_names(expert) if any(head in expert for head in heads) else []
+        if own and own != labels:
+            found.append(Mismatch("id2label", labels, own, "what a head's rows stand for"))
+        refused = [m for m in found if m.decides and not m.is_allowed(allowed)]
+        noted = [m for m in found if m not in refused]
+        if refused:
+            decides = listing(dict.fromkeys(m.decides or "" for m in refused))
+            keys = ",".join(dict.fromkeys(m.key.split(".")[-1] for m in refused))
+            compared.problems.append(
+                f"expert {name!r} has another configuration: {'; '.join(map(str, refused))}. This decides "
+                f"{decides}, and the result has the base's: allow_config_mismatch=[{keys}] merges it as it is"
+            )
+        if noted:
+            compared.notes.append(
+                f"warning: the configuration of {name} differs, and the result has the base's: "
+                f"{'; '.join(map(str, noted))}"
+            )
+    return compared
+
+
+def check_configs(
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    allowed: Sequence[str] = (),
+    is_merged: Callable[[str], bool] = lambda name: True,
+) -> list[str]:
+    """The notes of `compare_configs`.
+
+    Raises:
+        InputError: a key that decides what weights compute differs and is not allowed to.
+    """
+    notes, problems = compare_configs(base, experts, allowed, is_merged)
+    if problems:
+        raise InputError("\n".join(problems))
+    return notes
+
+
+def _mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
+    folders = (_folder(base), _folder(expert))
+    if None in folders or folders[0] == folders[1]:
+        return []
+    if library_of(base) is OPEN_CLIP:
+        own, theirs = (_open_clip_config(folder) for folder in folders if folder is not None)
+        return _different(own, theirs) if own and theirs else []
+    raw = [read_config(folder) for folder in folders]
+    if not all(raw) or not _different(_flat(raw[0]), _flat(raw[1])):
+        return []
+    read = [_as_transformers_reads(folder) for folder in folders if folder is not None]
+    known = [config for config in read if config is not None]
+    pair = known if len(known) == 2 else [_with_newer_keys(config) for config in raw]
+    own, theirs, part = _comparable(*pair)
+    return _different(_flat(own), _flat(theirs), part)
+
+
+def _folder(checkpoint: Checkpoint) -> Path | None:
+    """Where the configuration is: of an adapter, its model's."""
+    adapter = adapter_of(checkpoint)
+    return adapter.base.folder if adapter is not None else checkpoint.folder
+
+
+def _open_clip_config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / OPEN_CLIP.config).read_text())
+        return _flat({key: value for key, value in content["model_cfg"].items() if value is not False})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _as_transformers_reads(folder: Path) -> dict[str, Any] | None:
+    """A configuration with its defaults, under the newest names of its keys; None of an unknown class."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        found: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    except Exception:  # a configuration from elsewhere can make transformers raise anything
+        return None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    return found
+
+
+def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 5 writes them."""
+    found = {
+        key: _with_newer_keys(value) if key in _PARTS and isinstance(value, Mapping) else value
+        for key, value in config.items()
+    }
+    scaling = found.pop("rope_scaling", None)
+    rope = {"rope_theta": found.pop("rope_theta", None), **(scaling if isinstance(scaling, Mapping) else {})}
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    found.setdefault("rope_parameters", rope)
+    return found
+
+
+def _comparable(base: dict[str, Any], expert: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """A model and a part of a larger one: the part's configuration, and its key."""
+    for whole, single, swap in ((base, expert, False), (expert, base, True)):
+        parts = {key: dict(whole[key]) for key in _PARTS if isinstance(whole.get(key), Mapping)}
+        if not parts or any(isinstance(single.get(key), Mapping) for key in _PARTS):
+            continue
+        kind = str(single.get("model_type"))
+        alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(kind)]
+        key = alike[0] if alike else next(iter(parts))
+        return (single, parts[key], key) if swap else (parts[key], single, key)
+    return base, expert, ""
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and not _IGNORED.search(str(key)):
+            found |= _flat(value, f"{before}{key}.")
+        elif value is not None:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "") -> list[Mismatch]:
+    found = []
+    for key in dict.fromkeys([*base, *expert]):
+        last = key.split(".")[-1]
+        if _IGNORED.search(last) or base.get(key) == expert.get(key):
+            continue
+        decides: str | None
+        if last == "model_type":
+            decides = None if part else "what the model is"
+        else:
+            decides = next((why for why, keys in _DECIDING.items() if re.search(keys, key)), None)
+        found.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
+    return found
+
+
+def _label_names(checkpoint: Checkpoint) -> list[str]:
+    """In the order of rows; none where they are transformers' stand-ins."""
+    config = read_config(_folder(checkpoint))
+    labels = config.get("id2label")
+    if not isinstance(labels, Mapping) or not all(str(key).isdigit() for key in labels):
+        return []
+    names = [str(labels[key]).casefold() for key in sorted(labels, key=lambda key: int(key))]
+    return [] if all(re.fullmatch(r"label_\d+", name) for name in names) else names
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "…"
