@@ -19,7 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from mergekit_lab.analysis import Interference, measured_layers
+from mergekit_lab.analysis import Interference, measure_layers
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.commands.diagnose import pairs
 from mergekit_lab.evaluation import score
@@ -52,7 +52,7 @@ def measured(run: Context) -> Interference:
     experts = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
     fishers = {t: open_checkpoint(run.side("fisher", t).file("fisher.safetensors"), t) for t in run.tasks}
     found = Interference(tuple(experts), has_fishers=True)
-    for layer, traces in measured_layers(
+    for layer, traces in measure_layers(
         open_inputs(run.base_state, experts, TaskArithmetic()), fishers=fishers
     ):
         found.add(layer, traces)

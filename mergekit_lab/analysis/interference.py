@@ -127,10 +127,10 @@ class Layer:
     sums: Sums
     spectra: Spectra | None
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
         found: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
-        found |= plain_sums(self.sums)
+        found |= sums_to_json(self.sums)
         if self.spectra is not None:
             found |= {
                 name: value.tolist() if isinstance(value, Tensor) else value
@@ -170,7 +170,7 @@ class Interference:
         self.fisher_traces += traces
 
 
-def measured_layers(
+def measure_layers(
     inputs: Inputs,
     *,
     fishers: Mapping[str, Checkpoint] | None = None,
@@ -292,7 +292,7 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below > 0, above / below.clamp_min(1e-300), torch.zeros_like(above))
 
 
-def plain_sums(sums: Sums) -> dict[str, Any]:
+def sums_to_json(sums: Sums) -> dict[str, Any]:
     """The ratios and norms as JSON."""
     found = {
         "norms": sums.norms.tolist(),

@@ -242,7 +242,7 @@ def _outputs(
 
     handles = [block.register_forward_hook(keep(name)) for name, block in blocks.items()]
     try:
-        likelihood.scores(objective.scored(model), batch, objective.causal)
+        likelihood.compute_logits(objective.with_head(model), batch, objective.causal)
     finally:
         for handle in handles:
             handle.remove()
@@ -260,7 +260,7 @@ def _tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
     return mask
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The longest list of like modules in a model: its transformer blocks, by name.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-def bare(model: nn.Module) -> Any:
+def unwrap_model(model: nn.Module) -> Any:
     """transformers' model inside peft's or a linearized one, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -32,11 +32,11 @@ def decode(
     Returns:
         int64 `[N, ≤ max_new_tokens]`; with an encoder, after the decoder's first token.
     """
-    own: Any = bare(model).generation_config
-    stop = sorted({*_listed(own.eos_token_id), *ends})
+    own: Any = unwrap_model(model).generation_config
+    stop = sorted({*_to_list(own.eos_token_id), *ends})
     if hasattr(model, "generate"):
         return _by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
-    if bare(model).config.is_encoder_decoder:
+    if unwrap_model(model).config.is_encoder_decoder:
         first = torch.full_like(tokens[:, :1], own.decoder_start_token_id)
         row, inputs = first, {"input_ids": tokens, "attention_mask": mask}
     else:
@@ -62,7 +62,7 @@ def _by_transformers(
 ) -> Tensor:
     from transformers import GenerationConfig
 
-    inner = bare(model)
+    inner = unwrap_model(model)
     own = inner.generation_config
     plain = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -80,5 +80,5 @@ def _by_transformers(
     return made if inner.config.is_encoder_decoder else made[:, tokens.shape[1] :]
 
 
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
+def _to_list(ids: int | Sequence[int] | None) -> Sequence[int]:
     return () if ids is None else (ids,) if isinstance(ids, int) else ids

@@ -29,8 +29,8 @@ class Reading:
             lengths are alike, or `group_by_length` makes them so.
         answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
             chooses where there are choices.
-        precision: of evaluation: "bfloat16" by autocast, or "float32", which weights that are kept in bfloat16 do
-            not know: they compute in it either way. `training.precision` is that of training.
+        precision: of evaluation: "bfloat16" by autocast, or "float32". Weights that are kept in bfloat16
+            compute in it either way. `training.precision` is that of training.
 
     Raises:
         InputError: a value out of range.

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mergekit_lab.analysis import Advice, Interference, Layer, advise, measured_layers
-from mergekit_lab.analysis.interference import plain_sums
+from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
+from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.merge_checkpoints import read_sources
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.errors import InputError
@@ -93,7 +93,7 @@ def _measured(given: Diagnose) -> tuple[Interference, Sequence[str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     device = device if given.device == "auto" else given.device
     found = Interference(tuple(inputs.experts), fishers is not None)
-    layers = measured_layers(
+    layers = measure_layers(
         inputs, fishers=fishers, rank=given.rank, device=resolve_device(device), seed=given.seed
     )
     for layer, traces in track(
@@ -108,12 +108,12 @@ def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str])
     return {
         "experts": list(found.experts),
         "base_norm": found.base_norm,
-        "overall": plain_sums(found.total),
+        "overall": sums_to_json(found.total),
         "fisher_traces": found.fisher_traces.tolist() if found.has_fishers else None,
         "pairs": [asdict(pair) for pair in pairs(found)],
         "advice": [asdict(each) for each in advice],
         "notes": list(notes),
-        "layers": [layer.plain() for layer in found.layers],
+        "layers": [layer.to_json() for layer in found.layers],
     }
 
 

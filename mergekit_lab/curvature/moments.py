@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import log_likelihood, scores, sum_dtype
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood, sum_dtype
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.ranges import require_whole
 
@@ -53,7 +53,7 @@ def first_moment(
             for moment in moments.values():
                 moment.mul_(beta)
             for part in cut_batch(batch, chunk):
-                loss = -log_likelihood(*scores(model, part, causal)) / count_samples(batch)
+                loss = -log_likelihood(*compute_logits(model, part, causal)) / count_samples(batch)
                 found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
                 for moment, gradient in zip(moments.values(), found, strict=True):
                     if gradient is not None:

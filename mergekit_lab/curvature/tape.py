@@ -92,7 +92,7 @@ class Tape:
         if tensor.dim() == 2 and len(tensor) != self.samples:
             tensor._flattened = True  # type: ignore[attr-defined]
 
-    def plain(self, value: Any) -> Any:
+    def detach(self, value: Any) -> Any:
         """A source's detached value; anything else as it is."""
         return value.detach() if self.is_source(value) else value
 
@@ -122,7 +122,7 @@ class Tape:
         self._handles.append(out.register_hook(receive))
         return out
 
-    def parted(self, values: Tensor, use: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
+    def separate(self, values: Tensor, use: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
         """A tensor that holds each sample's own copy of a source, from here on like an activation."""
         out = self.watch(values.detach(), use)
         self.mark(out)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import listed
+from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part
 
@@ -82,7 +82,7 @@ def score(
     items: Any = 0
     was_training = model.training
     model.eval()
-    size = min(batch_size, objective.most or batch_size)
+    size = min(batch_size, objective.max_samples or batch_size)
     objective.expect(part, [places[chunk] for chunk in order.split(size)])
     answered: list[tuple[Tensor, list[Any] | Tensor]] = []
     done = 0
@@ -95,7 +95,7 @@ def score(
             else:
                 answers = objective.predict(model, part, places[chunk])
         except torch.OutOfMemoryError as error:
-            size = objective.most = _fewer(len(chunk), objective.task.name, error)
+            size = objective.max_samples = _fewer(len(chunk), objective.task.name, error)
         else:
             answered.append((chunk, answers))
             done += len(chunk)
@@ -103,7 +103,7 @@ def score(
         torch.cuda.empty_cache()
         objective.expect(part, [places[chunk] for chunk in order[done:].split(size)])
     for chunk, answers in answered:
-        for place, answer in zip(chunk.tolist(), listed(answers), strict=True):
+        for place, answer in zip(chunk.tolist(), to_list(answers), strict=True):
             predictions[place] = answer
     model.train(was_training)
     metrics = objective.measure(predictions, part, places)

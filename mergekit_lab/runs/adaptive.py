@@ -58,7 +58,7 @@ def learn(run: Context, merger: Merger) -> Artifact:
 
     def make(place: Workplace) -> Mapping[str, Any]:
         experts = {task: run.expert(task).file("model.safetensors") for task in run.tasks}
-        wholes = {task: run.objective(task).scored(run.model) for task in run.tasks}
+        wholes = {task: run.objective(task).with_head(run.model) for task in run.tasks}
         inside = {task: prefix(whole, run.model) for task, whole in wholes.items()}
 
         def logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:

@@ -76,7 +76,7 @@ class Context(Setup):
 
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
-        return self.parametrization.computing(self.backbone.model()).to(self.device)
+        return self.parametrization.make_evaluable(self.backbone.model()).to(self.device)
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ def _maker(run: Context, kind: str, task: str) -> Any:
         settings = Curvature(**run.plain["curvature"])
         objective = run.objective(task)
         run.model.load_state_dict(load_state(run.expert(task)))
-        whole = objective.scored(run.model)
+        whole = objective.with_head(run.model)
         inside = prefix(whole, run.model)
         count = settings.count(run.tasks[task].count("train"))
         found = _computed(run, kind, task, whole, count, settings)

@@ -93,7 +93,7 @@ def evaluate(run: Context, subject: Subject, task: str, part: Part) -> Artifact:
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
         found = score(run.model, run.objective(task), part, batch_size=run.cfg.evaluation_batch_size)
-        each = run.objective(task).each(found.predictions, part, torch.arange(len(found.predictions)))
+        each = run.objective(task).score_samples(found.predictions, part, torch.arange(len(found.predictions)))
         if each is not None:
             np.save(place.out / SAMPLES, _smallest(np.array(each)))
         return {

@@ -65,7 +65,7 @@ def _decode(run: Context) -> None:
     for name, task in run.tasks.items():
         if isinstance(task, HubImages) and (name in wanted or "+joint" in wanted):
             for part in PARTS:
-                task.split(part)
+                task.samples(part)
 
 
 def _missing(run: Context) -> list[str]:
@@ -160,7 +160,7 @@ class Training:
         prefix = tasks[0] if len(tasks) == 1 else "joint"
         pretrained = run.backbone.model()
         dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
-        model = run.parametrization.trainable(pretrained, run.seed)
+        model = run.parametrization.make_trainable(pretrained, run.seed)
         cost = TrainingCost()
         done = finetune(
             model,
@@ -177,9 +177,9 @@ class Training:
         )
         if done is None:
             return {}
-        model = run.parametrization.trainable(run.backbone.model(), run.seed)
+        model = run.parametrization.make_trainable(run.backbone.model(), run.seed)
         model.load_state_dict(done.state)
-        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.folded(model).items()}
+        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.fold(model).items()}
         write_tensors(place.out / "model.safetensors", state)
         (place.out / CURVE).write_text(json.dumps(done.curve))
         told = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}

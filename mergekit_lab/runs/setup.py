@@ -149,7 +149,7 @@ class Setup:
 
     def _kept(self, made: Any) -> Any:
         """A task or backbone that keeps what it makes gets the store for it."""
-        return made.kept_by(self._keep) if hasattr(made, "kept_by") else made
+        return made.with_keeper(self._keep) if hasattr(made, "with_keeper") else made
 
     def _keep(self, kind: str, content: Mapping[str, Any], size: int, make: Any) -> Path:
         """The folder of what tasks and backbones keep; `Keeper`.

@@ -17,7 +17,7 @@ from torch import Tensor
 _TRIES = 10
 
 
-def random_boxes(
+def draw_boxes(
     sizes: Tensor,
     generator: torch.Generator,
     scale: tuple[float, float],
@@ -64,7 +64,7 @@ def _centered(sizes: Tensor, windows: Tensor) -> Tensor:
     return torch.cat([torch.div(sizes - windows, 2, rounding_mode="floor"), windows], 1)
 
 
-def resized(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
+def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
     """Windows of pictures, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], on their device.
 
     Args:

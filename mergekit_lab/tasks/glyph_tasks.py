@@ -22,7 +22,7 @@ from mergekit_lab.ranges import require_choice
 
 from .glyphs import Face, characters, digest, faces, stack
 from .looks import LOOKS, draw
-from .task import PARTS, ImageTask, Part, Split
+from .task import PARTS, ImageSamples, ImageTask, Part
 
 Pair = tuple[Face, int]
 Pairs = dict[Part, tuple[tuple[Pair, ...], ...]]
@@ -63,7 +63,7 @@ class GlyphTask(ImageTask):
         """`candidates` without pictures that stand in two parts, carry two labels or have no ink."""
         return _disjoint(cls)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         pairs = self.pairs()[part]
         size = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}[part]
         key = f"{type(self).__name__} {part} {self.seed}"
@@ -77,7 +77,7 @@ class GlyphTask(ImageTask):
             labels += [label] * count
         shuffle = torch.randperm(len(chosen), generator=generator)
         images = draw(stack(chosen)[shuffle], LOOKS[self.look], generator)
-        return Split(images, torch.tensor(labels)[shuffle])
+        return ImageSamples(images, torch.tensor(labels)[shuffle])
 
 
 @cache

@@ -26,14 +26,14 @@ from mergekit_lab.tasks.decoding import (
     Index,
     Pictures,
     index_rows,
-    kept_sizes,
-    mapped,
+    map_file,
+    shrink_sizes,
     write_images,
 )
 from mergekit_lab.tasks.hub import cached_data, download_data
 from mergekit_lab.tasks.labels import Labeling
 from mergekit_lab.tasks.sources import Rows, open_rows
-from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
+from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, Part
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class HubImages(ImageTask):
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
 
-    def kept_by(self, keep: Keeper) -> HubImages:
+    def with_keeper(self, keep: Keeper) -> HubImages:
         """The same task, whose data `keep` holds."""
         return replace(self, keep=keep)
 
@@ -168,7 +168,7 @@ class HubImages(ImageTask):
             raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
         return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
 
-    def whence(self) -> str:
+    def describe_source(self) -> str:
         """Where the data would come from, for messages."""
         place = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
         return (
@@ -291,16 +291,16 @@ class HubImages(ImageTask):
     def _digest(self) -> str:
         return self.digest()
 
-    def split(self, part: Part) -> Split:
+    def samples(self, part: Part) -> ImageSamples:
         """The part, made once for this task; another task of equal fields looks at the files again."""
         if part not in PARTS:
-            return super().split(part)
-        if part not in self._splits:
-            self._splits[part] = self.make(part)
-        return self._splits[part]
+            return super().samples(part)
+        if part not in self._samples:
+            self._samples[part] = self.make(part)
+        return self._samples[part]
 
     @cached_property
-    def _splits(self) -> dict[Part, Split]:
+    def _samples(self) -> dict[Part, ImageSamples]:
         return {}
 
     def count(self, part: Part) -> int:
@@ -318,7 +318,7 @@ class HubImages(ImageTask):
         digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
         return digest.hexdigest()
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         """Decode a part, or map what an earlier run decoded.
 
         Raises:
@@ -327,7 +327,7 @@ class HubImages(ImageTask):
         labels, where, chosen = self.labels(part)
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
-        sizes = kept_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
+        sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
         content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:
@@ -338,9 +338,9 @@ class HubImages(ImageTask):
             data = _in_memory(make)
         else:
             size = int(3 * sizes.prod(1).sum())
-            data = mapped(self.keep("images", content, size, make) / _FILES[0])
+            data = map_file(self.keep("images", content, size, make) / _FILES[0])
         images = Pictures(data, sizes, SIDE) if side is None else data.view(-1, 3, side, side)
-        return Split(images, torch.from_numpy(labels))
+        return ImageSamples(images, torch.from_numpy(labels))
 
 
 def _in_memory(make: Make) -> torch.Tensor:

@@ -367,7 +367,7 @@ def _gray_picture(pixels: str) -> bytes:
     return out.getvalue()
 
 
-def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
+def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
     """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
 
     `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
@@ -378,12 +378,12 @@ def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]
     return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
 
 
-def counted(file: str) -> bool:
+def is_shard(file: str) -> bool:
     """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
     return _SHARD.search(file) is not None
 
 
-def missing_shards(files: Sequence[str]) -> list[str]:
+def find_missing_shards(files: Sequence[str]) -> list[str]:
     """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
     found: dict[tuple[str, int], set[str]] = {}
     for file in files:
@@ -409,8 +409,8 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
     """
     names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
     for part in parts:
-        listed = part_files(names, part, subset)
-        if missing := missing_shards(listed):
+        listed = find_part_files(names, part, subset)
+        if missing := find_missing_shards(listed):
             raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
         files = [folder / file for file in listed]
         _refuse_no_files(files)

@@ -10,8 +10,8 @@ from mergekit_lab.analysis.plane import (
     Sample,
     Weights,
     barrier,
-    blocks_of,
     cross_task_linearity,
+    find_blocks,
     line,
     plane,
 )
@@ -165,7 +165,7 @@ def test_ctl_is_its_definition_per_block() -> None:
     base, ends = experts(model, ("a", "b"))
     x = Rows.x
     samples = [Sample(Rows(), "train", torch.arange(9))]
-    blocks = blocks_of(model)
+    blocks = find_blocks(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
     found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4)
 
@@ -188,4 +188,4 @@ def test_ctl_is_its_definition_per_block() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(InputError, match="no list of blocks"):
-        blocks_of(nn.Linear(2, 2))
+        find_blocks(nn.Linear(2, 2))

@@ -226,7 +226,7 @@ class HessianPath(Analysis):
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
         batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
-        hessian = Hessian(objective.scored(run.model), batches, causal=objective.causal)
+        hessian = Hessian(objective.with_head(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
             hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.analysis import Interference, measured_layers
-from mergekit_lab.analysis.interference import plain_sums
-from mergekit_lab.analysis.plane import Weights, blocks_of, cross_task_linearity
+from mergekit_lab.analysis import Interference, measure_layers
+from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
@@ -75,10 +75,10 @@ class TaskVectors(Analysis):
 
         def measured() -> Data:
             found = Interference(tuple(ends), has_fishers=False)
-            for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
+            for layer, traces in measure_layers(inputs, rank=self.rank, device=run.device):
                 found.add(layer, traces)
-            layers = [layer.plain() for layer in found.layers]
-            return {"overall": plain_sums(found.total), "base_norm": found.base_norm, "layers": layers}
+            layers = [layer.to_json() for layer in found.layers]
+            return {"overall": sums_to_json(found.total), "base_norm": found.base_norm, "layers": layers}
 
         def of_one(state: Mapping[str, Tensor]) -> Data:
             delta = {name: state[name] - run.base_state[name] for name in inputs.merged}
@@ -178,7 +178,7 @@ class CrossTaskLinearity(Analysis):
         pairs = self._pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         weights = Weights(run.model, run.base_state, states(run, names))
-        blocks = blocks_of(run.model)
+        blocks = find_blocks(run.model)
         chosen = {task: sample(run, task, self.part, self.samples) for task in names}
         kept = resume / "pairs.jsonl"
         found: list[Data] = resumed(kept)
