@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.analysis.plane import Sample, Weights, plane
+from mergekit_lab.analysis.plane import Sample, Weights, evaluate_plane
 from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.tasks import ImageSamples, ImageTask, Part
 
@@ -97,7 +97,7 @@ class Bench:
         """The plane from row `start` on: seconds in all and a row; in the first is each vector alone."""
         begun = last = _now()
         seconds, found = [], []
-        for row in plane(
+        for row in evaluate_plane(
             self.model, self.weights, self.tasks, PAIR, self.alphas, start=start, batch_size=self.batch
         ):
             now = _now()

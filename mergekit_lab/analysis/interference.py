@@ -129,14 +129,14 @@ class Layer:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        found: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
-        found |= sums_to_json(self.sums)
+        content: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
+        content |= sums_to_json(self.sums)
         if self.spectra is not None:
-            found |= {
+            content |= {
                 name: value.tolist() if isinstance(value, Tensor) else value
                 for name, value in vars(self.spectra).items()
             }
-        return found
+        return content
 
 
 @dataclass
@@ -294,10 +294,10 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
 
 def sums_to_json(sums: Sums) -> dict[str, Any]:
     """The ratios and norms as JSON."""
-    found = {
+    content = {
         "norms": sums.norms.tolist(),
         "cosine": sums.cosine.tolist(),
         "sign_conflict": sums.sign_conflict.tolist(),
         "canceling": sums.canceling.tolist(),
     }
-    return found | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})
+    return content | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})

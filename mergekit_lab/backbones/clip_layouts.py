@@ -153,20 +153,20 @@ def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], labe
             (name.removesuffix("visual.conv1.weight") for name in state if "visual.conv1.weight" in name), ""
         )
         state = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
-    found = {name: state[name] for name in base if name in state}
+    tower = {name: state[name] for name in base if name in state}
     if _PROJECTION in base:
-        found.setdefault(_PROJECTION, base[_PROJECTION])
-    missing = base.keys() - found.keys()
+        tower.setdefault(_PROJECTION, base[_PROJECTION])
+    missing = base.keys() - tower.keys()
     if missing:
         raise InputError(
             f"{label} lacks {len(missing)} tensors of the backbone's image tower ({listing(missing, 3)}): is "
             "it a CLIP image tower of this architecture?"
         )
-    other = [name for name, tensor in found.items() if tensor.shape != base[name].shape]
+    other = [name for name, tensor in tower.items() if tensor.shape != base[name].shape]
     if other:
         name = min(other)
         raise InputError(
-            f"{label}: {name!r} is {list(found[name].shape)}, and the backbone's is {list(base[name].shape)}: "
+            f"{label}: {name!r} is {list(tower[name].shape)}, and the backbone's is {list(base[name].shape)}: "
             "it was fine-tuned from another architecture"
         )
-    return {name: found[name].to(base[name].dtype) for name in base}
+    return {name: tower[name].to(base[name].dtype) for name in base}

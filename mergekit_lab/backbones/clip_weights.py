@@ -108,11 +108,11 @@ class ClipWeights:
             return shipped[self.name]
         if tag := self.tag():
             return self._download(tag)
-        place = self._path
-        if place.is_file():
-            return place
-        if place.is_dir():
-            return _in_folder(place)
+        path = self._path
+        if path.is_file():
+            return path
+        if path.is_dir():
+            return _in_folder(path)
         raise self._unknown()
 
     def _unknown(self) -> InputError:
@@ -138,8 +138,8 @@ class ClipWeights:
         tag = self.tag()
         if tag or not self.local:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
-        place = self._path
-        folder = place if place.is_dir() else place.parent
+        path = self._path
+        folder = path if path.is_dir() else path.parent
         if (folder / _CONFIG).is_file():
             content = _read_json(folder / _CONFIG)
             pixels = content.get("preprocess_cfg") or {}
@@ -260,12 +260,12 @@ def _in_folder(folder: Path) -> Path:
         *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")),
         *_TRANSFORMERS_FILES,
     )
-    found = [folder / name for name in known if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in known if (folder / name).is_file()]
+    if not files:
         raise InputError(
             f"the folder {folder} holds no weights of a CLIP model: expected one of {', '.join(known)}"
         )
-    return found[0]
+    return files[0]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

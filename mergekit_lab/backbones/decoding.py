@@ -32,29 +32,29 @@ def decode(
     Returns:
         int64 `[N, ≤ max_new_tokens]`; with an encoder, after the decoder's first token.
     """
-    own: Any = unwrap_model(model).generation_config
-    stop = sorted({*_to_list(own.eos_token_id), *ends})
+    settings: Any = unwrap_model(model).generation_config
+    stop = sorted({*_to_list(settings.eos_token_id), *ends})
     if hasattr(model, "generate"):
         return _by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
     if unwrap_model(model).config.is_encoder_decoder:
-        first = torch.full_like(tokens[:, :1], own.decoder_start_token_id)
+        first = torch.full_like(tokens[:, :1], settings.decoder_start_token_id)
         row, inputs = first, {"input_ids": tokens, "attention_mask": mask}
     else:
         row, inputs = tokens, {}
-    given, done = row.shape[1], torch.zeros(len(row), dtype=torch.bool, device=row.device)
+    read, done = row.shape[1], torch.zeros(len(row), dtype=torch.bool, device=row.device)
     for _ in range(max_new_tokens):
         if inputs:
             logits = model(**inputs, decoder_input_ids=row).logits[:, -1]
         else:
-            places = (mask.cumsum(dim=1) - 1).clamp_min(0)
-            logits = model(input_ids=row, attention_mask=mask, position_ids=places).logits[:, -1]
+            positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+            logits = model(input_ids=row, attention_mask=mask, position_ids=positions).logits[:, -1]
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         new = logits.argmax(dim=1).masked_fill(done, pad)
         row = torch.cat([row, new[:, None]], dim=1)
         done |= torch.isin(new, torch.tensor(stop, device=new.device, dtype=new.dtype))
         if done.all():
             break
-    return row if inputs else row[:, given:]
+    return row if inputs else row[:, read:]
 
 
 def _by_transformers(
@@ -63,21 +63,21 @@ def _by_transformers(
     from transformers import GenerationConfig
 
     inner = unwrap_model(model)
-    own = inner.generation_config
+    settings = inner.generation_config
     plain = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=stop or None,
         pad_token_id=pad,
-        decoder_start_token_id=own.decoder_start_token_id,
-        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=settings.decoder_start_token_id,
+        bos_token_id=settings.bos_token_id,
     )
     inner.generation_config = plain  # transformers fills what a call leaves open from here
     try:
-        made: Tensor = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)
+        answers: Tensor = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)
     finally:
-        inner.generation_config = own
-    return made if inner.config.is_encoder_decoder else made[:, tokens.shape[1] :]
+        inner.generation_config = settings
+    return answers if inner.config.is_encoder_decoder else answers[:, tokens.shape[1] :]
 
 
 def _to_list(ids: int | Sequence[int] | None) -> Sequence[int]:

@@ -100,8 +100,8 @@ class Encoding:
         """
         assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
-        found = self.encode_answers(task.choices)
-        for text, tokens in zip(task.choices, found, strict=True):
+        choices = self.encode_answers(task.choices)
+        for text, tokens in zip(task.choices, choices, strict=True):
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(
@@ -110,7 +110,7 @@ class Encoding:
                        else f"no token of the choice {text!r}")
                     + ", so no model can choose them: name other words"
                 )  # fmt: skip
-        return found
+        return choices
 
     def encode_answers(self, texts: Sequence[str]) -> list[Tensor]:
         """The tokens of answers, the end-of-text token included."""
@@ -132,11 +132,11 @@ class Encoding:
         self._check(task, part, shown, rooms, head + tail)
         prompts = [self._fit(p, head, tail, room) for p, room in zip(shown, rooms, strict=True)]
         cut = sum(len(p) > room for p, room in zip(shown, rooms, strict=True))
-        found = Encoded(prompts, answers, (cut, sum(len(a) > most for a in whole)))
-        if any(found.truncated):
+        encoded = Encoded(prompts, answers, (cut, sum(len(a) > most for a in whole)))
+        if any(encoded.truncated):
             log.info(
                 "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
-                task.name, part, cut, len(samples), found.truncated[1], self.reading.max_length,
+                task.name, part, cut, len(samples), encoded.truncated[1], self.reading.max_length,
             )  # fmt: skip
         unknown = self.tokenizer.unk_token_id
         odd = 0 if unknown is None else sum(bool((a == unknown).any()) for a in answers)
@@ -145,13 +145,13 @@ class Encoding:
                 "%s, %s: %d of %d answers have characters that this model's tokenizer does not know, which no "
                 "answer of its own can have", task.name, part, odd, len(samples),
             )  # fmt: skip
-        self._check_positions(task, part, found)
-        return found
+        self._check_positions(task, part, encoded)
+        return encoded
 
     def _check(
         self, task: TextTask, part: Part, shown: Sequence[Tensor], rooms: Sequence[int], template: int
     ) -> None:
-        empty = next((place for place, tokens in enumerate(shown) if len(tokens) == 0), None)
+        empty = next((position for position, tokens in enumerate(shown) if len(tokens) == 0), None)
         if empty is not None:
             raise InputError(
                 f"task {task.name!r}: prompt {empty + 1} of {part} is empty, and backbone.prompt=plain shows "
@@ -164,12 +164,12 @@ class Encoding:
                 f"{task.name}, and its template alone has {template}: raise it"
             )
 
-    def _check_positions(self, task: TextTask, part: Part, found: Encoded) -> None:
+    def _check_positions(self, task: TextTask, part: Part, encoded: Encoded) -> None:
         if self.positions is None:
             return
         says = 0 if self.reading.chooses(task) else task.max_new_tokens
-        read = [len(p) for p in found.prompts]
-        said = [max(len(a), says) for a in found.answers]
+        read = [len(p) for p in encoded.prompts]
+        said = [max(len(a), says) for a in encoded.answers]
         rows = [sum(pair) for pair in zip(read, said, strict=True)] if self.causal else [*read, *said]
         longest = max(rows)
         if longest > self.positions:

@@ -50,10 +50,10 @@ def _plain(model: Any) -> Any:
     config = deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    made = type(model)._from_config(config, dtype=model.dtype)
-    made.load_state_dict(model.state_dict())
-    made.generation_config = model.generation_config
-    return made
+    plain = type(model)._from_config(config, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
 
 
 def main(arguments: list[str] | None = None) -> None:

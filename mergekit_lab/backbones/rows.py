@@ -34,14 +34,14 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Samples by row, of at most `room` tokens together: first-fit decreasing."""
     bins: list[list[int]] = []
     free: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        found = next((b for b, left in enumerate(free) if left >= lengths[place]), None)
-        if found is None:
-            found = len(bins)
+    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((b for b, left in enumerate(free) if left >= lengths[position]), None)
+        if row is None:
+            row = len(bins)
             bins.append([])
             free.append(room)
-        bins[found].append(place)
-        free[found] -= lengths[place]
+        bins[row].append(position)
+        free[row] -= lengths[position]
     return bins
 
 

@@ -50,8 +50,8 @@ class ScoredText(Objective):
         ]
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        samples, places = self.task.samples(part), index.tolist()
-        references, sources = [samples.answers[i] for i in places], [samples.prompts[i] for i in places]
+        samples, positions = self.task.samples(part), index.tolist()
+        references, sources = [samples.answers[i] for i in positions], [samples.prompts[i] for i in positions]
         names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
         return {name: METRICS[name](predictions, references, sources) for name in names}
 
@@ -95,16 +95,16 @@ class TextObjective(ScoredText):
         encoded = self.encode(part)
         prompts = [encoded.prompts[i] for i in index.tolist()]
         device = device_of(model)
-        found: list[str] = []
+        answers: list[str] = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None
                     best = self.score_choices(model, few).argmax(dim=1).tolist()
-                    found += [self.task.choices[i] for i in best]
+                    answers += [self.task.choices[i] for i in best]
                 else:
-                    found += self._generate(model, few)
-        return found
+                    answers += self._generate(model, few)
+        return answers
 
     def _within_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
         """Prompts in parts that one forward pass can hold.
@@ -115,11 +115,11 @@ class TextObjective(ScoredText):
         if self.reading.chooses(self.task):
             assert self._choices is not None
             block = sum(map(len, self._choices))
-            places = block + 1
+            computed = block + 1
         else:
             block = self.task.max_new_tokens
-            places = 1 if hasattr(model, "generate") else longest + block
-        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * places))
+            computed = 1 if hasattr(model, "generate") else longest + block
+        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * computed))
         size = max(1, rows)
         return (prompts[i : i + size] for i in range(0, len(prompts), size))
 
@@ -156,10 +156,10 @@ class CausalObjective(TextObjective):
         super().__init__(task, tokenizer, reading, positions)
         self.packed = (0, 0)
 
-    def _row(self, part: Part, place: int) -> tuple[Tensor, Tensor]:
+    def _row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""
         encoded = self.encode(part)
-        prompt, answer = encoded.prompts[place], encoded.answers[place]
+        prompt, answer = encoded.prompts[position], encoded.answers[position]
         silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
         return torch.cat([prompt, answer]), torch.cat([silent, answer])
 
@@ -222,17 +222,17 @@ class CausalObjective(TextObjective):
             return self._choice_by_choice(model, tokens, mask)
         block = torch.cat([c[:-1] for c in self._choices]).to(device)
         owner = torch.cat([torch.full((len(c) - 1,), j) for j, c in enumerate(self._choices)]).to(device)
-        place = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
+        offset = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
         count, length, extra = len(prompts), tokens.shape[1], len(block)
         sees = torch.zeros(count, 1, length + extra, length + extra, dtype=torch.bool, device=device)
         sees[:, 0, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         sees[:, 0, :, :length] &= mask[:, None, :].bool()
         sees[:, 0, length:, :length] = mask[:, None, :].bool()
-        sees[:, 0, length:, length:] = (owner[:, None] == owner) & (place[:, None] >= place)
+        sees[:, 0, length:, length:] = (owner[:, None] == owner) & (offset[:, None] >= offset)
         every = torch.arange(length, device=device)
         sees[:, 0, every, every] = True  # a row of padding that saw nothing would be no number
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-        positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + place], dim=1)
+        positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + offset], dim=1)
         row = torch.cat([tokens, block.expand(count, extra)], dim=1)
         used = torch.arange(length - 1, length + extra, device=device)
         logits = _logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
@@ -247,9 +247,9 @@ class CausalObjective(TextObjective):
             choice = choice.to(tokens.device)
             row = torch.cat([tokens, choice.expand(len(tokens), -1)], dim=1)
             seen = functional.pad(mask, (0, len(choice)), value=1)
-            own = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
+            positions = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
             used = torch.arange(tokens.shape[1] - 1, row.shape[1] - 1, device=row.device)
-            logits = _logits(model, used, input_ids=row, attention_mask=seen, **own)
+            logits = _logits(model, used, input_ids=row, attention_mask=seen, **positions)
             losses = functional.cross_entropy(
                 logits.float().transpose(1, 2), choice.expand(len(tokens), -1), reduction="none"
             )
@@ -263,8 +263,8 @@ class CausalObjective(TextObjective):
         scores, start = [], 1
         for choice in self._choices:
             inner = len(choice) - 1
-            places = torch.tensor([0, *range(start, start + inner)], device=logits.device)
-            picked = logits[:, places, choice.to(logits.device)].float() - whole[:, places]
+            positions = torch.tensor([0, *range(start, start + inner)], device=logits.device)
+            picked = logits[:, positions, choice.to(logits.device)].float() - whole[:, positions]
             scores.append(picked.sum(dim=1))
             start += inner
         return torch.stack(scores, dim=1)
@@ -274,9 +274,9 @@ class Seq2SeqObjective(TextObjective):
     """For encoder-decoder models: the encoder reads the prompt, the decoder learns the answer."""
 
     def batch(self, part: Part, index: Tensor) -> Batch:
-        encoded, places = self.encode(part), index.tolist()
-        tokens, mask = pad_rows([encoded.prompts[i] for i in places], self._pad)
-        labels, _ = pad_rows([encoded.answers[i] for i in places], IGNORED)
+        encoded, positions = self.encode(part), index.tolist()
+        tokens, mask = pad_rows([encoded.prompts[i] for i in positions], self._pad)
+        labels, _ = pad_rows([encoded.answers[i] for i in positions], IGNORED)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
     def count_items(self, batch: Any) -> Tensor:

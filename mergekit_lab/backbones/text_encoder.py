@@ -89,8 +89,8 @@ class TextEncoder(Backbone):
         return model
 
     def identity(self) -> dict[str, str]:
-        place = find_model(self.source)
-        return {"architecture": "text encoder", "weights": place.label, "sha256": place.digest()}
+        folder = find_model(self.source)
+        return {"architecture": "text encoder", "weights": folder.label, "sha256": folder.digest()}
 
     def write_companions(self, folder: Path) -> list[str]:
         return write_companions(self.source, "encoder", "float32", folder)
@@ -110,9 +110,9 @@ class TextEncoder(Backbone):
     def objective(self, task: Task) -> EncoderObjective:
         self.check(task)
         assert isinstance(task, TextTask)
-        made = EncoderObjective(task, load_tokenizer(self.source), self)
-        made.head = self._head(made)
-        return made
+        objective = EncoderObjective(task, load_tokenizer(self.source), self)
+        objective.head = self._head(objective)
+        return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
         read = ("max_length", "temperature", "head_samples", "group_by_length")
@@ -147,10 +147,10 @@ class TextEncoder(Backbone):
         task = objective.task
         model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
         index = torch.arange(task.count("train"))[: self.head_samples]
-        found = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
+        features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
         assert task.choices is not None
-        labels = objective.labels("train", index).to(found.device)
-        return make_prototypes(found.float(), labels, task.choices, self.temperature, task.name, "text")
+        labels = objective.labels("train", index).to(features.device)
+        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "text")
 
 
 class EncoderObjective(ScoredText):
@@ -230,12 +230,12 @@ class EncoderObjective(ScoredText):
         rows, device = self.tokenize(part), device_of(model)
         chosen = [rows[i] for i in index.tolist()]
         size = max(1, _TOKENS // max(map(len, chosen)))
-        found = []
+        embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(chosen), size):
                 tokens, mask = pad_rows(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
-                found.append(embed_tokens(model, tokens, mask))
-        return torch.cat(found)
+                embeddings.append(embed_tokens(model, tokens, mask))
+        return torch.cat(embeddings)
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
         assert self.task.choices is not None

@@ -90,15 +90,15 @@ def attention(
     return out, chances.mean(dim=1) if average_attn_weights else chances
 
 
-def _mask(given: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
     """Both masks as one that is added to the scores `[N, H, L, S]`; True means: not to be looked at."""
-    if given is not None:
-        given = _to_additive(given, q)
-        given = given.view(-1, q.shape[1], *given.shape[1:]) if given.dim() == 3 else given
+    if mask is not None:
+        mask = _to_additive(mask, q)
+        mask = mask.view(-1, q.shape[1], *mask.shape[1:]) if mask.dim() == 3 else mask
     if padding is None:
-        return given
+        return mask
     padding = _to_additive(padding, q)[:, None, None]
-    return padding if given is None else given + padding
+    return padding if mask is None else mask + padding
 
 
 def _to_additive(mask: Tensor, q: Tensor) -> Tensor:

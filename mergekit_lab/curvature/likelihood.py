@@ -59,10 +59,10 @@ def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> T
     """
     answers = labels != IGNORED
     chances = logits[answers].float().softmax(dim=-1).cpu()
-    found = labels.clone()
+    drawn = labels.clone()
     if len(chances):
-        found[answers] = torch.multinomial(chances, 1, generator=generator)[:, 0].to(labels)
-    return found
+        drawn[answers] = torch.multinomial(chances, 1, generator=generator)[:, 0].to(labels)
+    return drawn
 
 
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:

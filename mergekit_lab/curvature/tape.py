@@ -166,12 +166,12 @@ class Tape:
 
 def find_tensors(*values: Any) -> list[Tensor]:
     """The tensors among these values and in their tuples, lists and mappings."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, Mapping):
-            found += find_tensors(*value.values())
+            tensors += find_tensors(*value.values())
         elif isinstance(value, tuple | list):
-            found += find_tensors(*value)
-    return found
+            tensors += find_tensors(*value)
+    return tensors

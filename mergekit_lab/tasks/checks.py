@@ -68,14 +68,14 @@ class DataCheck:
     @property
     def wrong(self) -> list[str]:
         """What no run should start with."""
-        found = [self.unusable] if self.unusable else []
+        faults = [self.unusable] if self.unusable else []
         for part, check in self.parts.items():
             if check.corrupt_count:
-                found.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
+                faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
             names = listing(self.misplaced)
-            found.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
-        return found
+            faults.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
+        return faults
 
 
 def check_task(task: ImageTask) -> DataCheck:
@@ -119,16 +119,16 @@ def _pixel_digests(rows: Rows) -> list[bytes | None]:
     """A hash of every picture's size and pixels; None where it cannot be decoded."""
 
     def work(_: range, images: list[bytes]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        digests: list[bytes | None] = []
         for encoded in images:
             try:
                 image = decode(encoded)
                 seen = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
                 seen.update(image.tobytes())
-                found.append(seen.digest())
+                digests.append(seen.digest())
             except OSError:
-                found.append(None)
-        return found
+                digests.append(None)
+        return digests
 
     return [digest for chunk in map_chunks(rows, work) for digest in chunk]
 
@@ -167,8 +167,8 @@ def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
     other: dict[str, bool] = {}
     for part, rows in task.rows.items():
         for name, number in zip(rows.label_names or (), task.labeling.numbers(part).tolist(), strict=False):
-            place = task.labeling.find_class(name)
-            if place == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
+            ours = task.labeling.find_class(name)
+            if ours == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
                 continue
-            other[f"{number}: {name} ↔ {task.classes[number]}"] = place is not None
+            other[f"{number}: {name} ↔ {task.classes[number]}"] = ours is not None
     return list(other), [line for line, misplaced in other.items() if misplaced]

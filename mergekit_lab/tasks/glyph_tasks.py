@@ -82,17 +82,17 @@ class GlyphTask(ImageTask):
 
 @cache
 def _disjoint(task: type[GlyphTask]) -> Pairs:
-    given = task.candidates()
+    candidates = task.candidates()
     labels: dict[str, set[int]] = {}
     for part in PARTS:
-        for label, options in enumerate(given[part]):
+        for label, options in enumerate(candidates[part]):
             for pair in options:
                 labels.setdefault(digest(*pair) or "", set()).add(label)
     taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
     parts: Pairs = {}
     for part in reversed(PARTS):
         kept = []
-        for name, options in zip(task.classes, given[part], strict=True):
+        for name, options in zip(task.classes, candidates[part], strict=True):
             fresh = {}
             for pair in options:
                 picture = digest(*pair) or ""
@@ -123,16 +123,16 @@ def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) ->
 
 def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
     """Of every five characters three are for training, one for validation, one for the test."""
-    places: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
+    positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
     return {
         part: tuple(
             tuple(
                 (face, code)
-                for face in own
+                for face in faces_of_class
                 for i, code in enumerate(codes)
-                if i % 5 in places[part] and code in characters(face)
+                if i % 5 in positions[part] and code in characters(face)
             )
-            for own, codes in choices
+            for faces_of_class, codes in choices
         )
         for part in PARTS
     }

@@ -135,8 +135,8 @@ class HubImages(ImageTask):
         Raises:
             InputError: a folder that was named does not exist.
         """
-        if self.source is not None and (given := Path(self.source).expanduser()).exists():
-            return given
+        if self.source is not None and (folder := Path(self.source).expanduser()).exists():
+            return folder
         if self.source is not None and self._repository != self.source:
             raise InputError(f"sources.{self.name} is {self.source!r}, which is neither a folder nor a hub id")
         if self.source is None and self.root is not None:
@@ -170,10 +170,9 @@ class HubImages(ImageTask):
 
     def describe_source(self) -> str:
         """Where the data would come from, for messages."""
-        place = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
-        return (
-            f"{self.name}: {f'data set {self._repository} of the hub, or ' if self._repository else ''}{place}"
-        )
+        setting = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
+        hub = f"data set {self._repository} of the hub, or " if self._repository else ""
+        return f"{self.name}: {hub}{setting}"
 
     @cached_property
     def rows(self) -> dict[str, Rows]:
@@ -182,18 +181,18 @@ class HubImages(ImageTask):
         Raises:
             InputError: there is no training or test part, or files that cannot be read.
         """
-        place = self.folder() or self.download()
-        found: dict[str, Rows] = {}
+        folder = self.folder() or self.download()
+        by_part: dict[str, Rows] = {}
         for part in PARTS:
-            rows = open_rows(place, self.parts[part], self.subset, self.image_column, self.label_column)
+            rows = open_rows(folder, self.parts[part], self.subset, self.image_column, self.label_column)
             if rows is not None:
-                found[part] = rows
+                by_part[part] = rows
             elif part != "validation":
                 raise InputError(
-                    f"{place} holds no part {' or '.join(self.parts[part])} of {self.name}: expected parquet "
+                    f"{folder} holds no part {' or '.join(self.parts[part])} of {self.name}: expected parquet "
                     f"or tar files named by part, or {self.parts[part][0]}/<class>/<image>"
                 )
-        return found
+        return by_part
 
     @cached_property
     def labeling(self) -> Labeling:
@@ -360,7 +359,7 @@ def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
             f"task {task!r}: there are no {kind} {name!r}, and no such file{suggestion(name, known)}"
         )
     lines = file.read_text(encoding="utf-8").splitlines()
-    found = tuple(line for line in lines if line and not line.startswith("#"))
-    if not found:
+    kept = tuple(line for line in lines if line and not line.startswith("#"))
+    if not kept:
         raise InputError(f"task {task!r}: {file} holds no {kind}")
-    return found
+    return kept

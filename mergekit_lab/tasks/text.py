@@ -246,21 +246,21 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
         return _hub_rows(source.removeprefix("hub:"), part, task)
     folder = data_folder(source)
     files = [folder / f"{part}{kind}" for kind in KINDS]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
+    table = next((file for file in files if file.is_file()), None)
+    if table is None:
         raise InputError(
             f"task {task!r}: {folder} has no {part}{'|'.join(KINDS)}: put the data there, name another place "
             f"with suite.tasks.{task}.source=FOLDER, or prepare it (docs/language_models.md says how for the "
             "suites that are known)"
         )
     try:
-        rows: list[Any] = list(_table(found))
+        rows: list[Any] = list(_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
-        raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
-    odd = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
+        raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
+    odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
         raise InputError(
-            f"task {task!r}: {found} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
+            f"task {task!r}: {table} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
         )
     return rows
 

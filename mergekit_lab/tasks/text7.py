@@ -84,8 +84,8 @@ class Packages:
         Raises:
             InputError: the command is not there or fails.
         """
-        found = sorted(self.folder.glob(pattern))
-        if not found:
+        files = sorted(self.folder.glob(pattern))
+        if not files:
             print(f"$ {' '.join(command)}")
             try:
                 subprocess.run(command, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
@@ -94,10 +94,10 @@ class Packages:
                     f"`{' '.join(command)}` failed ({error}): run it elsewhere, put the file that matches "
                     f"{pattern} into a folder, and name that with --packages"
                 ) from None
-            found = sorted(self.folder.glob(pattern))
-        if not found:
+            files = sorted(self.folder.glob(pattern))
+        if not files:
             raise InputError(f"`{' '.join(command)}` left no {pattern} in {self.folder}")
-        return found[-1]
+        return files[-1]
 
     def pypi(self, name: str, version: str) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{name}=={version}"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import track
 
-from mergekit_lab.analysis.plane import Weights, barrier, line
+from mergekit_lab.analysis.plane import Weights, barrier, evaluate_line
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
@@ -74,14 +74,15 @@ class AlphaSweep(Analysis):
         own = {}
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
         for task in run.tasks:
-            own[task] = line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            along = evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)
+            own[task] = along[task]["value"][0]
         alphas, kept = content["alphas"], resume / "mergers.jsonl"
         swept: dict[str, Any] = dict(resumed(kept))
         for label in track(content["mergers"], "sweeping α", disable=not run.cfg.progress, transient=True):
             if label not in swept:
                 unit = merge_experts(run, run.mergers[label].method.at(1.0))
                 weights = Weights(run.model, run.base_state, {label: unit})
-                swept[label] = line(run.model, weights, label, alphas, chosen, size)
+                swept[label] = evaluate_line(run.model, weights, label, alphas, chosen, size)
                 keep(kept, [label, swept[label]])
         return {
             "alphas": alphas,
@@ -150,7 +151,7 @@ class LossBarrier(Analysis):
         for task, state in states(run, [task for task in run.tasks if task not in found]).items():
             weights = Weights(run.model, merged, {task: state})
             chosen = {task: sample(run, task, self.part, self.samples)}
-            curve = line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
+            curve = evaluate_line(run.model, weights, task, places, chosen, run.cfg.evaluation_batch_size)[task]
             found[task] = {**curve, "barrier": barrier(curve["loss"], places)}
             keep(kept, [task, found[task]])
         return {"merger": label, "places": places, "tasks": found}

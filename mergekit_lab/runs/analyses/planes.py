@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from mergekit_lab.analysis.plane import Row, Weights, plane
+from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
 from mergekit_lab.merging.contract import require, require_choice
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
@@ -91,7 +91,7 @@ class _OnPlane(Analysis):
             rows: list[Row] = resumed(file)
             others = {task: self.others for task in ends if task not in pair and self.others}
             on = {t: chosen[t] for t in (chosen if self.tasks == "all" else pair)}
-            left = plane(
+            left = evaluate_plane(
                 run.model, weights, on, pair, found["alphas"],
                 others=others, start=len(rows), batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip

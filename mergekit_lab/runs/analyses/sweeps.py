@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from mergekit_lab.analysis.plane import Sample, Weights, line
+from mergekit_lab.analysis.plane import Sample, Weights, evaluate_line
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.merging.contract import require
@@ -81,7 +81,7 @@ class Sweep(Analysis):
         size = run.cfg.evaluation_batch_size
         chosen = {task: sample(run, task, self.part, self.samples) for task in run.tasks}
         return {
-            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
         }
 
@@ -107,7 +107,7 @@ class Sweep(Analysis):
         unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
         chosen = {task: sample(run, task, self.part, self.samples) for task in tasks}
         weights = Weights(run.model, run.base_state, {"merged": unit})
-        scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
+        scores = evaluate_line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         values = {t: scores[t]["value"] for t in tasks}
         shares, left_out = normalized(values, own)
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
@@ -308,7 +308,7 @@ class CurvatureGain(Analysis):
             unit = merge_experts(run, method.at(1.0), notes=notes)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
-            scores = line(run.model, weights, name, [self.coefficient], chosen, size)
+            scores = evaluate_line(run.model, weights, name, [self.coefficient], chosen, size)
             gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
             done[name] = {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
             keep(kept, [name, done[name]])
