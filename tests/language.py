@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from mergekit_lab.backbones import LanguageModel
-from mergekit_lab.backbones.language import tokenizer
-from mergekit_lab.tasks import Part, TextSplit, TextTask
+from mergekit_lab.backbones.language import load_tokenizer
+from mergekit_lab.tasks import Part, TextSamples, TextTask
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -89,12 +89,12 @@ class Colors(TextTask):
     max_new_tokens: int = 5
     size: int = 24
 
-    def make(self, part: Part) -> TextSplit:
+    def make(self, part: Part) -> TextSamples:
         shift = {"train": 0, "validation": 3, "test": 6}[part]
         colors = ("red", "blue", "a very pale orange", "the green of old copper", "yellow", "gray")
         index = [(i * 5 + shift) % 6 for i in range(self.size)]
         answers = ("yes", "no", "yes", "no idea", "yes", "no")
-        return TextSplit(
+        return TextSamples(
             tuple(f"Is {colors[i]} number {n} warm?" for n, i in enumerate(index)),
             tuple(answers[i] for i in index),
         )
@@ -102,7 +102,7 @@ class Colors(TextTask):
 
 def one_loss(backbone, kind, prompt, answer, all_tokens=False):
     """The summed loss of one sample, without padding, straight from its text."""
-    model, tok = backbone.model(), tokenizer(backbone.source)
+    model, tok = backbone.model(), load_tokenizer(backbone.source)
     ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731
     target = torch.cat([ids(answer), torch.tensor([[256]])], dim=1)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import ImageObjective
-from mergekit_lab.tasks import ImageTask, Part, Split
+from mergekit_lab.tasks import ImageSamples, ImageTask, Part
 
 
 class TinyEncoder(nn.Module):
@@ -21,12 +21,12 @@ class TinyEncoder(nn.Module):
         return self.body(images.float() / 255)
 
 
-def tiny_split(count: int, seed: int = 0) -> Split:
+def tiny_split(count: int, seed: int = 0) -> ImageSamples:
     """Three classes that differ in brightness."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 3
     noise = torch.randint(0, 60, (count, 3, 4, 4), generator=generator)
-    return Split((noise + labels[:, None, None, None] * 90).to(torch.uint8), labels)
+    return ImageSamples((noise + labels[:, None, None, None] * 90).to(torch.uint8), labels)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TinyTask(ImageTask):
     classes = ("dark", "gray", "light")
     templates = ("{}",)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         if part == "train":
             return tiny_split(self.size, self.seed)
         return tiny_split(self.other_size, self.seed + {"validation": 9, "test": 10}[part])

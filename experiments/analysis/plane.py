@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.analysis.plane import Sample, Weights, plane
+from mergekit_lab.analysis.plane import Sample, Weights, evaluate_plane
 from mergekit_lab.backbones import ImageObjective, OpenClip
-from mergekit_lab.tasks import ImageTask, Part, Split
+from mergekit_lab.tasks import ImageSamples, ImageTask, Part
 
 CLASSES = 100
 PAIR = ("first", "second")
@@ -43,11 +43,11 @@ class Noise(ImageTask):
     classes = tuple(map(str, range(CLASSES)))
     templates = ("{}",)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.images, 3, self.side, self.side)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        return Split(pixels, torch.randint(0, CLASSES, (self.images,), generator=generator))
+        return ImageSamples(pixels, torch.randint(0, CLASSES, (self.images,), generator=generator))
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Bench:
         """The plane from row `start` on: seconds in all and a row; in the first is each vector alone."""
         begun = last = _now()
         seconds, found = [], []
-        for row in plane(
+        for row in evaluate_plane(
             self.model, self.weights, self.tasks, PAIR, self.alphas, start=start, batch_size=self.batch
         ):
             now = _now()

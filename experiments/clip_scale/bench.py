@@ -31,8 +31,8 @@ from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.backbones.classification import Crops
 from mergekit_lab.batches import pin_memory, to_device
 from mergekit_lab.evaluation import score
-from mergekit_lab.tasks import ImageTask, Part, Split
-from mergekit_lab.tasks.decoding import Pictures, mapped
+from mergekit_lab.tasks import ImageSamples, ImageTask, Part
+from mergekit_lab.tasks.decoding import Pictures, map_file
 from mergekit_lab.training import StepBatches, TrainingCost, TrainingSettings, finetune
 
 CLASSES = 10
@@ -51,15 +51,15 @@ class Noise(ImageTask):
     classes = tuple(map(str, range(CLASSES)))
     templates = ("{}",)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         if part == "train":
             rng = np.random.default_rng(0)
             sizes = np.stack([np.full(self.pictures, 256), rng.integers(256, 400, self.pictures)], 1)
             sizes = rng.permuted(sizes, axis=1)
             data = Pictures(self._bytes("pictures", int(3 * sizes.prod(1).sum())), sizes, self.side)
-            return Split(data, torch.arange(self.pictures) % CLASSES)
+            return ImageSamples(data, torch.arange(self.pictures) % CLASSES)
         shape = (self.images, 3, self.side, self.side)
-        return Split(
+        return ImageSamples(
             self._bytes("images", int(np.prod(shape))).view(shape), torch.arange(self.images) % CLASSES
         )
 
@@ -70,7 +70,7 @@ class Noise(ImageTask):
             with file.open("wb") as out:
                 for start in range(0, size, len(block)):
                     out.write(block[: min(len(block), size - start)])
-        return mapped(file)
+        return map_file(file)
 
 
 def _now() -> float:
@@ -97,7 +97,7 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
     for precision in ("bfloat16", "float32"):
         objective = _objective(backbone, task, device, precision)
         model = backbone.model().to(device)
-        some = task.split("test").images[:batch].to(device)
+        some = task.samples("test").images[:batch].to(device)
         rates = {"forward": [], "test part, from files": [], "validation part, resident": []}
         with torch.inference_mode():
             for _ in range(3):
@@ -179,7 +179,7 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
     crops = []
     for seed in range(10):
         begun = _now()
-        objective.augmented(made, seed)
+        objective.augment(made, seed)
         crops.append(_now() - begun)
     found["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
     del made

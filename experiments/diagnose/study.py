@@ -19,7 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from mergekit_lab.analysis import Interference, measured_layers
+from mergekit_lab.analysis import Interference, measure_layers
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.commands.diagnose import pairs
 from mergekit_lab.evaluation import score
@@ -55,7 +55,7 @@ def measured(run: Run) -> Interference:
     sides = {t: run.need(side_node(run, "fisher", t)).file("fisher.safetensors") for t in run.tasks}
     fishers = {task: open_checkpoint(file, task) for task, file in sides.items()}
     found = Interference(tuple(experts), has_fishers=True)
-    for layer, traces in measured_layers(
+    for layer, traces in measure_layers(
         open_inputs(run.base_state, experts, TaskArithmetic()), fishers=fishers
     ):
         found.add(layer, traces)

@@ -224,7 +224,7 @@ class Bench:
 
 
 def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
-    rows = TextFile(name=name, source=f"{folder}/{name}").split("train").answers
+    rows = TextFile(name=name, source=f"{folder}/{name}").samples("train").answers
     choices = tuple(sorted(set(rows))) if len(set(rows)) <= 20 else None
     sizes = {"train": options.train, "validation": options.validation, "test": options.test}
     return TextFile(name=name, source=f"{folder}/{name}", choices=choices, max_new_tokens=5, sizes=sizes,

@@ -23,7 +23,7 @@ from arms import ARMS, BATCH, SOURCE
 from mergekit_lab.backbones import LanguageModel, Objective
 from mergekit_lab.batches import to_device
 from mergekit_lab.evaluation import score
-from mergekit_lab.tasks import Part, TextSplit, TextTask, WordProblems
+from mergekit_lab.tasks import Part, TextSamples, TextTask, WordProblems
 
 OPTIMIZERS = ("adamw", "mergopt", "asam", "sam", "sgd")
 
@@ -36,12 +36,12 @@ class Comparisons(TextTask):
     choices: tuple[str, ...] | None = ("the first", "the second", "neither")
     size: int = 5000
 
-    def make(self, part: Part) -> TextSplit:
+    def make(self, part: Part) -> TextSamples:
         draw = Random(part)
         pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(self.size)]
         assert self.choices is not None
         answers = tuple(self.choices[0 if a > b else 1 if a < b else 2] for a, b in pairs)
-        return TextSplit(tuple(f"Which is larger, {a} or {b}?" for a, b in pairs), answers)
+        return TextSamples(tuple(f"Which is larger, {a} or {b}?" for a, b in pairs), answers)
 
 
 def seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
@@ -58,7 +58,7 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
 def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, options: Any) -> dict[str, Any]:
     device = options.device
     objective = backbone.objective(task).to(device)
-    tokenizing, encoded = seconds(device, lambda: objective.encoded("test"))  # type: ignore[attr-defined]
+    tokenizing, encoded = seconds(device, lambda: objective.encode("test"))  # type: ignore[attr-defined]
     few = torch.arange(min(64, options.prompts))
     score(model, objective, "test", index=few, batch_size=options.batch)
     spent, found = seconds(device, lambda: score(model, objective, "test", batch_size=options.batch))
@@ -92,7 +92,7 @@ def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any)
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = objective.loss(model, batch) / objective.items(batch)
+            loss = objective.loss(model, batch) / objective.count_items(batch)
         loss.backward()
         return loss.detach()
 

@@ -105,7 +105,7 @@ class Language:
 def measure(problem: Vision | Language, kind: Parametrization, make: Callable, bf16: bool, options) -> dict:
     """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
-    model = kind.trainable(problem.model()).to(device)
+    model = kind.make_trainable(problem.model()).to(device)
     model.train()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make(trained)

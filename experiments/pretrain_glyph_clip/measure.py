@@ -39,14 +39,14 @@ class Bench:
         self.tasks, self.device = tasks, device
         self.encoder = backbone.model().to(device)
         self.base: State = {k: v.detach().clone() for k, v in self.encoder.state_dict().items()}
-        heads = [backbone.zero_shot_head(t.classes, t.templates).to(device) for t in tasks]
+        heads = [backbone.make_zero_shot_head(t.classes, t.templates).to(device) for t in tasks]
         self.heads = torch.zeros(len(tasks), max(map(len, heads)), heads[0].shape[1], device=device)
         self.absent = torch.zeros(self.heads.shape[:2], device=device)
         for i, head in enumerate(heads):
             self.heads[i, : len(head)] = head
             self.absent[i, len(head) :] = -1e4
         self.parts = {
-            part: [(t.split(part).images.to(device), t.split(part).labels.to(device)) for t in tasks]
+            part: [(t.samples(part).images.to(device), t.samples(part).labels.to(device)) for t in tasks]
             for part in rooms.PARTS
         }
 

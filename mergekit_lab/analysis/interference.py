@@ -127,16 +127,16 @@ class Layer:
     sums: Sums
     spectra: Spectra | None
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        found: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
-        found |= plain_sums(self.sums)
+        content: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
+        content |= sums_to_json(self.sums)
         if self.spectra is not None:
-            found |= {
+            content |= {
                 name: value.tolist() if isinstance(value, Tensor) else value
                 for name, value in vars(self.spectra).items()
             }
-        return found
+        return content
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Interference:
         self.fisher_traces += traces
 
 
-def measured_layers(
+def measure_layers(
     inputs: Inputs,
     *,
     fishers: Mapping[str, Checkpoint] | None = None,
@@ -292,12 +292,12 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below > 0, above / below.clamp_min(1e-300), torch.zeros_like(above))
 
 
-def plain_sums(sums: Sums) -> dict[str, Any]:
+def sums_to_json(sums: Sums) -> dict[str, Any]:
     """The ratios and norms as JSON."""
-    found = {
+    content = {
         "norms": sums.norms.tolist(),
         "cosine": sums.cosine.tolist(),
         "sign_conflict": sums.sign_conflict.tolist(),
         "canceling": sums.canceling.tolist(),
     }
-    return found | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})
+    return content | ({"harm": sums.harm.tolist()} if bool(sums.harm.any()) else {})

@@ -84,7 +84,7 @@ Row = dict[str, list[float]]
 """One row of a plane: for every measure (`loss/cars`, `value/cars`, `xi`) its A values."""
 
 
-def plane(
+def evaluate_plane(
     model: nn.Module,
     weights: Weights,
     tasks: Mapping[str, Sample],
@@ -114,10 +114,10 @@ def plane(
     """
     fixed = dict(others or {})
     alone: dict[str, list[Scores]] = {task: [] for task in pair}
-    for expert, found in alone.items():
+    for expert, scored in alone.items():
         for a in alphas:
             weights.move({expert: a})
-            found.append(tasks[expert].score(model, batch_size))
+            scored.append(tasks[expert].score(model, batch_size))
     for i in range(start, len(alphas)):
         row: Row = {}
         for j in range(len(alphas)):
@@ -137,15 +137,15 @@ def plane(
 
 
 def _on_axes(
-    single: Mapping[str, Scores], pair: tuple[str, str], place: tuple[float, float]
+    single: Mapping[str, Scores], pair: tuple[str, str], alphas: tuple[float, float]
 ) -> dict[str, Scores]:
     """What is known already of a model on an axis: there a task's vector is alone."""
-    first, second = place
+    first, second = alphas
     known = {pair[0]: single[pair[0]]} if second == 0 else {}
     return known | ({pair[1]: single[pair[1]]} if first == 0 else {})
 
 
-def line(
+def evaluate_line(
     model: nn.Module,
     weights: Weights,
     label: str,
@@ -154,30 +154,30 @@ def line(
     batch_size: int = 512,
 ) -> dict[str, dict[str, list[float]]]:
     """Loss and value of every task along `θ0 + α τ`: `{task: {"loss": [A], "value": [A]}}`."""
-    found: dict[str, dict[str, list[float]]] = {t: {"loss": [], "value": []} for t in tasks}
+    curves: dict[str, dict[str, list[float]]] = {t: {"loss": [], "value": []} for t in tasks}
     for alpha in alphas:
         weights.move({label: alpha})
         for name, task in tasks.items():
             scores = task.score(model, batch_size)
-            found[name]["loss"].append(scores.loss)
-            found[name]["value"].append(scores.value)
-    return found
+            curves[name]["loss"].append(scores.loss)
+            curves[name]["value"].append(scores.value)
+    return curves
 
 
-def barrier(values: Sequence[float], places: Sequence[float]) -> float:
+def barrier(values: Sequence[float], positions: Sequence[float]) -> float:
     """The largest rise of a loss above the straight line between its ends (Frankle et al. 2020); at least 0.
 
     NaN where a loss is not finite.
 
     Args:
         values: along a path.
-        places: where, rising from the first to the last.
+        positions: where on it, rising from the first to the last.
     """
     if not all(map(math.isfinite, values)):
         return math.nan
     first, last = values[0], values[-1]
-    span = places[-1] - places[0]
-    straight = [first + (last - first) * (p - places[0]) / span for p in places]
+    span = positions[-1] - positions[0]
+    straight = [first + (last - first) * (p - positions[0]) / span for p in positions]
     return max(0.0, *(v - s for v, s in zip(values, straight, strict=True)))
 
 
@@ -204,7 +204,7 @@ def cross_task_linearity(
         coefficient: λ.
     """
     first, second = pair
-    places = [
+    points = [
         {first: coefficient, second: coefficient},
         {first: 2 * coefficient},
         {second: 2 * coefficient},
@@ -214,8 +214,8 @@ def cross_task_linearity(
         for part in sample.index.split(batch_size):
             batch = to_device(sample.objective.batch(sample.part, part), device_of(model))
             outputs = []
-            for place in places:
-                weights.move(place)
+            for point in points:
+                weights.move(point)
                 outputs.append(_outputs(model, sample.objective, blocks, batch))
             merged, one, other = outputs
             for name in blocks:
@@ -242,7 +242,7 @@ def _outputs(
 
     handles = [block.register_forward_hook(keep(name)) for name, block in blocks.items()]
     try:
-        likelihood.scores(objective.scored(model), batch, objective.causal)
+        likelihood.compute_logits(objective.with_head(model), batch, objective.causal)
     finally:
         for handle in handles:
             handle.remove()
@@ -260,7 +260,7 @@ def _tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
     return mask
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The longest list of like modules in a model: its transformer blocks, by name.
 
     Raises:

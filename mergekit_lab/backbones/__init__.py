@@ -4,7 +4,7 @@ from .classification import Classifier, ImageObjective
 from .clip_layouts import as_image_tower, from_transformers, to_transformers
 from .image_encoder import ImageEncoder
 from .language import LanguageModel
-from .linearized import Linearized, Tangent, linearised_model
+from .linearized import Linearized, Tangent, linearize
 from .lora import LoRA
 from .objective import Backbone, Objective
 from .open_clip import OpenClip
@@ -28,6 +28,6 @@ __all__ = [
     "TextEncoder",
     "as_image_tower",
     "from_transformers",
-    "linearised_model",
+    "linearize",
     "to_transformers",
 ]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.backbones.objective import Assessed, Objective
+from mergekit_lab.backbones.objective import Assessment, Objective
 from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.prefetch import prefetch
-from mergekit_lab.tasks import ImageTask, Packed, Part, random_boxes, resized
+from mergekit_lab.tasks import ImageTask, Packed, Part, draw_boxes, resize
 
 _RESIDENT_SHARE = 0.25
 _AHEAD = 2
@@ -66,9 +66,9 @@ class Crops:
             seed: decides windows and mirroring.
         """
         generator = torch.Generator().manual_seed(seed)
-        boxes = random_boxes(pictures.sizes, generator, self.scale)
+        boxes = draw_boxes(pictures.sizes, generator, self.scale)
         flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
-        return resized(pictures.padded(), boxes, self.side, flips) / 255
+        return resize(pictures.pad(), boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
@@ -97,21 +97,21 @@ class ImageObjective(Objective):
         self._reader: _Reader | None = None
 
     def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.task.split(part).take(index)
+        return self.task.samples(part).take(index)
 
     def training_batch(self, index: Tensor) -> Batch:
         if self.crops is None:
             return self.batch("train", index)
-        split = self.task.split("train")
-        return split.packed(index), split.labels[index]
+        samples = self.task.samples("train")
+        return samples.packed(index), samples.labels[index]
 
-    def augmented(self, batch: Any, seed: int) -> Batch:
+    def augment(self, batch: Any, seed: int) -> Batch:
         if self.crops is None:
             return batch
         pictures, labels = batch
         return self.crops(pictures, seed), labels
 
-    def items(self, batch: Batch) -> int:
+    def count_items(self, batch: Batch) -> int:
         return count_samples(batch)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
@@ -119,13 +119,13 @@ class ImageObjective(Objective):
         logits = model(images) @ self.head.T
         return functional.cross_entropy(logits, labels, label_smoothing=label_smoothing) * len(labels)
 
-    def scored(self, model: nn.Module) -> nn.Module:
+    def with_head(self, model: nn.Module) -> nn.Module:
         return Classifier(model, self.head)
 
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
         self._reader = None
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _Reader(self.task.split(part).images, chunks, self.head.device)
+            self._reader = _Reader(self.task.samples(part).images, chunks, self.head.device)
 
     def _images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
@@ -134,13 +134,13 @@ class ImageObjective(Objective):
             return self._resident[index.to(self._resident.device)]
         if self._reader is not None and (found := self._reader.next(index)) is not None:
             return found
-        return self.task.split(part).images[index].to(self.head.device)
+        return self.task.samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:
         if part != "validation" or not self.head.is_cuda:
             return False
         if self._resident is None or self._resident.device != self.head.device:
-            images = self.task.split(part).images
+            images = self.task.samples(part).images
             free, _ = torch.cuda.mem_get_info(self.head.device)
             size = torch.Size(images.shape).numel()
             self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
@@ -156,18 +156,18 @@ class ImageObjective(Objective):
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
         return self._logits(model, self._images(part, index)).argmax(dim=-1)
 
-    def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
+    def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         logits = self._logits(model, self._images(part, index))
-        labels = self.task.split(part).labels[index].to(logits.device)
+        labels = self.task.samples(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
-        return Assessed(loss, len(labels), logits.argmax(dim=-1))
+        return Assessment(loss, len(labels), logits.argmax(dim=-1))
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        right = self.each(predictions, part, index)
+        right = self.score_samples(predictions, part, index)
         return {"accuracy": sum(right) / len(right)}
 
-    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
-        right: list[float] = (torch.tensor(predictions) == self.task.split(part).labels[index]).tolist()
+    def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
+        right: list[float] = (torch.tensor(predictions) == self.task.samples(part).labels[index]).tolist()
         return right
 
 

@@ -71,11 +71,11 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name.endswith(("attn.in_proj_weight", "attn.in_proj_bias")):
             stem, _, kind = name.rpartition("attn.in_proj_")
-            layer = _renamed(f"{stem}ln_1.bias").removesuffix("layer_norm1.bias")
+            layer = _rename(f"{stem}ln_1.bias").removesuffix("layer_norm1.bias")
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 out[f"{layer}self_attn.{part}_proj.{kind}"] = piece.contiguous()
         else:
-            out[_renamed(name)] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
+            out[_rename(name)] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
     return out
 
 
@@ -98,10 +98,10 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if missing := [part for part in parts if part not in named]:
                 raise InputError(f"the CLIP weights lack {listing(missing)}")
             stem, _, kind = name.rpartition("self_attn.q_proj.")
-            layer = _original(f"{stem}layer_norm1.bias").removesuffix("ln_1.bias")
+            layer = _restore(f"{stem}layer_norm1.bias").removesuffix("ln_1.bias")
             out[f"{layer}attn.in_proj_{kind}"] = torch.cat([named[part] for part in parts])
         elif ".self_attn.k_proj." not in name and ".self_attn.v_proj." not in name:
-            own = _original(name)
+            own = _restore(name)
             out[own] = tensor.t().contiguous() if own in _TRANSPOSED else tensor
     return out
 
@@ -112,14 +112,14 @@ def _pairs() -> Iterator[tuple[str, str]]:
             yield tower + own, theirs
 
 
-def _renamed(name: str) -> str:
+def _rename(name: str) -> str:
     for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
             return _in_block(theirs + name[len(own) :], _BLOCK)
     raise InputError(f"{name!r} is no name of open_clip's CLIP that transformers' has a counterpart of")
 
 
-def _original(name: str) -> str:
+def _restore(name: str) -> str:
     for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
             return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
@@ -153,20 +153,20 @@ def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], labe
             (name.removesuffix("visual.conv1.weight") for name in state if "visual.conv1.weight" in name), ""
         )
         state = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
-    found = {name: state[name] for name in base if name in state}
+    tower = {name: state[name] for name in base if name in state}
     if _PROJECTION in base:
-        found.setdefault(_PROJECTION, base[_PROJECTION])
-    missing = base.keys() - found.keys()
+        tower.setdefault(_PROJECTION, base[_PROJECTION])
+    missing = base.keys() - tower.keys()
     if missing:
         raise InputError(
             f"{label} lacks {len(missing)} tensors of the backbone's image tower ({listing(missing, 3)}): is "
             "it a CLIP image tower of this architecture?"
         )
-    other = [name for name, tensor in found.items() if tensor.shape != base[name].shape]
+    other = [name for name, tensor in tower.items() if tensor.shape != base[name].shape]
     if other:
         name = min(other)
         raise InputError(
-            f"{label}: {name!r} is {list(found[name].shape)}, and the backbone's is {list(base[name].shape)}: "
+            f"{label}: {name!r} is {list(tower[name].shape)}, and the backbone's is {list(base[name].shape)}: "
             "it was fine-tuned from another architecture"
         )
-    return {name: found[name].to(base[name].dtype) for name in base}
+    return {name: tower[name].to(base[name].dtype) for name in base}

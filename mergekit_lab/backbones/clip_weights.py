@@ -62,10 +62,10 @@ class ClipWeights:
     @property
     def local(self) -> bool:
         """Whether they are a file or folder that was given."""
-        return not self.shipped and self._place.exists()
+        return not self.shipped and self._path.exists()
 
     @property
-    def _place(self) -> Path:
+    def _path(self) -> Path:
         given = Path(self.name).expanduser()
         inside = given / self.architecture
         return inside if inside.is_dir() else given
@@ -74,10 +74,10 @@ class ClipWeights:
         """What open_clip knows of the name; empty if it is no tag of the architecture."""
         from open_clip.pretrained import get_pretrained_cfg
 
-        found: dict[str, Any] = get_pretrained_cfg(registered(self.architecture), self.name)
+        found: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
         return found
 
-    def missing(self) -> str | None:
+    def find_missing(self) -> str | None:
         """What would have to be downloaded, or None.
 
         Raises:
@@ -107,17 +107,17 @@ class ClipWeights:
             return shipped[self.name]
         if tag := self.tag():
             return self._download(tag)
-        place = self._place
-        if place.is_file():
-            return place
-        if place.is_dir():
-            return _in_folder(place)
+        path = self._path
+        if path.is_file():
+            return path
+        if path.is_dir():
+            return _in_folder(path)
         raise self._unknown()
 
     def _unknown(self) -> InputError:
         from open_clip import list_pretrained, list_pretrained_tags_by_model
 
-        own = list_pretrained_tags_by_model(registered(self.architecture))
+        own = list_pretrained_tags_by_model(register_architecture(self.architecture))
         others = [architecture for architecture, tag in list_pretrained() if tag == self.name]
         said = f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
         if not others:
@@ -128,7 +128,7 @@ class ClipWeights:
             return InputError(f"{said}they are those of backbone.architecture={nearest}")
         return InputError(f"{said}open_clip has them of {listing(others, 20)}")
 
-    def said(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What is said of them: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
 
         By open_clip of a tag's; of a local file's by the configuration beside it, as open_clip or transformers
@@ -137,8 +137,8 @@ class ClipWeights:
         tag = self.tag()
         if tag or not self.local:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
-        place = self._place
-        folder = place if place.is_dir() else place.parent
+        path = self._path
+        folder = path if path.is_dir() else path.parent
         if (folder / _CONFIG).is_file():
             content = _read_json(folder / _CONFIG)
             pixels = content.get("preprocess_cfg") or {}
@@ -158,11 +158,11 @@ class ClipWeights:
         file = self.file()
         return _image_tower_alone(file, file.stat().st_mtime_ns)
 
-    def published_as(self) -> str:
+    def published_name(self) -> str:
         """What they are published as; of a local file, what the configuration beside it says."""
         if not self.local or self.tag():
             return self.name
-        folder = self._place if self._place.is_dir() else self._place.parent
+        folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
     def identity(self) -> dict[str, str]:
@@ -172,7 +172,7 @@ class ClipWeights:
         digest = hash_file(file, remember=True)
         if self.shipped or self.tag():
             return {"weights": self.name, "sha256": digest}
-        said = self.said()
+        said = self.describe()
         other = {name: repr(said[name]) for name, usual in PIXELS.items() if said.get(name, usual) != usual}
         if said.get("quick_gelu", False) and not is_quick_gelu(self.architecture):
             other["activation"] = "quick_gelu"
@@ -184,14 +184,14 @@ class ClipWeights:
         Returns:
             The file; the folder, too, may be named as `weights`.
         """
-        file, said = self.file(), self.said()
+        file, said = self.file(), self.describe()
         folder.mkdir(parents=True, exist_ok=True)
         quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
         pixels = {name: list(said[name]) for name in PIXELS if name in said}
         config = {
             "model_cfg": {"quick_gelu": quick},
             "preprocess_cfg": pixels,
-            "pretrained": self.published_as(),
+            "pretrained": self.published_name(),
         }
         (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
@@ -216,7 +216,7 @@ class ClipWeights:
         )
 
 
-def registered(architecture: str) -> str:
+def register_architecture(architecture: str) -> str:
     """The name open_clip knows the architecture by; registers the shipped ones."""
     import open_clip
 
@@ -235,7 +235,8 @@ def is_quick_gelu(architecture: str) -> bool:
     """Whether an architecture's name says QuickGELU."""
     import open_clip
 
-    return bool((open_clip.get_model_config(registered(architecture)) or {}).get("quick_gelu", False))
+    config = open_clip.get_model_config(register_architecture(architecture)) or {}
+    return bool(config.get("quick_gelu", False))
 
 
 def _cached(tag: dict[str, Any]) -> Path | None:
@@ -258,12 +259,12 @@ def _in_folder(folder: Path) -> Path:
         *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")),
         *_TRANSFORMERS_FILES,
     )
-    found = [folder / name for name in known if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in known if (folder / name).is_file()]
+    if not files:
         raise InputError(
             f"the folder {folder} holds no weights of a CLIP model: expected one of {', '.join(known)}"
         )
-    return found[0]
+    return files[0]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-def bare(model: nn.Module) -> Any:
+def unwrap_model(model: nn.Module) -> Any:
     """transformers' model inside peft's or a linearized one, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -32,29 +32,29 @@ def decode(
     Returns:
         int64 `[N, ≤ max_new_tokens]`; with an encoder, after the decoder's first token.
     """
-    own: Any = bare(model).generation_config
-    stop = sorted({*_listed(own.eos_token_id), *ends})
+    settings: Any = unwrap_model(model).generation_config
+    stop = sorted({*_to_list(settings.eos_token_id), *ends})
     if hasattr(model, "generate"):
         return _by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
-    if bare(model).config.is_encoder_decoder:
-        first = torch.full_like(tokens[:, :1], own.decoder_start_token_id)
+    if unwrap_model(model).config.is_encoder_decoder:
+        first = torch.full_like(tokens[:, :1], settings.decoder_start_token_id)
         row, inputs = first, {"input_ids": tokens, "attention_mask": mask}
     else:
         row, inputs = tokens, {}
-    given, done = row.shape[1], torch.zeros(len(row), dtype=torch.bool, device=row.device)
+    read, done = row.shape[1], torch.zeros(len(row), dtype=torch.bool, device=row.device)
     for _ in range(max_new_tokens):
         if inputs:
             logits = model(**inputs, decoder_input_ids=row).logits[:, -1]
         else:
-            places = (mask.cumsum(dim=1) - 1).clamp_min(0)
-            logits = model(input_ids=row, attention_mask=mask, position_ids=places).logits[:, -1]
+            positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+            logits = model(input_ids=row, attention_mask=mask, position_ids=positions).logits[:, -1]
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         new = logits.argmax(dim=1).masked_fill(done, pad)
         row = torch.cat([row, new[:, None]], dim=1)
         done |= torch.isin(new, torch.tensor(stop, device=new.device, dtype=new.dtype))
         if done.all():
             break
-    return row if inputs else row[:, given:]
+    return row if inputs else row[:, read:]
 
 
 def _by_transformers(
@@ -62,23 +62,23 @@ def _by_transformers(
 ) -> Tensor:
     from transformers import GenerationConfig
 
-    inner = bare(model)
-    own = inner.generation_config
+    inner = unwrap_model(model)
+    settings = inner.generation_config
     plain = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=stop or None,
         pad_token_id=pad,
-        decoder_start_token_id=own.decoder_start_token_id,
-        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=settings.decoder_start_token_id,
+        bos_token_id=settings.bos_token_id,
     )
     inner.generation_config = plain  # transformers fills what a call leaves open from here
     try:
-        made: Tensor = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)
+        answers: Tensor = model.generate(input_ids=tokens, attention_mask=mask, generation_config=plain)
     finally:
-        inner.generation_config = own
-    return made if inner.config.is_encoder_decoder else made[:, tokens.shape[1] :]
+        inner.generation_config = settings
+    return answers if inner.config.is_encoder_decoder else answers[:, tokens.shape[1] :]
 
 
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
+def _to_list(ids: int | Sequence[int] | None) -> Sequence[int]:
     return () if ids is None else (ids,) if isinstance(ids, int) else ids

@@ -92,7 +92,7 @@ class Encoding:
             )
         return before, after, trims
 
-    def choices(self, task: TextTask) -> list[Tensor]:
+    def encode_choices(self, task: TextTask) -> list[Tensor]:
         """The tokens of each choice, its end included.
 
         Raises:
@@ -100,8 +100,8 @@ class Encoding:
         """
         assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
-        found = self.answers(task.choices)
-        for text, tokens in zip(task.choices, found, strict=True):
+        choices = self.encode_answers(task.choices)
+        for text, tokens in zip(task.choices, choices, strict=True):
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(
@@ -110,48 +110,48 @@ class Encoding:
                        else f"no token of the choice {text!r}")
                     + ", so no model can choose them: name other words"
                 )  # fmt: skip
-        return found
+        return choices
 
-    def answers(self, texts: Sequence[str]) -> list[Tensor]:
+    def encode_answers(self, texts: Sequence[str]) -> list[Tensor]:
         """The tokens of answers, the end-of-text token included."""
         end = self.tokenizer.eos_token_id
         last = torch.tensor([] if end is None else [end], dtype=torch.int64)
-        return [torch.cat([tokens, last]) for tokens in self._tokens(texts)]
+        return [torch.cat([tokens, last]) for tokens in self._tokenize(texts)]
 
-    def encoded(self, task: TextTask, part: Part) -> Encoded:
+    def encode(self, task: TextTask, part: Part) -> Encoded:
         """The tokens of a part; says how much was cut.
 
         Raises:
             InputError: a prompt without tokens, no room for prompts, or rows that the model has no place for.
         """
-        split, most = task.split(part), self.reading.max_length // 2
-        whole = self.answers(split.answers)
+        samples, most = task.samples(part), self.reading.max_length // 2
+        whole = self.encode_answers(samples.answers)
         answers = [a[:most] for a in whole]
-        shown, head, tail = self._shown(split.prompts)
+        shown, head, tail = self._show(samples.prompts)
         rooms = [self.reading.max_length - (len(a) if self.causal else 0) for a in answers]
         self._check(task, part, shown, rooms, head + tail)
-        prompts = [self._fitted(p, head, tail, room) for p, room in zip(shown, rooms, strict=True)]
+        prompts = [self._fit(p, head, tail, room) for p, room in zip(shown, rooms, strict=True)]
         cut = sum(len(p) > room for p, room in zip(shown, rooms, strict=True))
-        found = Encoded(prompts, answers, (cut, sum(len(a) > most for a in whole)))
-        if any(found.truncated):
+        encoded = Encoded(prompts, answers, (cut, sum(len(a) > most for a in whole)))
+        if any(encoded.truncated):
             log.info(
                 "%s, %s: %d of %d prompts and %d answers were cut to %d tokens",
-                task.name, part, cut, len(split), found.truncated[1], self.reading.max_length,
+                task.name, part, cut, len(samples), encoded.truncated[1], self.reading.max_length,
             )  # fmt: skip
         unknown = self.tokenizer.unk_token_id
         odd = 0 if unknown is None else sum(bool((a == unknown).any()) for a in answers)
         if odd:
             log.warning(
                 "%s, %s: %d of %d answers have characters that this model's tokenizer does not know, which no "
-                "answer of its own can have", task.name, part, odd, len(split),
+                "answer of its own can have", task.name, part, odd, len(samples),
             )  # fmt: skip
-        self._check_positions(task, part, found)
-        return found
+        self._check_positions(task, part, encoded)
+        return encoded
 
     def _check(
         self, task: TextTask, part: Part, shown: Sequence[Tensor], rooms: Sequence[int], template: int
     ) -> None:
-        empty = next((place for place, tokens in enumerate(shown) if len(tokens) == 0), None)
+        empty = next((position for position, tokens in enumerate(shown) if len(tokens) == 0), None)
         if empty is not None:
             raise InputError(
                 f"task {task.name!r}: prompt {empty + 1} of {part} is empty, and backbone.prompt=plain shows "
@@ -164,12 +164,12 @@ class Encoding:
                 f"{task.name}, and its template alone has {template}: raise it"
             )
 
-    def _check_positions(self, task: TextTask, part: Part, found: Encoded) -> None:
+    def _check_positions(self, task: TextTask, part: Part, encoded: Encoded) -> None:
         if self.positions is None:
             return
         says = 0 if self.reading.chooses(task) else task.max_new_tokens
-        read = [len(p) for p in found.prompts]
-        said = [max(len(a), says) for a in found.answers]
+        read = [len(p) for p in encoded.prompts]
+        said = [max(len(a), says) for a in encoded.answers]
         rows = [sum(pair) for pair in zip(read, said, strict=True)] if self.causal else [*read, *said]
         longest = max(rows)
         if longest > self.positions:
@@ -178,7 +178,7 @@ class Encoding:
                 f"model has {self.positions} positions: lower backbone.max_length"
             )
 
-    def _tokens(self, texts: Sequence[str], special: bool = False) -> list[Tensor]:
+    def _tokenize(self, texts: Sequence[str], special: bool = False) -> list[Tensor]:
         """Of each text, all in one call, which tokenizers are made for; without an end-of-text token."""
         rows: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=special).input_ids
         end = self.tokenizer.eos_token_id
@@ -186,7 +186,7 @@ class Encoding:
             rows = [ids[:-1] if ids and ids[-1] == end else ids for ids in rows]
         return [torch.tensor(ids, dtype=torch.int64) for ids in rows]
 
-    def _shown(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
+    def _show(self, prompts: Sequence[str]) -> tuple[list[Tensor], int, int]:
         """The tokens of prompts, and how many the template has before and after each, which are never cut.
 
         An encoder is shown the end-of-text token that it has learned to see, where the tokenizer puts one.
@@ -197,12 +197,12 @@ class Encoding:
             return rows, 0, int(ends)
         before, after, trims = self._template
         special = self.reading.prompt == "plain"
-        head = len(self._tokens([before], special)[0])
-        tail = len(self._tokens([after])[0]) if after else 0
+        head = len(self._tokenize([before], special)[0])
+        tail = len(self._tokenize([after])[0]) if after else 0
         texts = [before + (text.strip() if trims else text) + after for text in prompts]
-        return self._tokens(texts, special), head, tail
+        return self._tokenize(texts, special), head, tail
 
-    def _fitted(self, tokens: Tensor, head: int, tail: int, room: int) -> Tensor:
+    def _fit(self, tokens: Tensor, head: int, tail: int, room: int) -> Tensor:
         """A prompt's tokens, cut inside its template if there are more than `room`."""
         if len(tokens) <= room:
             return tokens

@@ -15,8 +15,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.backbones.language import loaded, tokenizer
-from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.backbones.language import load_model, load_tokenizer
+from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.errors import InputError
 
 
@@ -33,13 +33,13 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
     """
     if out.exists():
         raise InputError(f"{out} is there already: name another folder, or remove it")
-    if not find(source).gguf:
+    if not find_model(source).gguf:
         raise InputError(f"{source} is a folder of transformers already, or stands in one: take it as it is")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _plain(loaded(source, "causal", dtype)).save_pretrained(partial)
-        tokenizer(source).save_pretrained(partial)
+        _plain(load_model(source, "causal", dtype)).save_pretrained(partial)
+        load_tokenizer(source).save_pretrained(partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -50,10 +50,10 @@ def _plain(model: Any) -> Any:
     config = deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    made = type(model)._from_config(config, dtype=model.dtype)
-    made.load_state_dict(model.state_dict())
-    made.generation_config = model.generation_config
-    return made
+    plain = type(model)._from_config(config, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args(arguments)
     write_folder(options.source, options.out, options.dtype)
-    print(f"{options.out}: {find(options.source).called}, dequantized")
+    print(f"{options.out}: {find_model(options.source).label}, dequantized")
 
 
 if __name__ == "__main__":

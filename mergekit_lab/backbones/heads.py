@@ -24,27 +24,31 @@ _ITERATIONS = 200
 
 
 @torch.no_grad()
-def features(encoder: nn.Module, task: ImageTask, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_features(
+    encoder: nn.Module, task: ImageTask, part: Part, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Features float32 `[N, D]` and labels `[N]` of a part, on the device."""
-    split = task.split(part)
-    found = [
-        encoder(split.images[index].to(device)).float() for index in torch.arange(len(split)).split(_BATCH)
+    samples = task.samples(part)
+    features = [
+        encoder(samples.images[index].to(device)).float() for index in torch.arange(len(samples)).split(_BATCH)
     ]
-    return torch.cat(found), split.labels.to(device)
+    return torch.cat(features), samples.labels.to(device)
 
 
-def prototype_head(encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device) -> Tensor:
+def make_prototype_head(
+    encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device
+) -> Tensor:
     """The mean feature of each class, normalized, times the temperature: float32 `[C, D]`.
 
     Raises:
         InputError: a class has no training image.
     """
-    found, labels = features(encoder, task, "train", device)
-    return prototypes(found, labels, task.classes, temperature, task.name, "image")
+    features, labels = compute_features(encoder, task, "train", device)
+    return make_prototypes(features, labels, task.classes, temperature, task.name, "image")
 
 
-def prototypes(
-    found: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
+def make_prototypes(
+    features: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
 ) -> Tensor:
     """Class means of features `[N, D]`, normalized, times the temperature: float32 `[C, D]`, on the CPU.
 
@@ -56,7 +60,7 @@ def prototypes(
     Raises:
         InputError: a class has no sample.
     """
-    sums = torch.zeros(len(classes), found.shape[1], device=found.device).index_add_(0, labels, found)
+    sums = torch.zeros(len(classes), features.shape[1], device=features.device).index_add_(0, labels, features)
     empty = (torch.bincount(labels, minlength=len(classes)) == 0).nonzero().flatten().tolist()
     if empty:
         article = "an" if kind == "image" else "a"
@@ -67,17 +71,19 @@ def prototypes(
     return (normalize(sums, dim=-1) * temperature).cpu()
 
 
-def linear_probe_head(encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device) -> Tensor:
+def make_linear_probe_head(
+    encoder: nn.Module, task: ImageTask, temperature: float, device: torch.device
+) -> Tensor:
     """Logistic regression on training features, without an intercept: float32 `[C, D]`.
 
     The L2 penalty is the one of 1e-4, 1e-3, 1e-2, 1e-1 that is best on the validation part. Weights act on
     features times the temperature, so that the penalty means the same for every backbone.
     """
-    train, labels = features(encoder, task, "train", device)
-    validation, wanted = features(encoder, task, "validation", device)
+    train, labels = compute_features(encoder, task, "train", device)
+    validation, wanted = compute_features(encoder, task, "validation", device)
     best: tuple[float, Tensor | None] = (-1.0, None)
     for penalty in _PENALTIES:
-        weights = _fitted(train * temperature, labels, len(task.classes), penalty)
+        weights = _fit_probe(train * temperature, labels, len(task.classes), penalty)
         right = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
         if right > best[0]:
             best = (right, weights)
@@ -85,7 +91,7 @@ def linear_probe_head(encoder: nn.Module, task: ImageTask, temperature: float, d
     return (best[1] * temperature).cpu()
 
 
-def _fitted(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tensor:
+def _fit_probe(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tensor:
     weights = torch.zeros(classes, x.shape[1], device=x.device, requires_grad=True)
     solver = torch.optim.LBFGS([weights], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.objective import Backbone, Objective
-from mergekit_lab.backbones.pretrained import Place, find
+from mergekit_lab.backbones.pretrained import ModelFolder, find_model
 from mergekit_lab.backbones.reading import DTYPES, Reading
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, copy_model_files, copy_tokenizer_files
@@ -66,7 +66,7 @@ class LanguageModel(Reading, Backbone):
     def model(self) -> nn.Module:
         """A fresh copy, evaluation mode, all parameters trainable."""
         leave_out_cudnn()
-        model = deepcopy(loaded(self.source, self.kind, self.dtype))
+        model = deepcopy(load_model(self.source, self.kind, self.dtype))
         name_once(model)
         if self.checkpointing:
             again = (
@@ -76,11 +76,11 @@ class LanguageModel(Reading, Backbone):
         return model.requires_grad_(True)
 
     def identity(self) -> dict[str, str]:
-        place = find(self.source)
+        folder = find_model(self.source)
         return {
             "architecture": self.kind,
-            "weights": place.called,
-            "sha256": place.digest(),
+            "weights": folder.label,
+            "sha256": folder.digest(),
             "dtype": self.dtype,
         }
 
@@ -99,8 +99,8 @@ class LanguageModel(Reading, Backbone):
     def objective(self, task: Task) -> Objective:
         self.check(task)
         assert isinstance(task, TextTask)
-        made = CausalObjective if self.kind == "causal" else Seq2SeqObjective
-        return made(task, tokenizer(self.source), self, positions(self.source))
+        kind = CausalObjective if self.kind == "causal" else Seq2SeqObjective
+        return kind(task, load_tokenizer(self.source), self, count_positions(self.source))
 
     def learning(self, task: Task) -> dict[str, Any]:
         read = ("prompt", "max_length", "cut", "loss_on", "group_by_length")
@@ -120,67 +120,67 @@ class LanguageModel(Reading, Backbone):
 
 def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[str]:
     """What `from_pretrained` reads beside weights; a GGUF file has it inside, and transformers writes it."""
-    place = find(source)
-    if place.gguf is None:
+    origin = find_model(source)
+    if origin.gguf is None:
         return [
-            *copy_model_files(place.folder, folder, TRANSFORMERS, DTYPES[dtype]),
-            *copy_tokenizer_files(place.folder, folder),
+            *copy_model_files(origin.folder, folder, TRANSFORMERS, DTYPES[dtype]),
+            *copy_tokenizer_files(origin.folder, folder),
         ]
     before = set(folder.iterdir())
-    model = loaded(source, kind, dtype)
-    for part in (model.config, getattr(model, "generation_config", None), tokenizer(source)):
+    model = load_model(source, kind, dtype)
+    for part in (model.config, getattr(model, "generation_config", None), load_tokenizer(source)):
         if part is not None:
             part.save_pretrained(folder)
     return sorted(path.name for path in set(folder.iterdir()) - before)
 
 
-def tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
     """The tokenizer of a source, with a padding token."""
-    return _tokenizer(find(source, weights=False))
+    return _load_tokenizer(find_model(source, weights=False))
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(place: Place) -> Any:
+def _load_tokenizer(origin: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
     with _quiet():
-        made = AutoTokenizer.from_pretrained(str(place.folder), **place.options)
-    if made.pad_token_id is None:
-        made.pad_token = made.eos_token or made.unk_token
-    return made
+        tokenizer = AutoTokenizer.from_pretrained(str(origin.folder), **origin.options)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
 
 
 @lru_cache(maxsize=4)
-def positions(source: str) -> int | None:
+def count_positions(source: str) -> int | None:
     """Tokens of a row that a model can have, if its configuration says so; GGUF files are not asked."""
     from transformers import AutoConfig
 
-    place = find(source, weights=False)
-    if place.gguf:
+    origin = find_model(source, weights=False)
+    if origin.gguf:
         return None
     with _quiet():
-        config = AutoConfig.from_pretrained(str(place.folder), **place.options)
+        config = AutoConfig.from_pretrained(str(origin.folder), **origin.options)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 @lru_cache(maxsize=1)
-def loaded(source: str, kind: str, dtype: str) -> Any:
+def load_model(source: str, kind: str, dtype: str) -> Any:
     """transformers' model, on the CPU, evaluation mode. One is kept: copies of it are asked for in turn."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    place = find(source)
+    origin = find_model(source)
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
     with _quiet():
         try:
-            model = loaders[kind].from_pretrained(str(place.folder), dtype=DTYPES[dtype], **place.options)
+            model = loaders[kind].from_pretrained(str(origin.folder), dtype=DTYPES[dtype], **origin.options)
         except ImportError as error:
             raise InputError(
-                f"{place.called} needs another package: {str(error).strip().splitlines()[0]}; "
+                f"{origin.label} needs another package: {str(error).strip().splitlines()[0]}; "
                 "pip install 'mergekit_lab[smollm2]' has what GGUF files need"
             ) from None
         except (OSError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"{place.called} does not load as a {kind} model: {str(error).splitlines()[0]}"
+                f"{origin.label} does not load as a {kind} model: {str(error).splitlines()[0]}"
             ) from None
     return model.eval()
 

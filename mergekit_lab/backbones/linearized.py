@@ -59,8 +59,8 @@ class Tangent(nn.Module):
             )
         _load_rules()
         self.model = model
-        for place, parameter in enumerate(model.parameters()):
-            self.register_buffer(f"origin_{place}", parameter.detach().clone(), persistent=False)
+        for position, parameter in enumerate(model.parameters()):
+            self.register_buffer(f"origin_{position}", parameter.detach().clone(), persistent=False)
         self.register_state_dict_post_hook(_without_own_name)
         self.register_load_state_dict_pre_hook(_with_own_name)
         keep_differentiable(self)
@@ -83,9 +83,9 @@ class Tangent(nn.Module):
         Raises:
             InputError: `labels` of another model, for a loss is no output to expand, or `use_cache=True`.
         """
-        kwargs = self._accepted(kwargs)
+        kwargs = self._accept(kwargs)
         weights = dict(self.model.named_parameters())
-        origin = {name: getattr(self, f"origin_{place}") for place, name in enumerate(weights)}
+        origin = {name: getattr(self, f"origin_{position}") for position, name in enumerate(weights)}
         change = {name: p - origin[name] for name, p in weights.items()}
 
         def outputs(values: dict[str, Tensor]) -> Any:
@@ -96,7 +96,7 @@ class Tangent(nn.Module):
             value, slope = jvp(outputs, (origin,), (change,))  # type: ignore[misc]
         return tree_map(torch.add, value, slope)
 
-    def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _accept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         labels = kwargs.get("labels")
         if labels is not None and hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
             read: Any = self.model.prepare_decoder_input_ids_from_labels
@@ -141,10 +141,10 @@ class Linearized(Parametrization):
 
     takes_sharded: ClassVar[bool] = False
 
-    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        return self.computing(model)
+    def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        return self.make_evaluable(model)
 
-    def computing(self, model: nn.Module) -> nn.Module:
+    def make_evaluable(self, model: nn.Module) -> nn.Module:
         core = getattr(model, "core", None)
         if core is None:
             return Tangent(model)
@@ -152,13 +152,13 @@ class Linearized(Parametrization):
         return model
 
 
-def linearised_model(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def linearize(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """The expansion of a pretrained model at the weights of a linearized expert, or of a merge of such.
 
     Args:
         model: as pretrained, the base of the experts; becomes part of the result.
         state: a checkpoint in the base's names.
     """
-    made = Linearized().computing(model)
-    made.load_state_dict(state)
-    return made
+    expansion = Linearized().make_evaluable(model)
+    expansion.load_state_dict(state)
+    return expansion

@@ -44,7 +44,7 @@ class LoRA(Parametrization):
         if self.targets is not None and not self.targets:
             raise InputError("finetuning.targets is empty: name modules, or leave it null for attention")
 
-    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+    def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         targets = _attention_modules(model) if self.targets is None else list(self.targets)
@@ -59,7 +59,7 @@ class LoRA(Parametrization):
             except ValueError as error:
                 raise InputError(f"finetuning=lora cannot be applied: {error}") from None
 
-    def folded(self, model: nn.Module) -> dict[str, Tensor]:
+    def fold(self, model: nn.Module) -> dict[str, Tensor]:
         with warnings.catch_warnings():  # transformers 5 believes Flan-T5's tied, which are not
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
             merged = deepcopy(model).merge_and_unload()  # type: ignore[operator]

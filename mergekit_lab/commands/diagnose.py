@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mergekit_lab.analysis import Advice, Interference, Layer, advise, measured_layers
-from mergekit_lab.analysis.interference import plain_sums
+from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
+from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.sources import read_sources
 from mergekit_lab.errors import InputError
@@ -101,7 +101,7 @@ class Diagnose:
         fishers = prepared.side.get("fisher")
         found = Interference(tuple(inputs.experts), fishers is not None)
         device = resolve_device(prepared.device[0])
-        layers = measured_layers(inputs, fishers=fishers, rank=self.rank, device=device, seed=self.seed)
+        layers = measure_layers(inputs, fishers=fishers, rank=self.rank, device=device, seed=self.seed)
         for layer, traces in track(
             layers, "diagnosing", total=len(inputs.merged), disable=not self.progress, transient=True
         ):
@@ -114,12 +114,12 @@ def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str])
     return {
         "experts": list(found.experts),
         "base_norm": found.base_norm,
-        "overall": plain_sums(found.total),
+        "overall": sums_to_json(found.total),
         "fisher_traces": found.fisher_traces.tolist() if found.has_fishers else None,
         "pairs": [asdict(pair) for pair in pairs(found)],
         "advice": [asdict(each) for each in advice],
         "notes": list(notes),
-        "layers": [layer.plain() for layer in found.layers],
+        "layers": [layer.to_json() for layer in found.layers],
     }
 
 

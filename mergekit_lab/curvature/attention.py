@@ -1,7 +1,7 @@
 """`torch.nn.functional.multi_head_attention_forward` in steps that a function mode can see.
 
 torch's own runs its projections inside one call, where nothing watches them. Same results, for what models use:
-see `supported`.
+see `is_supported`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 ATTENTION = functional.multi_head_attention_forward
 
 
-def supported(
+def is_supported(
     query: Tensor,
     bias_k: Tensor | None,
     add_zero_attn: bool,
@@ -57,10 +57,10 @@ def attention(
     """The arguments are torch's. Inputs are `[L, N, E]`, samples second; projections see `[N, L, E]`.
 
     Raises:
-        NotImplementedError: what `supported` leaves out.
+        NotImplementedError: what `is_supported` leaves out.
     """
     dropout = dropout_p if training else 0.0
-    if not supported(query, bias_k, add_zero_attn, dropout, static_k=static_k, static_v=static_v):
+    if not is_supported(query, bias_k, add_zero_attn, dropout, static_k=static_k, static_v=static_v):
         raise NotImplementedError
     same = query is key and key is value
     x = query.transpose(0, 1)
@@ -90,18 +90,18 @@ def attention(
     return out, chances.mean(dim=1) if average_attn_weights else chances
 
 
-def _mask(given: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
     """Both masks as one that is added to the scores `[N, H, L, S]`; True means: not to be looked at."""
-    if given is not None:
-        given = _added(given, q)
-        given = given.view(-1, q.shape[1], *given.shape[1:]) if given.dim() == 3 else given
+    if mask is not None:
+        mask = _to_additive(mask, q)
+        mask = mask.view(-1, q.shape[1], *mask.shape[1:]) if mask.dim() == 3 else mask
     if padding is None:
-        return given
-    padding = _added(padding, q)[:, None, None]
-    return padding if given is None else given + padding
+        return mask
+    padding = _to_additive(padding, q)[:, None, None]
+    return padding if mask is None else mask + padding
 
 
-def _added(mask: Tensor, q: Tensor) -> Tensor:
+def _to_additive(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(q.dtype)
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))

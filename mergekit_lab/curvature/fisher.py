@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch, take_samples
-from mergekit_lab.curvature.likelihood import drawn, log_likelihood, scores, sum_dtype, with_labels
+from mergekit_lab.curvature.likelihood import (
+    compute_logits,
+    draw_labels,
+    log_likelihood,
+    sum_dtype,
+    with_labels,
+)
 from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
 from mergekit_lab.errors import listing
@@ -101,10 +107,10 @@ class _Estimate:
         tape = Tape(self.taped, self.totals, count_samples(batch))
         tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
         with torch.enable_grad(), Recorder(tape):
-            logits, labels = scores(self.model, batch, self.causal)
+            logits, labels = compute_logits(self.model, batch, self.causal)
         self._look_for_hidden_uses(batch, tape.unused())
         if self.draw is not None:
-            labels = drawn(logits, labels, self.draw)
+            labels = draw_labels(logits, labels, self.draw)
             batch = with_labels(batch, labels, self.causal)
         loss = log_likelihood(logits, labels)
         if loss.requires_grad:
@@ -124,7 +130,7 @@ class _Estimate:
 
     def _gradients(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor | None]:
         with torch.enable_grad():
-            value = log_likelihood(*scores(self.model, batch, self.causal))
+            value = log_likelihood(*compute_logits(self.model, batch, self.causal))
         if not value.requires_grad:
             return dict.fromkeys(names)
         found = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)

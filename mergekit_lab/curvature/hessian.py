@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import log_likelihood, scores
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_whole
 
@@ -65,7 +65,7 @@ class Hessian:
         with evaluating(self._model), sdpa_kernel(SDPBackend.MATH):  # fused kernels have one derivative
             for batch in self._batches:
                 with torch.enable_grad():
-                    loss = -log_likelihood(*scores(self._model, batch, self._causal)) / self._samples
+                    loss = -log_likelihood(*compute_logits(self._model, batch, self._causal)) / self._samples
                     first = torch.autograd.grad(
                         loss, self._parameters, create_graph=True, materialize_grads=True
                     )

@@ -19,7 +19,7 @@ from mergekit_lab.batches import IGNORED, Batch, labels_of
 from mergekit_lab.errors import InputError
 
 
-def scores(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
+def compute_logits(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     """The model's logits `[N, C]` or `[N, L, C]` and the labels `[N]` or `[N, L]` that they are scores of.
 
     Args:
@@ -52,17 +52,17 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def drawn(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
     """Labels drawn from the model, in the places of the given ones; ignored places stay ignored.
 
     Draws are for answers alone, one after another, so that padding and the size of a batch do not matter.
     """
     answers = labels != IGNORED
     chances = logits[answers].float().softmax(dim=-1).cpu()
-    found = labels.clone()
+    drawn = labels.clone()
     if len(chances):
-        found[answers] = torch.multinomial(chances, 1, generator=generator)[:, 0].to(labels)
-    return found
+        drawn[answers] = torch.multinomial(chances, 1, generator=generator)[:, 0].to(labels)
+    return drawn
 
 
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch
 from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.likelihood import log_likelihood, scores, sum_dtype
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood, sum_dtype
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.ranges import require_whole
 
@@ -53,9 +53,9 @@ def first_moment(
             for moment in moments.values():
                 moment.mul_(beta)
             for part in cut_batch(batch, chunk):
-                loss = -log_likelihood(*scores(model, part, causal)) / count_samples(batch)
-                found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-                for moment, gradient in zip(moments.values(), found, strict=True):
+                loss = -log_likelihood(*compute_logits(model, part, causal)) / count_samples(batch)
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+                for moment, gradient in zip(moments.values(), gradients, strict=True):
                     if gradient is not None:
                         moment.add_(gradient, alpha=1 - beta)
     if not seen:
@@ -79,7 +79,7 @@ def squared_first_moment(
     Raises:
         InputError: a parameter for which the optimizer keeps no first moment.
     """
-    found, without = {}, []
+    squares, without = {}, []
     for name, p in named_parameters:
         if not p.requires_grad:
             continue
@@ -88,10 +88,10 @@ def squared_first_moment(
         if moment is None:
             without.append(name)
         else:
-            found[name] = moment.to(sum_dtype(moment)).square()
+            squares[name] = moment.to(sum_dtype(moment)).square()
     if without:
         raise InputError(
             f"{type(optimizer).__name__} keeps no first moment of {listing(without)}: it must have stepped, "
             "and be Adam or SGD with momentum"
         )
-    return found
+    return squares

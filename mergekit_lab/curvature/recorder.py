@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
             return value
         if value.dim() < max(a.dim() for a in args if isinstance(a, Tensor)) or len(value) != self.tape.samples:
             return value
-        return self.tape.parted(value, (value, Ready))
+        return self.tape.separate(value, (value, Ready))
 
     def _from_parameters(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Tensor]
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is Tensor.expand and self._is_copied(args[0], out):
             source = args[0]
-            return self.tape.parted(out, (source, lambda g: Ready(_as_shape(g[:, None], source.shape))))
+            return self.tape.separate(out, (source, lambda g: Ready(_as_shape(g[:, None], source.shape))))
         names = self.tape.names(*sources)
         for tensor in find_tensors(out):
             if tensor.requires_grad and not self.tape.is_source(tensor):

@@ -20,7 +20,7 @@ BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mu
 
 def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tape.require(tape.has_rows(input) and not tape.is_batched(weight), input, weight, bias)
-    return _product(tape, functional.linear(input, tape.plain(weight), tape.plain(bias)), input, weight, bias)
+    return _product(tape, functional.linear(input, tape.detach(weight), tape.detach(bias)), input, weight, bias)
 
 
 def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _addmm(tape: Tape, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: floa
         return local_rule(torch.addmm)(tape, input, mat1, mat2, **scales)
     known = tape.has_rows(mat1) and not tape.is_batched(mat2) and input.dim() == 1
     tape.require(known, input, mat1, mat2)
-    out = torch.addmm(tape.plain(input), mat1, tape.plain(mat2))
+    out = torch.addmm(tape.detach(input), mat1, tape.detach(mat2))
     return _product(tape, out, mat1, mat2, input, flipped=True)
 
 
@@ -82,7 +82,7 @@ def _conv2d(
     if groups != 1 or isinstance(padding, str) or not tape.is_aligned(input):
         return local_rule(functional.conv2d)(tape, input, weight, bias, stride, padding, dilation, groups)
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
-    out = functional.conv2d(input, tape.plain(weight), tape.plain(bias), **options)
+    out = functional.conv2d(input, tape.detach(weight), tape.detach(bias), **options)
     x = input.detach()
     return tape.watch(
         out,
@@ -101,7 +101,7 @@ def _layer_norm(
 ) -> Tensor:
     tape.require(tape.is_aligned(input), input, weight, bias)
     shape = list(normalized_shape)
-    out = functional.layer_norm(input, shape, tape.plain(weight), tape.plain(bias), eps)
+    out = functional.layer_norm(input, shape, tape.detach(weight), tape.detach(bias), eps)
     x = input.detach()
     return tape.watch(
         out,
@@ -119,7 +119,7 @@ def _rms_norm(
 ) -> Tensor:
     tape.require(tape.is_aligned(input), input, weight)
     shape = list(normalized_shape)
-    out = functional.rms_norm(input, shape, tape.plain(weight), eps)
+    out = functional.rms_norm(input, shape, tape.detach(weight), eps)
     x = input.detach()
     return tape.watch(
         out, (weight, lambda g: Ready(_trailing(g * functional.rms_norm(x, shape, None, eps), shape)))
@@ -134,7 +134,7 @@ def local_rule(func: Any) -> Callable[..., Tensor]:
         sources = list({id(t): t for t in tensors if tape.is_source(t)}.values())
         batched = list({id(t): t for t in tensors if tape.is_batched(t)}.values())
         tape.require(all(tape.is_aligned(t) for t in batched), *sources)
-        out = func(*_replaced(args, tape.plain), **_replaced(kwargs, tape.plain))
+        out = func(*_replace(args, tape.detach), **_replace(kwargs, tape.detach))
         tape.require(_is_per_sample(tape, func, args, kwargs, out, batched), *sources)
 
         def use(source: Tensor) -> Callable[[Tensor], Use]:
@@ -142,9 +142,9 @@ def local_rule(func: Any) -> Callable[..., Tensor]:
                 given = {id(t): x for t, x in zip(batched, samples, strict=True)} | {id(source): s}
 
                 def put(value: Any) -> Any:
-                    return given[id(value)] if id(value) in given else tape.plain(value)
+                    return given[id(value)] if id(value) in given else tape.detach(value)
 
-                result: Tensor = func(*_replaced(args, put), **_replaced(kwargs, put))
+                result: Tensor = func(*_replace(args, put), **_replace(kwargs, put))
                 return result
 
             plain = [t.detach() for t in batched]
@@ -165,10 +165,10 @@ def _is_per_sample(
         return True
 
     def first(value: Any) -> Any:
-        return value[:1] if any(value is t for t in batched) else tape.plain(value)
+        return value[:1] if any(value is t for t in batched) else tape.detach(value)
 
     try:
-        one = func(*_replaced(args, first), **_replaced(kwargs, first))
+        one = func(*_replace(args, first), **_replace(kwargs, first))
         return one.shape == out[:1].shape and torch.allclose(one, out[:1], rtol=1e-3, atol=1e-5)
     except (RuntimeError, TypeError, IndexError):
         return False
@@ -192,9 +192,9 @@ def _trailing(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1, *shape).sum(dim=1)
 
 
-def _replaced(value: Any, put: Callable[[Any], Any]) -> Any:
+def _replace(value: Any, put: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_replaced(item, put) for item in value)
+        return type(value)(_replace(item, put) for item in value)
     if isinstance(value, dict):
-        return {key: _replaced(item, put) for key, item in value.items()}
+        return {key: _replace(item, put) for key, item in value.items()}
     return put(value)

@@ -92,7 +92,7 @@ class Tape:
         if tensor.dim() == 2 and len(tensor) != self.samples:
             tensor._flattened = True  # type: ignore[attr-defined]
 
-    def plain(self, value: Any) -> Any:
+    def detach(self, value: Any) -> Any:
         """A source's detached value; anything else as it is."""
         return value.detach() if self.is_source(value) else value
 
@@ -122,7 +122,7 @@ class Tape:
         self._handles.append(out.register_hook(receive))
         return out
 
-    def parted(self, values: Tensor, use: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
+    def separate(self, values: Tensor, use: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
         """A tensor that holds each sample's own copy of a source, from here on like an activation."""
         out = self.watch(values.detach(), use)
         self.mark(out)
@@ -166,12 +166,12 @@ class Tape:
 
 def find_tensors(*values: Any) -> list[Tensor]:
     """The tensors among these values and in their tuples, lists and mappings."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, Mapping):
-            found += find_tensors(*value.values())
+            tensors += find_tensors(*value.values())
         elif isinstance(value, tuple | list):
-            found += find_tensors(*value)
-    return found
+            tensors += find_tensors(*value)
+    return tensors

@@ -124,10 +124,10 @@ class Lookup(Use):
         return (self.index[start:stop] + offset).flatten()
 
     def add_squares(self, total: Tensor) -> bool:
-        places, inverse = self._places(0, len(self.index)).unique(return_inverse=True)
-        sums = total.new_zeros(len(places), self.g.shape[-1])
+        rows, inverse = self._places(0, len(self.index)).unique(return_inverse=True)
+        sums = total.new_zeros(len(rows), self.g.shape[-1])
         sums.index_add_(0, inverse, self.g.to(total.dtype).flatten(0, 1))
-        total.index_add_(0, places % self.rows, sums.square_())
+        total.index_add_(0, rows % self.rows, sums.square_())
         return True
 
 
@@ -173,17 +173,17 @@ class Derived(Use):
     parameter: Tensor
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        given = self.use.gradients(start, stop, self.computed.dtype)
-        if given.dim() == self.computed.dim():
-            return torch.stack([self._of_one(n, g) for n, g in enumerate(given, start)]).to(dtype)
-        (found,) = torch.autograd.grad(
-            self.computed, self.parameter, given, retain_graph=True, is_grads_batched=True
+        arrived = self.use.gradients(start, stop, self.computed.dtype)
+        if arrived.dim() == self.computed.dim():
+            return torch.stack([self._of_one(n, g) for n, g in enumerate(arrived, start)]).to(dtype)
+        (gradients,) = torch.autograd.grad(
+            self.computed, self.parameter, arrived, retain_graph=True, is_grads_batched=True
         )
-        return found.to(dtype)
+        return gradients.to(dtype)
 
     def _of_one(self, sample: int, g: Tensor) -> Tensor:
         """Where the computed tensor holds a part for each sample: from its own part alone."""
-        given = torch.zeros_like(self.computed)
-        given[sample] = g
-        found: Tensor = torch.autograd.grad(self.computed, self.parameter, given, retain_graph=True)[0]
-        return found
+        arrived = torch.zeros_like(self.computed)
+        arrived[sample] = g
+        gradient: Tensor = torch.autograd.grad(self.computed, self.parameter, arrived, retain_graph=True)[0]
+        return gradient

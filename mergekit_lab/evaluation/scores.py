@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import Assessed, listed
+from mergekit_lab.backbones.objective import Assessment, to_list
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.tasks import Part
 
@@ -59,11 +59,11 @@ def score(
     index = torch.arange(objective.task.count(part)) if index is None else index
     lengths = objective.lengths(part)
     order = torch.arange(len(index)) if lengths is None else lengths[index].argsort(stable=True)
-    size = min(batch_size, objective.most or batch_size)
+    size = min(batch_size, objective.max_samples or batch_size)
     expected = 0
     left = order
 
-    def assess(size: int) -> Assessed:
+    def assess(size: int) -> Assessment:
         nonlocal expected
         if size != expected:
             objective.expect(part, [index[chunk] for chunk in left.split(size)])
@@ -71,11 +71,11 @@ def score(
         chunk = index[left[:size]]
         if with_loss:
             return objective.assess(model, part, chunk)
-        return Assessed(torch.zeros(()), len(chunk), objective.predict(model, part, chunk))
+        return Assessment(torch.zeros(()), len(chunk), objective.predict(model, part, chunk))
 
     was_training = model.training
     model.eval()
-    assessed: list[Assessed] = []
+    assessed: list[Assessment] = []
     while len(left):
         done, fitting = fit_memory(
             assess,
@@ -85,12 +85,12 @@ def score(
             way_out="take a smaller backbone, or set device=cpu",
         )
         if fitting < size:
-            size = objective.most = fitting
+            size = objective.max_samples = fitting
         assessed.append(done)
         left = left[size:]
     model.train(was_training)
     predictions: list[Any] = [None] * len(index)
-    answers = (answer for each in assessed for answer in listed(each.predictions))
+    answers = (answer for each in assessed for answer in to_list(each.predictions))
     for position, answer in zip(order.tolist(), answers, strict=True):
         predictions[position] = answer
     metrics = objective.measure(predictions, part, index)

@@ -79,7 +79,7 @@ def stage_curvature(run: Run) -> None:
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
     settings = Curvature(**run.plain["curvature"])
     run.model.load_state_dict(load_state(run.need(expert_node(run, task))))
-    whole = run.objective(task).scored(run.model)
+    whole = run.objective(task).with_head(run.model)
     inside = find_prefix(whole, run.model)
     count = settings.count(run.tasks[task].count("train"))
     values = {

@@ -205,7 +205,7 @@ def _decode(run: Run, nodes: Sequence[Node]) -> None:
     for name, task in run.tasks.items():
         if isinstance(task, HubImages) and missing & {name, "+joint"}:
             for part in PARTS:
-                task.split(part)
+                task.samples(part)
 
 
 def _import_experts(run: Run) -> None:

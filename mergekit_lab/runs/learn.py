@@ -65,7 +65,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     assert merger.method.learn is not None
     how = merger.method.learn
     experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.tasks}
-    wholes = {task: run.objective(task).scored(run.model) for task in run.tasks}
+    wholes = {task: run.objective(task).with_head(run.model) for task in run.tasks}
     inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
 
     def logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:

@@ -91,7 +91,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
         torch.cuda.reset_peak_memory_stats(run.device)
     objective = run.objective(task)
     scores = score(run.model, objective, part, batch_size=run.cfg.evaluation_batch_size)
-    each = objective.each(scores.predictions, part, torch.arange(len(scores.predictions)))
+    each = objective.score_samples(scores.predictions, part, torch.arange(len(scores.predictions)))
     if each is not None:
         np.save(workspace.out / SAMPLES, _to_smallest_type(np.array(each)))
     return {

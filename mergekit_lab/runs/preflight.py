@@ -71,7 +71,7 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
     backbone, tasks = parts(cfg)
     asked: list[Callable[[], str | None]] = [partial(_missing_data, task) for task in tasks]
     if isinstance(backbone, OpenClip) and backbone.source:
-        asked.append(backbone.source.missing)
+        asked.append(backbone.source.find_missing)
     if cfg.get("experts"):
         asked += [
             partial(_missing_expert, cfg.experts, backbone, task)
@@ -88,7 +88,7 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
 
 
 def _missing_data(task: HubImages) -> str | None:
-    return task.whence() if task.folder() is None else None
+    return task.describe_source() if task.folder() is None else None
 
 
 def _missing_expert(given: Any, backbone: Any, task: HubImages) -> str | None:

@@ -42,7 +42,7 @@ def settings_hold(run: Run, when: str) -> bool:
 def read_setting(run: Run, key: str) -> Any:
     """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
     if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
-        return run.backbone.source.published_as()
+        return run.backbone.source.published_name()
     group, _, rest = key.partition(".")
     if group == "mergers":
         label, _, name = rest.partition(".")

@@ -102,8 +102,8 @@ class Run:
         if name not in self._shared:
             self._shared[name] = build(node, kind)
         built = self._shared[name]
-        if hasattr(built, "kept_by"):
-            return built.kept_by(StoreKeeper(self.store, self.cfg.images_limit_gb))
+        if hasattr(built, "with_keeper"):
+            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb))
         return built
 
     def _check(self) -> None:
@@ -154,7 +154,7 @@ class Run:
 
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
-        return self.parametrization.computing(self.backbone.model()).to(self.device)
+        return self.parametrization.make_evaluable(self.backbone.model()).to(self.device)
 
     def objective(self, task: str) -> Objective:
         """How the backbone learns a task and is scored on it; on the run's device."""

@@ -100,7 +100,7 @@ class Training:
         prefix = self.tasks[0] if len(self.tasks) == 1 else "joint"
         pretrained = run.backbone.model()
         dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
-        model = run.parametrization.trainable(pretrained, run.seed)
+        model = run.parametrization.make_trainable(pretrained, run.seed)
         cost = TrainingCost()
         done = finetune(
             model,
@@ -118,9 +118,9 @@ class Training:
         )
         if done is None:
             return {}
-        model = run.parametrization.trainable(run.backbone.model(), run.seed)
+        model = run.parametrization.make_trainable(run.backbone.model(), run.seed)
         model.load_state_dict(done.state)
-        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.folded(model).items()}
+        state = {n: t.to(dtypes[n]) for n, t in run.parametrization.fold(model).items()}
         write_tensors(workspace.out / MODEL, state)
         (workspace.out / CURVE).write_text(json.dumps(done.curve))
         info = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}

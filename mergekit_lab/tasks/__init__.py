@@ -2,14 +2,14 @@
 
 from .arithmetic import WordProblems
 from .checks import DataCheck, check_task
-from .crops import random_boxes, resized
+from .crops import draw_boxes, resize
 from .decoding import Packed
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
 from .images import HubImages, Keeper
-from .pretraining import held_out
-from .task import PARTS, ImageTask, Part, Split, Task, image_digests, shared_images
-from .text import TextFile, TextSplit, TextTask
+from .pretraining import find_held_out
+from .task import PARTS, ImageSamples, ImageTask, Part, Task, count_shared_images, digest_images
+from .text import TextFile, TextSamples, TextTask
 
 __all__ = [
     "PARTS",
@@ -21,6 +21,7 @@ __all__ = [
     "Greek",
     "Handwriting",
     "HubImages",
+    "ImageSamples",
     "ImageTask",
     "Keeper",
     "Latin",
@@ -28,17 +29,16 @@ __all__ = [
     "Mnist",
     "Packed",
     "Part",
-    "Split",
     "Style",
     "Task",
     "TextFile",
-    "TextSplit",
+    "TextSamples",
     "TextTask",
     "WordProblems",
     "check_task",
-    "held_out",
-    "image_digests",
-    "random_boxes",
-    "resized",
-    "shared_images",
+    "count_shared_images",
+    "digest_images",
+    "draw_boxes",
+    "find_held_out",
+    "resize",
 ]

@@ -13,7 +13,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 
 from .task import PARTS, Part
-from .text import TextSplit, TextTask
+from .text import TextSamples, TextTask
 
 _PEOPLE = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena")
 _THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stones", "tickets")
@@ -80,7 +80,7 @@ class WordProblems(TextTask):
         super().__post_init__()
         require_choice(f"task {self.name!r}: kind", self.kind, _KINDS)
 
-    def make(self, part: Part) -> TextSplit:
+    def make(self, part: Part) -> TextSamples:
         draw, seen = Random(f"{self.kind}/{self.seed}"), set()
         sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
         assert set(sizes) == set(PARTS)
@@ -103,4 +103,4 @@ class WordProblems(TextTask):
                 )
             if name == part:
                 break
-        return TextSplit(tuple(prompts), tuple(answers))
+        return TextSamples(tuple(prompts), tuple(answers))

@@ -11,10 +11,10 @@ from itertools import combinations
 import numpy as np
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.tasks.decoding import decode, over_chunks
+from mergekit_lab.tasks.decoding import decode, map_chunks
 from mergekit_lab.tasks.images import HubImages
 from mergekit_lab.tasks.sources import Rows
-from mergekit_lab.tasks.task import PARTS, ImageTask, Split, image_digests
+from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, digest_images
 
 _SHOWN = 20
 
@@ -68,14 +68,14 @@ class DataCheck:
     @property
     def wrong(self) -> list[str]:
         """What no run should start with."""
-        found = [self.unusable] if self.unusable else []
+        faults = [self.unusable] if self.unusable else []
         for part, check in self.parts.items():
             if check.corrupt_count:
-                found.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
+                faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
             names = listing(self.misplaced)
-            found.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
-        return found
+            faults.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
+        return faults
 
 
 def check_task(task: ImageTask) -> DataCheck:
@@ -89,9 +89,9 @@ def check_task(task: ImageTask) -> DataCheck:
 
 
 def _check_tensors(task: ImageTask) -> DataCheck:
-    splits: dict[str, Split] = {part: task.split(part) for part in PARTS}
-    digests = {part: image_digests(split.images[:]) for part, split in splits.items()}
-    checks = {part: _counted(split.labels.numpy(), None) for part, split in splits.items()}
+    every: dict[str, ImageSamples] = {part: task.samples(part) for part in PARTS}
+    digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
+    checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
     return DataCheck(task.name, len(task.classes), checks, _shared(digests))
 
 
@@ -110,7 +110,7 @@ def _check_files(task: HubImages) -> DataCheck:
         published = task.sizes.get(part)
         if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
             published -= task.validation_count(published)
-        checks[part] = _counted(labels, published, corrupt)
+        checks[part] = _count(labels, published, corrupt)
     shared, (other, misplaced) = _shared(digests), _other_labels(task)
     return DataCheck(task.name, len(task.classes), checks, shared, _shared_names(names), other, misplaced)
 
@@ -119,21 +119,21 @@ def _pixel_digests(rows: Rows) -> list[bytes | None]:
     """A hash of every picture's size and pixels; None where it cannot be decoded."""
 
     def work(_: range, images: list[bytes]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        digests: list[bytes | None] = []
         for encoded in images:
             try:
                 image = decode(encoded)
                 seen = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
                 seen.update(image.tobytes())
-                found.append(seen.digest())
+                digests.append(seen.digest())
             except OSError:
-                found.append(None)
-        return found
+                digests.append(None)
+        return digests
 
-    return [digest for chunk in over_chunks(rows, work) for digest in chunk]
+    return [digest for chunk in map_chunks(rows, work) for digest in chunk]
 
 
-def _counted(labels: np.ndarray, published: int | None, corrupt: list[str] | None = None) -> PartCheck:
+def _count(labels: np.ndarray, published: int | None, corrupt: list[str] | None = None) -> PartCheck:
     counts = Counter(labels.tolist()).values()
     corrupt = corrupt or []
     return PartCheck(
@@ -167,8 +167,8 @@ def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
     other: dict[str, bool] = {}
     for part, rows in task.rows.items():
         for name, number in zip(rows.label_names or (), task.labeling.numbers(part).tolist(), strict=False):
-            place = task.labeling.place(name)
-            if place == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
+            ours = task.labeling.find_class(name)
+            if ours == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
                 continue
-            other[f"{number}: {name} ↔ {task.classes[number]}"] = place is not None
+            other[f"{number}: {name} ↔ {task.classes[number]}"] = ours is not None
     return list(other), [line for line, misplaced in other.items() if misplaced]

@@ -17,7 +17,7 @@ from torch import Tensor
 _TRIES = 10
 
 
-def random_boxes(
+def draw_boxes(
     sizes: Tensor,
     generator: torch.Generator,
     scale: tuple[float, float],
@@ -64,7 +64,7 @@ def _centered(sizes: Tensor, windows: Tensor) -> Tensor:
     return torch.cat([torch.div(sizes - windows, 2, rounding_mode="floor"), windows], 1)
 
 
-def resized(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
+def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
     """Windows of pictures, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], on their device.
 
     Args:
@@ -88,10 +88,10 @@ def _weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor
     """Bicubic weights `[n, side, longest]` that resize `lengths` pixels from `starts` on; rows sum to 1."""
     scale = (lengths.float() / side)[:, None, None]
     centers = (torch.arange(side, device=lengths.device).float()[None, :, None] + 0.5) * scale
-    places = (torch.arange(longest, device=lengths.device)[None, :] - starts[:, None]).float()[:, None, :]
-    x = ((places + 0.5 - centers) / scale.clamp(min=1)).abs()
+    positions = (torch.arange(longest, device=lengths.device)[None, :] - starts[:, None]).float()[:, None, :]
+    x = ((positions + 0.5 - centers) / scale.clamp(min=1)).abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
-    weights = torch.where((places >= 0) & (places < lengths[:, None, None]), weights, 0.0)
+    weights = torch.where((positions >= 0) & (positions < lengths[:, None, None]), weights, 0.0)
     return weights / weights.sum(2, keepdim=True)

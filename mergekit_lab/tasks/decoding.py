@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import usable_cores
-from mergekit_lab.tasks.crops import center_boxes, resized
+from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
 
 TRAINING_SIDE = 256
@@ -49,7 +49,7 @@ class Index(NamedTuple):
     sizes: np.ndarray
 
 
-def over_chunks(
+def map_chunks(
     rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
 ) -> Iterator[T]:
     """`work` on chunks of rows, several at a time, results in order."""
@@ -75,7 +75,7 @@ def index_rows(rows: Rows) -> Index:
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
             sizes[row] = _header(encoded)
 
-    for _ in over_chunks(rows, work):
+    for _ in map_chunks(rows, work):
         pass
     return Index(rows.labels, digests, sizes)
 
@@ -140,7 +140,7 @@ def _centered(image: Any, side: int) -> np.ndarray:
     return pixels[:, top : top + side, left : left + side]
 
 
-def kept_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
+def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
     """Height and width of the chosen rows' pictures as kept for training, int64 `[n, 2]`."""
     sizes = index.sizes[chosen]
     large = sizes.min(1) > TRAINING_SIDE
@@ -183,13 +183,13 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
             pixels = _centered(image, side) if side else _pixels(image, height, width)
             out[starts[at] : ends[at]] = pixels.reshape(-1)
 
-    for _ in over_chunks(rows, work, wanted):
+    for _ in map_chunks(rows, work, wanted):
         pass
     if isinstance(out, np.memmap):
         out.flush()
 
 
-def mapped(file: Path) -> Tensor:
+def map_file(file: Path) -> Tensor:
     """A file's bytes, mapped into memory, uint8 `[bytes]`."""
     return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
@@ -206,7 +206,7 @@ class Packed(NamedTuple):
     height: int
     width: int
 
-    def padded(self) -> Tensor:
+    def pad(self) -> Tensor:
         """uint8 `[n, 3, height, width]` on the device of the pixels; what lies beyond a picture's own size is
         no picture, and must not be looked at."""
         pixels, sizes = self.pixels, self.sizes.to(self.pixels.device)
@@ -272,5 +272,5 @@ class Pictures:
         out = [torch.empty(0, 3, self.side, self.side)]
         for some in positions.split(256) if len(positions) else ():
             found = self.packed(some)
-            out.append(resized(found.padded(), center_boxes(found.sizes), self.side))
+            out.append(resize(found.pad(), center_boxes(found.sizes), self.side))
         return torch.cat(out).round().to(torch.uint8)

@@ -22,7 +22,7 @@ from mergekit_lab.ranges import require_choice
 
 from .glyphs import Face, characters, digest, faces, stack
 from .looks import LOOKS, draw
-from .task import PARTS, ImageTask, Part, Split
+from .task import PARTS, ImageSamples, ImageTask, Part
 
 Pair = tuple[Face, int]
 Pairs = dict[Part, tuple[tuple[Pair, ...], ...]]
@@ -63,7 +63,7 @@ class GlyphTask(ImageTask):
         """`candidates` without pictures that stand in two parts, carry two labels or have no ink."""
         return _disjoint(cls)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         pairs = self.pairs()[part]
         size = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}[part]
         key = f"{type(self).__name__} {part} {self.seed}"
@@ -77,22 +77,22 @@ class GlyphTask(ImageTask):
             labels += [label] * count
         shuffle = torch.randperm(len(chosen), generator=generator)
         images = draw(stack(chosen)[shuffle], LOOKS[self.look], generator)
-        return Split(images, torch.tensor(labels)[shuffle])
+        return ImageSamples(images, torch.tensor(labels)[shuffle])
 
 
 @cache
 def _disjoint(task: type[GlyphTask]) -> Pairs:
-    given = task.candidates()
+    candidates = task.candidates()
     labels: dict[str, set[int]] = {}
     for part in PARTS:
-        for label, options in enumerate(given[part]):
+        for label, options in enumerate(candidates[part]):
             for pair in options:
                 labels.setdefault(digest(*pair) or "", set()).add(label)
     taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
     parts: Pairs = {}
     for part in reversed(PARTS):
         kept = []
-        for name, options in zip(task.classes, given[part], strict=True):
+        for name, options in zip(task.classes, candidates[part], strict=True):
             fresh = {}
             for pair in options:
                 picture = digest(*pair) or ""
@@ -123,16 +123,16 @@ def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) ->
 
 def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
     """Of every five characters three are for training, one for validation, one for the test."""
-    places: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
+    positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
     return {
         part: tuple(
             tuple(
                 (face, code)
-                for face in own
+                for face in faces_of_class
                 for i, code in enumerate(codes)
-                if i % 5 in places[part] and code in characters(face)
+                if i % 5 in positions[part] and code in characters(face)
             )
-            for own, codes in choices
+            for faces_of_class, codes in choices
         )
         for part in PARTS
     }

@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from mergekit_lab.errors import InputError
 
-from .task import PARTS, ImageTask, Part, Split
+from .task import PARTS, ImageSamples, ImageTask, Part
 
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -30,7 +30,7 @@ def _missing(package: str, task: str, error: ImportError) -> InputError:
     )
 
 
-def stratified(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
+def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
     """Indices of disjoint parts, drawn within each class so that every class has its share of every part.
 
     labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded so that the parts are
@@ -73,15 +73,15 @@ class Handwriting(ImageTask):
     classes: ClassVar[tuple[str, ...]] = _NAMES
     templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         images, labels = self._source()
         sizes: dict[Part, int] = {
             "train": self.train_size,
             "validation": self.validation_size,
             "test": self.test_size,
         }
-        chosen = stratified(labels, sizes, self.seed)[part]
-        return Split(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
+        chosen = stratify(labels, sizes, self.seed)[part]
+        return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
     def _source(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_lab.checkpoints import cached_folder, unreachable
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks.sources import counted, missing_shards, part_files
+from mergekit_lab.tasks.sources import find_missing_shards, find_part_files, is_shard
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | N
         if folder is None:
             continue
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-        files = [part_files(names, part, subset) for part in parts]
-        ended = _LAST in names or all(counted(name) for part in files for name in part)
-        if ended and all(part and not missing_shards(part) for part in files):
+        files = [find_part_files(names, part, subset) for part in parts]
+        ended = _LAST in names or all(is_shard(name) for part in files for name in part)
+        if ended and all(part and not find_missing_shards(part) for part in files):
             return folder
     return None
 
@@ -52,13 +52,13 @@ def download_data(
     try:
         for revision in ("main", _CONVERTED):
             known = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision)
-            by_part = {part: part_files(known, part, subset) for part in parts}
+            by_part = {part: find_part_files(known, part, subset) for part in parts}
             if all(by_part.values()):
                 log.info("%s: downloading %d files", repo, sum(map(len, by_part.values())))
                 folder = ""
                 # What a source need not have comes first: cut short, it must not pass for one without it.
                 for part in (*also, *parts):
-                    if files := part_files(known, part, subset):
+                    if files := find_part_files(known, part, subset):
                         folder = huggingface_hub.snapshot_download(
                             repo,
                             repo_type="dataset",

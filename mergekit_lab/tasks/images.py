@@ -26,14 +26,14 @@ from mergekit_lab.tasks.decoding import (
     Index,
     Pictures,
     index_rows,
-    kept_sizes,
-    mapped,
+    map_file,
+    shrink_sizes,
     write_images,
 )
 from mergekit_lab.tasks.hub import cached_data, download_data
 from mergekit_lab.tasks.labels import Labeling
 from mergekit_lab.tasks.sources import Rows, open_rows
-from mergekit_lab.tasks.task import PARTS, ImageTask, Part, Split
+from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, Part
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class HubImages(ImageTask):
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
 
-    def kept_by(self, keep: Keeper) -> HubImages:
+    def with_keeper(self, keep: Keeper) -> HubImages:
         """The same task, whose data `keep` holds."""
         return replace(self, keep=keep)
 
@@ -135,8 +135,8 @@ class HubImages(ImageTask):
         Raises:
             InputError: a folder that was named does not exist.
         """
-        if self.source is not None and (given := Path(self.source).expanduser()).exists():
-            return given
+        if self.source is not None and (folder := Path(self.source).expanduser()).exists():
+            return folder
         if self.source is not None and self._repository != self.source:
             raise InputError(f"sources.{self.name} is {self.source!r}, which is neither a folder nor a hub id")
         if self.source is None and self.root is not None:
@@ -168,12 +168,11 @@ class HubImages(ImageTask):
             raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
         return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
 
-    def whence(self) -> str:
+    def describe_source(self) -> str:
         """Where the data would come from, for messages."""
-        place = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
-        return (
-            f"{self.name}: {f'data set {self._repository} of the hub, or ' if self._repository else ''}{place}"
-        )
+        setting = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
+        hub = f"data set {self._repository} of the hub, or " if self._repository else ""
+        return f"{self.name}: {hub}{setting}"
 
     @cached_property
     def rows(self) -> dict[str, Rows]:
@@ -182,18 +181,18 @@ class HubImages(ImageTask):
         Raises:
             InputError: there is no training or test part, or files that cannot be read.
         """
-        place = self.folder() or self.download()
-        found: dict[str, Rows] = {}
+        folder = self.folder() or self.download()
+        by_part: dict[str, Rows] = {}
         for part in PARTS:
-            rows = open_rows(place, self.parts[part], self.subset, self.image_column, self.label_column)
+            rows = open_rows(folder, self.parts[part], self.subset, self.image_column, self.label_column)
             if rows is not None:
-                found[part] = rows
+                by_part[part] = rows
             elif part != "validation":
                 raise InputError(
-                    f"{place} holds no part {' or '.join(self.parts[part])} of {self.name}: expected parquet "
+                    f"{folder} holds no part {' or '.join(self.parts[part])} of {self.name}: expected parquet "
                     f"or tar files named by part, or {self.parts[part][0]}/<class>/<image>"
                 )
-        return found
+        return by_part
 
     @cached_property
     def labeling(self) -> Labeling:
@@ -291,16 +290,16 @@ class HubImages(ImageTask):
     def _digest(self) -> str:
         return self.digest()
 
-    def split(self, part: Part) -> Split:
+    def samples(self, part: Part) -> ImageSamples:
         """The part, made once for this task; another task of equal fields looks at the files again."""
         if part not in PARTS:
-            return super().split(part)
-        if part not in self._splits:
-            self._splits[part] = self.make(part)
-        return self._splits[part]
+            return super().samples(part)
+        if part not in self._samples:
+            self._samples[part] = self.make(part)
+        return self._samples[part]
 
     @cached_property
-    def _splits(self) -> dict[Part, Split]:
+    def _samples(self) -> dict[Part, ImageSamples]:
         return {}
 
     def count(self, part: Part) -> int:
@@ -318,7 +317,7 @@ class HubImages(ImageTask):
         digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
         return digest.hexdigest()
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         """Decode a part, or map what an earlier run decoded.
 
         Raises:
@@ -327,7 +326,7 @@ class HubImages(ImageTask):
         labels, where, chosen = self.labels(part)
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
-        sizes = kept_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
+        sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
         content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:
@@ -338,9 +337,9 @@ class HubImages(ImageTask):
             data = _in_memory(make)
         else:
             size = int(3 * sizes.prod(1).sum())
-            data = mapped(self.keep("images", content, size, make) / _FILES[0])
+            data = map_file(self.keep("images", content, size, make) / _FILES[0])
         images = Pictures(data, sizes, SIDE) if side is None else data.view(-1, 3, side, side)
-        return Split(images, torch.from_numpy(labels))
+        return ImageSamples(images, torch.from_numpy(labels))
 
 
 def _in_memory(make: Make) -> torch.Tensor:
@@ -360,7 +359,7 @@ def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
             f"task {task!r}: there are no {kind} {name!r}, and no such file{suggestion(name, known)}"
         )
     lines = file.read_text(encoding="utf-8").splitlines()
-    found = tuple(line for line in lines if line and not line.startswith("#"))
-    if not found:
+    kept = tuple(line for line in lines if line and not line.startswith("#"))
+    if not kept:
         raise InputError(f"task {task!r}: {file} holds no {kind}")
-    return found
+    return kept

@@ -34,7 +34,7 @@ class Labeling:
         self._places = {self._spelled(name): number for number, name in enumerate(classes)}
         self.labels = {part: self._checked(part) for part in rows}
 
-    def place(self, name: str) -> int | None:
+    def find_class(self, name: str) -> int | None:
         """The number of the class of this name, None if there is none.
 
         Case, spaces and signs count only where the task's own names differ in nothing else.
@@ -53,15 +53,15 @@ class Labeling:
             return np.arange(len(self._classes))
         pairs = {pair for rows in self._rows.values() for pair in enumerate(rows.label_names or ())}
         known = {name for _, name in pairs}
-        if all(self.place(name) is not None for name in known):
-            return np.array([self.place(name) for name in names], dtype=np.int64)
+        if all(self.find_class(name) is not None for name in known):
+            return np.array([self.find_class(name) for name in names], dtype=np.int64)
         counted = all(name.isdecimal() for name in known)
         order = sorted(known, key=int) if counted else sorted(known)
-        fits = all(self.place(name) in (None, number) for number, name in enumerate(order))
+        fits = all(self.find_class(name) in (None, number) for number, name in enumerate(order))
         if (counted or named) and fits and len(known) == len(self._classes):
             return np.array([order.index(name) for name in names], dtype=np.int64)
         if named:
-            other = listing(name for name in known if self.place(name) is None)
+            other = listing(name for name in known if self.find_class(name) is None)
             raise InputError(
                 f"task {self._task!r}: the source tells {len(known)} classes by names, and not all of them are "
                 f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to a "

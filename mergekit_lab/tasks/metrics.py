@@ -200,10 +200,10 @@ def spearman(predictions: Sequence[str], references: Sequence[str], sources: Seq
 
 def _number(text: str) -> float:
     try:
-        found = float(text.strip())
+        number = float(text.strip())
     except ValueError:
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:

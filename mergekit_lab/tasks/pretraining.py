@@ -13,7 +13,7 @@ from .task import PARTS
 
 
 @cache
-def held_out() -> frozenset[str]:
+def find_held_out() -> frozenset[str]:
     """Digests of the clean bitmaps of every shipped task's validation and test part."""
     return frozenset(
         digest(*pair) or ""
@@ -27,7 +27,7 @@ def held_out() -> frozenset[str]:
 
 def pretraining_pairs() -> list[Pair]:
     """All that pre-training may see: every named character with ink in every face, but for what is held out."""
-    left_out = held_out() | {None}
+    left_out = find_held_out() | {None}
     return [
         (face, code)
         for face in FACES

@@ -150,19 +150,19 @@ def _image_column(file: Path, schema: Any, wanted: str) -> str:
             return any(field.name == "bytes" and is_binary(field.type) for field in fields)
         return is_binary(kind)
 
-    found = [field.name for field in schema if holds_images(field.type)]
-    if wanted in found:
+    candidates = [field.name for field in schema if holds_images(field.type)]
+    if wanted in candidates:
         return wanted
     if wanted in schema.names:
         raise InputError(
             f"{file} has {schema.field(wanted).type} in its column {wanted!r}: expected the bytes of images"
         )
-    if len(found) != 1:
+    if len(candidates) != 1:
         raise InputError(
-            f"{file} has no column {wanted!r} of images, and {len(found)} columns that could be; columns: "
+            f"{file} has no column {wanted!r} of images, and {len(candidates)} columns that could be; columns: "
             f"{listing(schema.names)}"
         )
-    return str(found[0])
+    return str(candidates[0])
 
 
 def _label_names(schema: Any, label: str) -> tuple[str, ...] | None:
@@ -225,13 +225,13 @@ class FolderRows(Rows):
     def __init__(self, folder: Path) -> None:
         inside = next(os.walk(folder, onerror=_refuse_unreadable))[1]
         classes = sorted(name for name in inside if not name.startswith("."))
-        found = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
+        images = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
         self._folder = folder
-        self._images = [file for _, file in found]
+        self._images = [file for _, file in images]
         _refuse_no_files(self._images)
-        self.labels = np.array([number for number, _ in found], dtype=np.int64)
+        self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.chunks = _in_chunks(len(found))
+        self.chunks = _in_chunks(len(images))
         self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
@@ -275,12 +275,12 @@ class TarRows(Rows):
         self.chunks = _in_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
-        found = []
+        images = []
         for file, start, size, _ in (self._members[row] for row in self.chunks[chunk]):
             with file.open("rb") as opened:
                 opened.seek(start)
-                found.append(opened.read(size))
-        return found
+                images.append(opened.read(size))
+        return images
 
     def name(self, row: int) -> str:
         return f"{self._members[row][0].name}: {self._members[row][3]}"
@@ -367,7 +367,7 @@ def _gray_picture(pixels: str) -> bytes:
     return out.getvalue()
 
 
-def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
+def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
     """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
 
     `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
@@ -378,20 +378,20 @@ def part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]
     return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
 
 
-def counted(file: str) -> bool:
+def is_shard(file: str) -> bool:
     """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
     return _SHARD.search(file) is not None
 
 
-def missing_shards(files: Sequence[str]) -> list[str]:
+def find_missing_shards(files: Sequence[str]) -> list[str]:
     """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
-    found: dict[tuple[str, int], set[str]] = {}
+    numbered: dict[tuple[str, int], set[str]] = {}
     for file in files:
         if shard := _SHARD.search(file):
-            found.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
+            numbered.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
     return [
         f"{total - len(numbers)} of {total} files {stem}…"
-        for (stem, total), numbers in found.items()
+        for (stem, total), numbers in numbered.items()
         if len(numbers) < total
     ]
 
@@ -409,8 +409,8 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
     """
     names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
     for part in parts:
-        listed = part_files(names, part, subset)
-        if missing := missing_shards(listed):
+        listed = find_part_files(names, part, subset)
+        if missing := find_missing_shards(listed):
             raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
         files = [folder / file for file in listed]
         _refuse_no_files(files)

@@ -23,7 +23,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class ImageSamples:
     """One part of a task's data, in memory or mapped into it.
 
     images: uint8 `[N, 3, H, W]`, or `Pictures` of many sizes, which give such squares when indexed; labels:
@@ -82,10 +82,10 @@ class Task(ABC):
         """What `fingerprint` says, computed."""
 
     @abstractmethod
-    def check(self, part: Part, split: Any) -> None:
+    def check(self, part: Part, samples: Any) -> None:
         """Raise `InputError` for a part that does not fit the task."""
 
-    def split(self, part: Part) -> Any:
+    def samples(self, part: Part) -> Any:
         """The part `train`, `validation` or `test`, built once per process.
 
         Raises `InputError` for any other part.
@@ -96,7 +96,7 @@ class Task(ABC):
 
     def count(self, part: Part) -> int:
         """How many samples a part has."""
-        return len(self.split(part))
+        return len(self.samples(part))
 
     def fingerprint(self) -> str:
         """SHA-256 over everything of the task that a model is trained and scored with (64 hex digits)."""
@@ -120,15 +120,15 @@ class ImageTask(Task):
         return "accuracy"
 
     @abstractmethod
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         """Build one part from the fields alone: the same fields give the same bytes."""
 
-    def split(self, part: Part) -> Split:
-        split: Split = super().split(part)
-        return split
+    def samples(self, part: Part) -> ImageSamples:
+        samples: ImageSamples = super().samples(part)
+        return samples
 
-    def check(self, part: Part, split: Split) -> None:
-        low, high = int(split.labels.min()), int(split.labels.max())
+    def check(self, part: Part, samples: ImageSamples) -> None:
+        low, high = int(samples.labels.min()), int(samples.labels.max())
         if low < 0 or high >= len(self.classes):
             count = len(self.classes)
             raise InputError(
@@ -143,20 +143,20 @@ class ImageTask(Task):
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
-            split = self.split(part)
-            digest.update(repr((part, tuple(split.images.shape))).encode())
-            digest.update(split.images[:].contiguous().numpy().data)
-            digest.update(split.labels.contiguous().numpy().data)
+            samples = self.samples(part)
+            digest.update(repr((part, tuple(samples.images.shape))).encode())
+            digest.update(samples.images[:].contiguous().numpy().data)
+            digest.update(samples.labels.contiguous().numpy().data)
         return digest.hexdigest()
 
 
 @cache
 def _made(task: Task, part: Part) -> Sized:
-    split: Sized = task.make(part)
-    if len(split) == 0:
+    samples: Sized = task.make(part)
+    if len(samples) == 0:
         raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
-    task.check(part, split)
-    return split
+    task.check(part, samples)
+    return samples
 
 
 @cache
@@ -164,14 +164,14 @@ def _fingerprint(task: Task) -> str:
     return task.digest()
 
 
-def image_digests(images: Tensor) -> list[bytes]:
+def digest_images(images: Tensor) -> list[bytes]:
     """A 16-byte content hash of every image of `[N, …]`, for finding pictures that stand in two places."""
     rows = np.ascontiguousarray(images.numpy()).reshape(len(images), -1)
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
 
 
-def shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
+def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images of one part stand in another, for the three pairs of parts; all zero means no leak."""
-    seen = {part: set(image_digests(task.split(part).images[:])) for part in PARTS}
+    seen = {part: set(digest_images(task.samples(part).images[:])) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
     return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}

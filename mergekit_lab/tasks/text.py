@@ -37,7 +37,7 @@ KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True, eq=False)
-class TextSplit:
+class TextSamples:
     """One part of a text task's data: a prompt and an answer a sample."""
 
     prompts: tuple[str, ...]
@@ -80,37 +80,37 @@ class TextTask(Task):
         require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
 
     @abstractmethod
-    def make(self, part: Part) -> TextSplit:
+    def make(self, part: Part) -> TextSamples:
         """Build one part from the fields alone: the same fields give the same text."""
 
-    def split(self, part: Part) -> TextSplit:
-        split: TextSplit = super().split(part)
-        return split
+    def samples(self, part: Part) -> TextSamples:
+        samples: TextSamples = super().samples(part)
+        return samples
 
-    def check(self, part: Part, split: TextSplit) -> None:
+    def check(self, part: Part, samples: TextSamples) -> None:
         """Answers are among the choices, and none is empty."""
         if self.choices is not None:
-            odd = set(split.answers) - set(self.choices)
+            odd = set(samples.answers) - set(self.choices)
             if odd:
                 raise InputError(
                     f"task {self.name!r}: {part} has answers that are no choice ({listing(sorted(odd))}); "
                     f"choices are {listing(self.choices)}"
                 )
-        if not all(split.answers):
+        if not all(samples.answers):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
 
     def digest(self) -> str:
         """Over name, choices, and the text of all three parts; tells of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
-            split = self.split(part)
-            digest.update(repr((part, split.prompts, split.answers)).encode("utf-8", "surrogatepass"))
+            samples = self.samples(part)
+            digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
         self._tell_of_shared_prompts()
         return digest.hexdigest()
 
     def _tell_of_shared_prompts(self) -> None:
         """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.split(part).prompts for part in PARTS}
+        prompts = {part: self.samples(part).prompts for part in PARTS}
         for one, other in combinations(PARTS, 2):
             known = set(prompts[one])
             shared = sum(prompt in known for prompt in prompts[other])
@@ -132,8 +132,8 @@ class TextFile(TextTask):
         prompt: a template with column names in braces, such as `"{sentence}\\nSentiment:"`.
         answer: likewise; by default the column `answer`.
         labels: words for an answer's values, such as `{"0": "negative", "1": "positive"}`.
-        splits: which file or split a part is read from, where it is not called like the part. Parts that come
-            from the same one share none of its rows: validation takes its rows after a seeded shuffle first.
+        parts: what the source calls a part, where it has another name there. Parts that come from the same one
+            share none of its rows: validation takes its rows after a seeded shuffle first.
         sizes: how many samples of a part at most, after a seeded shuffle.
         seed: of the shuffle.
     """
@@ -142,13 +142,13 @@ class TextFile(TextTask):
     prompt: str = "{prompt}"
     answer: str = "{answer}"
     labels: Mapping[str, str] | None = field(default=None, hash=False)
-    splits: Mapping[str, str] | None = field(default=None, hash=False)
+    parts: Mapping[str, str] | None = field(default=None, hash=False)
     sizes: Mapping[str, int] | None = field(default=None, hash=False)
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("splits", "sizes"):
+        for name in ("parts", "sizes"):
             for part in getattr(self, name) or ():
                 if part not in PARTS:
                     raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
@@ -165,11 +165,11 @@ class TextFile(TextTask):
                     "column stands in braces, and a brace of the text itself is doubled"
                 ) from None
 
-    def make(self, part: Part) -> TextSplit:
+    def make(self, part: Part) -> TextSamples:
         rows = self._rows_of(part)
-        prompts = tuple(filled(self.prompt, row, self.name) for row in rows)
-        answers = tuple(self._word(filled(self.answer, row, self.name)) for row in rows)
-        return TextSplit(prompts, answers)
+        prompts = tuple(fill_template(self.prompt, row, self.name) for row in rows)
+        answers = tuple(self._word(fill_template(self.answer, row, self.name)) for row in rows)
+        return TextSamples(prompts, answers)
 
     def _word(self, value: str) -> str:
         if self.labels is None:
@@ -181,19 +181,19 @@ class TextFile(TextTask):
         return self.labels[value]
 
     def _rows_of(self, part: Part) -> list[Mapping[str, Any]]:
-        whence = {p: (self.splits or {}).get(p, p) for p in PARTS}
-        rows = read_rows(self.source, whence[part], self.name)
+        source_part = {p: (self.parts or {}).get(p, p) for p in PARTS}
+        rows = read_rows(self.source, source_part[part], self.name)
         generator = torch.Generator().manual_seed(self.seed)
         order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
         taken = 0
         for other in ("validation", "test", "train"):
-            if whence[other] != whence[part]:
+            if source_part[other] != source_part[part]:
                 continue
             wanted = (self.sizes or {}).get(other)
             if wanted is None and other != part and other != "train":
                 raise InputError(
-                    f"task {self.name!r}: {other} and {part} are read from {whence[part]!r}, so sizes.{other} "
-                    "must say how many rows are whose"
+                    f"task {self.name!r}: {other} and {part} are read from {source_part[part]!r}, so "
+                    f"sizes.{other} must say how many rows are whose"
                 )
             chosen = order[taken:] if wanted is None else order[taken : taken + wanted]
             if other == part:
@@ -202,7 +202,7 @@ class TextFile(TextTask):
         raise AssertionError(part)
 
 
-def filled(template: str, row: Mapping[str, Any], task: str) -> str:
+def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
     """The template with a row's columns.
 
     Raises:
@@ -236,31 +236,31 @@ def data_folder(source: str) -> Path:
 
 
 @cache
-def read_rows(source: str, split: str, task: str) -> list[Mapping[str, Any]]:
-    """The rows of a split of a source, as mappings by column.
+def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
+    """The rows of a part of a source, as that calls it, as mappings by column.
 
     Raises:
         InputError: it is not there, or is no table; says how to get it.
     """
     if source.startswith("hub:"):
-        return _hub_rows(source.removeprefix("hub:"), split, task)
+        return _hub_rows(source.removeprefix("hub:"), part, task)
     folder = data_folder(source)
-    files = [folder / f"{split}{kind}" for kind in KINDS]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
+    files = [folder / f"{part}{kind}" for kind in KINDS]
+    table = next((file for file in files if file.is_file()), None)
+    if table is None:
         raise InputError(
-            f"task {task!r}: {folder} has no {split}{'|'.join(KINDS)}: put the data there, name another place "
+            f"task {task!r}: {folder} has no {part}{'|'.join(KINDS)}: put the data there, name another place "
             f"with suite.tasks.{task}.source=FOLDER, or prepare it (docs/language_models.md says how for the "
             "suites that are known)"
         )
     try:
-        rows: list[Any] = list(_table(found))
+        rows: list[Any] = list(_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
-        raise InputError(f"task {task!r}: {found} cannot be read as a table: {error}") from None
-    odd = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
+        raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
+    odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
         raise InputError(
-            f"task {task!r}: {found} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
+            f"task {task!r}: {table} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
         )
     return rows
 
@@ -287,7 +287,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
 
 
-def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
+def _hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
     offline = unreachable()
@@ -296,14 +296,14 @@ def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
     try:
         data = load_dataset(
             f"{organization}/{repository}",
-            split=split,
+            split=part,
             download_config=DownloadConfig(max_retries=1, local_files_only=offline is not None),
             **options,
         )
     except Exception as error:  # the hub's clients raise errors of many libraries
         cause = offline or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"task {task!r}: cannot get {split} of hub:{name}: {cause}. It is downloaded once and then cached "
+            f"task {task!r}: cannot get {part} of hub:{name}: {cause}. It is downloaded once and then cached "
             f"(HF_HOME): run once with internet access, or set suite.tasks.{task}.source to a folder of "
             "train, validation and test as .parquet, .jsonl or .csv"
         ) from None

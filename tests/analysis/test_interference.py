@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.analysis import Interference, advise, measured_layers
+from mergekit_lab.analysis import Interference, advise, measure_layers
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 
@@ -30,7 +30,7 @@ def measure(base, experts, fishers=None, **options) -> Interference:
     inputs = open_inputs(base, experts, TaskArithmetic())
     sides = fishers and {n: open_checkpoint(f, n) for n, f in fishers.items()}
     found = Interference(tuple(experts), fishers is not None)
-    for layer, traces in measured_layers(inputs, fishers=sides, **options):
+    for layer, traces in measure_layers(inputs, fishers=sides, **options):
         found.add(layer, traces)
     return found
 

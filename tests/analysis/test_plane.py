@@ -10,10 +10,10 @@ from mergekit_lab.analysis.plane import (
     Sample,
     Weights,
     barrier,
-    blocks_of,
     cross_task_linearity,
-    line,
-    plane,
+    evaluate_line,
+    evaluate_plane,
+    find_blocks,
 )
 from mergekit_lab.backbones import Objective
 
@@ -80,7 +80,7 @@ def test_a_plane_has_every_points_loss_and_disagreement(others) -> None:
     base, ends = experts(model)
     alphas = [-0.5, 0.0, 1.0]
     both = tasks()
-    rows = list(plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others=others))
+    rows = list(evaluate_plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others=others))
 
     def predicted(state, name):
         model.load_state_dict(state)
@@ -105,15 +105,15 @@ def test_a_plane_goes_on_from_any_row() -> None:
     model = TinyEncoder()
     base, ends = experts(model)
     weights = Weights(model, base, ends)
-    whole = list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0]))
-    assert list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0], start=1)) == whole[1:]
+    whole = list(evaluate_plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0]))
+    assert list(evaluate_plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0], start=1)) == whole[1:]
 
 
 def test_where_a_vector_is_alone_nothing_is_entangled() -> None:
     model = TinyEncoder()
     base, ends = experts(model)
     ends["b"] = dict(base)
-    rows = list(plane(model, Weights(model, base, ends), tasks(), ("a", "b"), [0.0, 1.0]))
+    rows = list(evaluate_plane(model, Weights(model, base, ends), tasks(), ("a", "b"), [0.0, 1.0]))
     assert rows[0]["xi"] == [0.0, 0.0]
     assert rows[1]["xi"][0] == rows[1]["xi"][1]
 
@@ -122,8 +122,8 @@ def test_a_line_is_the_plane_without_the_other() -> None:
     model = TinyEncoder()
     base, ends = experts(model)
     weights = Weights(model, base, ends)
-    along = line(model, weights, "a", [0.0, 0.5], tasks())
-    across = list(plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5]))
+    along = evaluate_line(model, weights, "a", [0.0, 0.5], tasks())
+    across = list(evaluate_plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5]))
     assert along["b"]["loss"] == [across[0]["loss/b"][0], across[1]["loss/b"][0]]
 
 
@@ -144,7 +144,7 @@ class Rows(Objective):
     def batch(self, part, index):
         return self.x[index], torch.zeros(len(index), dtype=torch.int64)
 
-    items = loss = predict = measure = None
+    count_items = loss = predict = measure = None
 
 
 class Deep(nn.Module):
@@ -165,7 +165,7 @@ def test_ctl_is_its_definition_per_block() -> None:
     base, ends = experts(model, ("a", "b"))
     x = Rows.x
     samples = [Sample(Rows(), "train", torch.arange(9))]
-    blocks = blocks_of(model)
+    blocks = find_blocks(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
     found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4)
 
@@ -188,4 +188,4 @@ def test_ctl_is_its_definition_per_block() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(InputError, match="no list of blocks"):
-        blocks_of(nn.Linear(2, 2))
+        find_blocks(nn.Linear(2, 2))

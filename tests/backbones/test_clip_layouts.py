@@ -87,13 +87,13 @@ def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(the
 def test_a_folder_that_says_quickgelu_gets_it_under_a_plain_name_too(folder, pixels, tmp_path):
     """Plain GELU on such weights would only make the accuracy worse, without an error."""
     named, plain = OpenClip("tiny-layout", str(folder)), OpenClip("tiny-plain", str(folder))
-    assert plain.quick_gelu()
+    assert plain.uses_quick_gelu()
     with torch.no_grad():
         expected = named.model()(pixels)
         assert torch.equal(plain.model()(pixels), expected)
         shutil.copy(folder / "model.safetensors", tmp_path)
         alone = OpenClip("tiny-plain", str(tmp_path))
-        assert not alone.quick_gelu()
+        assert not alone.uses_quick_gelu()
         assert alone.identity()["sha256"] == plain.identity()["sha256"]
         assert alone.identity() != plain.identity()
         assert (alone.model()(pixels) - expected).abs().max() > 1e-4
@@ -189,7 +189,7 @@ def _image_tower(theirs, kind: str, place):
 @pytest.mark.parametrize("kind", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
 def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, theirs, pixels, tmp_path):
     backbone = OpenClip("tiny-plain", str(_image_tower(theirs, kind, tmp_path)), head="prototype")
-    assert backbone.quick_gelu()
+    assert backbone.uses_quick_gelu()
     with torch.no_grad():
         expected = theirs.vision_model(pixel_values=_normalized(backbone, pixels)).pooler_output
         if kind != "CLIPVisionModel":
@@ -208,4 +208,4 @@ def test_a_zero_shot_head_for_an_image_tower_alone_is_refused_before_any_work(th
     ):
         backbone.check(Digits(train_size=20, validation_size=10, test_size=10))
     with pytest.raises(InputError, match="image tower alone"):
-        backbone.zero_shot_head(("a", "b"), ("{}",))
+        backbone.make_zero_shot_head(("a", "b"), ("{}",))

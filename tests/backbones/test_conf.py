@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hydra.utils import get_class
 
-from mergekit_lab.backbones.clip_weights import REPOSITORIES, ClipWeights, registered
+from mergekit_lab.backbones.clip_weights import REPOSITORIES, ClipWeights, register_architecture
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "backbone"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "backbones.OpenClip" in path.read_text()]
@@ -19,7 +19,7 @@ def test_a_backbone_file_states_every_field_and_known_names(path):
     content = yaml.safe_load(path.read_text())
     made = get_class(content.pop("_target_"))(**content)
     assert set(content) == {field.name for field in fields(made)} - {"keep"}
-    tags = open_clip.list_pretrained_tags_by_model(registered(made.architecture))
+    tags = open_clip.list_pretrained_tags_by_model(register_architecture(made.architecture))
     assert made.weights in tags or made.weights == "asset:glyph_clip"
 
 

@@ -8,7 +8,7 @@ from tokenizers import pre_tokenizers
 from mergekit_lab import InputError
 from mergekit_lab.backbones import LanguageModel
 from mergekit_lab.backbones.folder import main, write_folder
-from mergekit_lab.backbones.language import tokenizer
+from mergekit_lab.backbones.language import load_tokenizer
 from mergekit_lab.checkpoints import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -83,7 +83,7 @@ def test_a_folder_of_it_has_the_same_names_logits_tokens_and_template(file, tmp_
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
     assert set(open_checkpoint(tmp_path / "out")) == set(model.state_dict())
-    ours, theirs = tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert ours("hi you<|end|>").input_ids == theirs("hi you<|end|>").input_ids
     said = [[{"role": "user", "content": "hi"}]]
     shown = [t.apply_chat_template(*said, tokenize=False, add_generation_prompt=True) for t in (ours, theirs)]

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import LanguageModel, Linearized, LoRA
-from mergekit_lab.backbones.language import tokenizer
+from mergekit_lab.backbones.language import load_tokenizer
 from mergekit_lab.tasks import TextFile
 
 
@@ -25,23 +25,23 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
     batch = objective.batch("train", index)
     with torch.no_grad():
         found = objective.loss(backbone.model(), batch)
-    split = Colors().split("train")
-    wanted = sum(one_loss(backbone, kind, split.prompts[i], split.answers[i], loss_on == "all") for i in index)
+    samples, whole = Colors().samples("train"), loss_on == "all"
+    wanted = sum(one_loss(backbone, kind, samples.prompts[i], samples.answers[i], whole) for i in index)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    answers = sum(len(split.answers[i]) + 1 for i in index)
-    rest = sum(len(f"{split.prompts[i]}") + 2 for i in index) if loss_on == "all" else 0
-    assert int(objective.items(batch)) == answers + rest
+    answers = sum(len(samples.answers[i]) + 1 for i in index)
+    rest = sum(len(f"{samples.prompts[i]}") + 2 for i in index) if loss_on == "all" else 0
+    assert int(objective.count_items(batch)) == answers + rest
 
 
-def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
+def test_a_linearized_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
     """Hidden states of an expanded encoder in an expanded decoder would be no expansion of the model."""
     backbone = tiny_backbone(folders["t5"], "t5")
-    objective, model = backbone.objective(Colors()), Linearized().trainable(backbone.model())
+    objective, model = backbone.objective(Colors()), Linearized().make_trainable(backbone.model())
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.03 * torch.randn(p.shape, generator=draw))
-    split, tok = Colors().split("train"), tokenizer(backbone.source)
+    samples, tok = Colors().samples("train"), load_tokenizer(backbone.source)
 
     def likelihood(prompt, answer):
         target = torch.tensor([*tok(answer, add_special_tokens=False).input_ids, 256])
@@ -49,12 +49,12 @@ def test_a_linearised_seq2seq_model_is_scored_and_learns_by_one_expansion_of_bot
         logits = model(input_ids=prompt[None], decoder_input_ids=read[None]).logits[0]
         return logits.log_softmax(-1)[torch.arange(len(target)), target].sum()
 
-    prompts, choices = objective.encoded("train").prompts[:3], Colors().choices
+    prompts, choices = objective.encode("train").prompts[:3], Colors().choices
     with torch.no_grad():
-        found = objective.choice_scores(model, prompts)
+        found = objective.score_choices(model, prompts)
         loss = objective.loss(model, objective.batch("train", torch.arange(3)))
         wanted = torch.stack([torch.stack([likelihood(p, c) for c in choices]) for p in prompts])
-        wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, split.answers, strict=False))
+        wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, samples.answers, strict=False))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-4, atol=1e-4)
 
@@ -64,18 +64,18 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
     text = []
     for cut in ("start", "end"):
         objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).objective(Colors())
-        encoded = objective.encoded("train")
+        encoded = objective.encode("train")
         assert max(encoded.lengths) <= 30
         assert objective.truncated["train"] == (12, 0)
-        text.append(tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
+        text.append(load_tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
         assert text[-1].startswith("<|user|>")
         assert text[-1].endswith("<|end|><|assistant|>")
-    prompts = Colors().split("train").prompts
+    prompts = Colors().samples("train").prompts
     assert any(p.endswith(text[0][8:-20]) and p != text[0][8:-20] for p in prompts)
     assert any(p.startswith(text[1][8:-20]) and p != text[1][8:-20] for p in prompts)
     assert "12 of 24 prompts and 0 answers were cut to 30 tokens" in caplog.text
     objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colors())
-    assert max(map(len, objective.encoded("train").prompts)) == 8
+    assert max(map(len, objective.encode("train").prompts)) == 8
     assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
 
 
@@ -92,7 +92,7 @@ def test_prompts_that_show_a_model_nothing_are_refused_before_any_loss(folders, 
     plain = tiny_backbone(folders["llama"], "llama", prompt="plain").objective(task)
     with pytest.raises(InputError, match=r"prompt 2 of train is empty.*set backbone.prompt=chat"):
         plain.batch("train", torch.arange(2))
-    assert len(tiny_backbone(folders["llama"], "llama").objective(task).encoded("train").prompts[1]) == 3
+    assert len(tiny_backbone(folders["llama"], "llama").objective(task).encode("train").prompts[1]) == 3
 
 
 TELLS_THE_DATE = (
@@ -105,8 +105,8 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
     folders, tmp_path, monkeypatch
 ) -> None:
     task = lines(tmp_path, [{"prompt": " is red warm?\n", "answer": "no"}])
-    backbone, tok = tiny_backbone(folders["llama"], "llama"), tokenizer(str(folders["llama"]))
-    shown = lambda: tok.decode(backbone.objective(task).encoded("train").prompts[0])  # noqa: E731
+    backbone, tok = tiny_backbone(folders["llama"], "llama"), load_tokenizer(str(folders["llama"]))
+    shown = lambda: tok.decode(backbone.objective(task).encode("train").prompts[0])  # noqa: E731
     assert shown() == "<|user|> is red warm?\n<|end|><|assistant|>"
     monkeypatch.setattr(tok, "chat_template", TELLS_THE_DATE)
     assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
@@ -122,22 +122,22 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
 def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, monkeypatch) -> None:
     task = lines(tmp_path, [{"prompt": "is red warm?", "answer": "it is not"}])
     tiny = tiny_backbone(folders["llama"], "llama", max_length=8)
-    assert len(tiny.objective(task).encoded("test").prompts[0]) == 4  # one of the prompt's own
-    template = tokenizer(str(folders["llama"])).chat_template
+    assert len(tiny.objective(task).encode("test").prompts[0]) == 4  # one of the prompt's own
+    template = load_tokenizer(str(folders["llama"])).chat_template
     longer = template.replace("<|assistant|>", "<|assistant|>you")
-    monkeypatch.setattr(tokenizer(str(folders["llama"])), "chat_template", longer)
+    monkeypatch.setattr(load_tokenizer(str(folders["llama"])), "chat_template", longer)
     with pytest.raises(InputError, match=r"max_length=8 leaves 4 tokens.*template alone has 6"):
-        tiny.objective(task).encoded("test")
+        tiny.objective(task).encode("test")
 
 
 def test_rows_longer_than_a_models_positions_are_refused(folders, kind, tmp_path) -> None:
     task = lines(tmp_path, [{"prompt": "red " * 200, "answer": "yes"}])
     objective = tiny_backbone(folders[kind], kind, max_length=1024).objective(task)
     if kind == "t5":  # whose positions are relative
-        assert len(objective.encoded("train").prompts[0]) == 800
+        assert len(objective.encode("train").prompts[0]) == 800
         return
     with pytest.raises(InputError, match=r"take up to 835 tokens, and this model has 512 positions"):
-        objective.encoded("train")
+        objective.encode("train")
 
 
 def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_they_are(folders, kind) -> None:
@@ -195,7 +195,7 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
         loss = objective.loss(model, batch)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append((loss.detach(), objective.items(batch), gradient, len(batch["labels"])))
+        found.append((loss.detach(), objective.count_items(batch), gradient, len(batch["labels"])))
     (loss, items, gradient, _), (packed_loss, packed_items, packed_gradient, rows) = found
     torch.testing.assert_close(packed_loss, loss)
     torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
@@ -224,11 +224,11 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
     byte_tokenizer().save_pretrained(tmp_path)
     backbone = tiny_backbone(tmp_path, name)
     model, objective = backbone.model(), backbone.objective(Colors())
-    prompts = objective.encoded("test").prompts[:4]
+    prompts = objective.encode("test").prompts[:4]
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
-        found = objective.choice_scores(model, prompts)
+        found = objective.score_choices(model, prompts)
         for row, prompt in zip(found, prompts, strict=True):
             for value, choice in zip(row, objective._choices, strict=True):
                 logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
@@ -242,7 +242,7 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
 def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
     lora, objective = LoRA(rank=2), backbone.objective(Colors())
-    model, batch = lora.trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
+    model, batch = lora.make_trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
     loss = objective.loss(model, batch)
     loss.backward()
     torch.testing.assert_close(loss, objective.loss(backbone.model(), batch))
@@ -250,7 +250,7 @@ def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders,
         for p in model.parameters():
             if p.requires_grad:
                 p.add_(0.1)
-        folded, plain = lora.folded(model), backbone.model()
+        folded, plain = lora.fold(model), backbone.model()
         assert folded.keys() == plain.state_dict().keys()
         plain.load_state_dict(folded)
         torch.testing.assert_close(objective.loss(plain, batch), objective.loss(model, batch))

@@ -12,18 +12,18 @@ from torch.nn import functional
 from mergekit_lab import InputError
 from mergekit_lab.backbones import Linearized, LoRA, text
 from mergekit_lab.backbones.encoding import Encoding
-from mergekit_lab.backbones.language import tokenizer
+from mergekit_lab.backbones.language import load_tokenizer
 from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.evaluation import score
 
 
 def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    objective, split = backbone.objective(Colors()), Colors().split("test")
-    prompts = objective.encoded("test").prompts[:5]
+    objective, samples = backbone.objective(Colors()), Colors().samples("test")
+    prompts = objective.encode("test").prompts[:5]
     with torch.no_grad():
-        found = objective.choice_scores(backbone.model(), prompts)
-    for row, prompt in zip(found, split.prompts, strict=False):
+        found = objective.score_choices(backbone.model(), prompts)
+    for row, prompt in zip(found, samples.prompts, strict=False):
         for value, choice in zip(row, Colors().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
 
@@ -33,16 +33,16 @@ def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) ->
     objective, model = backbone.objective(Colors()), backbone.model()
     found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
     assert found[0].predictions == found[1].predictions == found[2].predictions
-    right = [p == a for p, a in zip(found[0].predictions, Colors().split("test").answers, strict=True)]
+    right = [p == a for p, a in zip(found[0].predictions, Colors().samples("test").answers, strict=True)]
     assert found[0].value == sum(right) / len(right)
 
 
 def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
     """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
     backbone = tiny_backbone(folders[kind], kind, answering="generate")
-    objective, model, tok = backbone.objective(Colors()), backbone.model(), tokenizer(str(folders[kind]))
+    objective, model, tok = backbone.objective(Colors()), backbone.model(), load_tokenizer(str(folders[kind]))
     found = score(model, objective, "test", batch_size=7).predictions
-    for place, prompt in enumerate(objective.encoded("test").prompts[:6]):
+    for place, prompt in enumerate(objective.encode("test").prompts[:6]):
         row = prompt[None]
         made = [259] if kind == "t5" else []
         for _ in range(5):
@@ -68,9 +68,9 @@ def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(fol
             model.generate = nn.Identity()
         answered = lambda _, few: sizes.append(len(few)) or torch.zeros(len(few), 3)  # noqa: E731
         monkeypatch.setattr(objective, "_generate", answered)
-        monkeypatch.setattr(objective, "choice_scores", answered)
+        monkeypatch.setattr(objective, "score_choices", answered)
         objective.predict(model, "test", torch.arange(24))
-    longest = max(map(len, objective.encoded("test").prompts))
+    longest = max(map(len, objective.encode("test").prompts))
     choices = sum(len(choice) + 1 for choice in Colors().choices)
     assert sizes[:3] == [24, 240 // (choices + 1), 24 - 240 // (choices + 1)]
     assert sizes[3] == 240 // (longest + 15)
@@ -128,14 +128,14 @@ def test_choices_that_a_tokenizer_makes_the_same_are_refused(folders) -> None:
 
     encoding = Encoding(Deaf(), Reading(prompt="plain"), causal=False, positions=None)
     with pytest.raises(InputError, match="the same tokens of the choices 'no' and 'yes'"):
-        encoding.choices(Colors())
+        encoding.encode_choices(Colors())
 
 
 def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
     objective = backbone.objective(Colors())
     wanted = score(backbone.model(), objective, "test").predictions
-    for model in (backbone.model(), LoRA(rank=2).trainable(backbone.model(), seed=0)):
+    for model in (backbone.model(), LoRA(rank=2).make_trainable(backbone.model(), seed=0)):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         inner.generation_config.repetition_penalty = 9.0
         inner.generation_config.suppress_tokens = list(range(100))
@@ -173,12 +173,12 @@ def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -> None:
+def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -> None:
     index = torch.arange(4)
     for answering in ("choices", "generate"):
         backbone = tiny_backbone(folders[kind], kind, answering=answering)
         objective, model = backbone.objective(Colors()), backbone.model()
-        tangent = Linearized().trainable(backbone.model())
+        tangent = Linearized().make_trainable(backbone.model())
         loss = objective.loss(tangent, objective.batch("train", index))
         loss.backward()
         torch.testing.assert_close(loss, objective.loss(model, objective.batch("train", index)))
@@ -187,16 +187,16 @@ def test_a_linearised_language_model_learns_decodes_and_chooses(folders, kind) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_choices_of_a_linearised_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
+def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
     """Not by one of the decoder around what the encoder's expansion gives."""
     objective = tiny_backbone(folders[kind], kind).objective(Colors())
-    tangent = Linearized().trainable(tiny_backbone(folders[kind], kind).model())
+    tangent = Linearized().make_trainable(tiny_backbone(folders[kind], kind).model())
     torch.manual_seed(0)
-    prompts, choices = objective.encoded("test").prompts[:3], objective._choices
+    prompts, choices = objective.encode("test").prompts[:3], objective._choices
     with torch.no_grad():
         for p in tangent.parameters():
             p.add_(0.1 * torch.randn_like(p))
-        found = objective.choice_scores(tangent, prompts)
+        found = objective.score_choices(tangent, prompts)
         wanted = torch.zeros_like(found)
         for i, prompt in enumerate(prompts):
             for j, choice in enumerate(choices):

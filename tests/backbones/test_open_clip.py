@@ -72,7 +72,7 @@ def test_another_size_is_resized(images):
 def test_a_head_is_the_normalised_mean_of_normalised_prompts_times_the_temperature():
     classes, templates = ("alpha", "beta"), ("greek small letter {}", "a picture of the greek small letter {}")
     model, tokenizer = room._model(SHIPPED._key), open_clip.get_tokenizer("glyph_clip")
-    head = SHIPPED.zero_shot_head(classes, templates)
+    head = SHIPPED.make_zero_shot_head(classes, templates)
     for row, name in zip(head, classes, strict=True):
         with torch.no_grad():
             texts = normalize(model.encode_text(tokenizer([t.format(name) for t in templates])), dim=-1)
@@ -82,14 +82,14 @@ def test_a_head_is_the_normalised_mean_of_normalised_prompts_times_the_temperatu
 
 def test_a_head_refuses_templates_without_a_place_for_the_class():
     with pytest.raises(InputError, match=r"at fault: \['a letter'\]"):
-        SMALL.zero_shot_head(("alpha",), ("a letter",))
+        SMALL.make_zero_shot_head(("alpha",), ("a letter",))
 
 
 def test_a_head_refuses_prompts_that_are_cut_before_the_class_name():
     with pytest.raises(
         InputError, match="'alpha' and 'beta' read the same to glyph-clip: it sees the first 16"
     ):
-        SMALL.zero_shot_head(
+        SMALL.make_zero_shot_head(
             ("alpha", "beta"), ("one two three four five six seven eight nine ten " * 2 + "{}",)
         )
 
@@ -138,12 +138,12 @@ def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone():
 
 @pytest.mark.parametrize(("name", "quick"), [("ViT-B-32", True), ("ViT-B-32-quickgelu", True)])
 def test_openai_weights_are_quick_gelu_under_either_name(name, quick):
-    assert OpenClip(name, "openai").quick_gelu() is quick
+    assert OpenClip(name, "openai").uses_quick_gelu() is quick
 
 
 def test_other_weights_keep_the_architectures_activation():
-    assert not OpenClip("ViT-B-32", "laion2b_s34b_b79k").quick_gelu()
-    assert OpenClip("ViT-B-32-quickgelu", None).quick_gelu()
+    assert not OpenClip("ViT-B-32", "laion2b_s34b_b79k").uses_quick_gelu()
+    assert OpenClip("ViT-B-32-quickgelu", None).uses_quick_gelu()
 
 
 def test_a_tag_trained_with_quick_gelu_builds_a_model_that_has_it(monkeypatch, images):
@@ -218,8 +218,8 @@ def test_without_a_network_the_message_comes_at_once_and_says_the_way_out(monkey
 
 def test_shipped_weights_read_handwritten_digits_far_above_chance_without_training():
     task = Digits()
-    split = task.split("test")
-    model = Classifier(SHIPPED.model(), SHIPPED.zero_shot_head(task.classes, task.templates))
+    samples = task.samples("test")
+    model = Classifier(SHIPPED.model(), SHIPPED.make_zero_shot_head(task.classes, task.templates))
     with torch.no_grad():
-        accuracy = (model(split.images).argmax(1) == split.labels).float().mean()
+        accuracy = (model(samples.images).argmax(1) == samples.labels).float().mean()
     assert accuracy > 0.4

@@ -23,7 +23,7 @@ from mergekit_lab.backbones import (
     LoRA,
     OpenClip,
     Tangent,
-    linearised_model,
+    linearize,
 )
 from mergekit_lab.backbones.attention import attention_weights
 from mergekit_lab.curvature import diagonal_fisher
@@ -63,7 +63,7 @@ MODELS = {"open_clip": (tower, pixels, lambda m, x: m(x)), "llama": (llama, toke
 
 
 def trained(kind: str, make, run, x, steps: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = KINDS[kind].trainable(make(), seed=4)
+    model = KINDS[kind].make_trainable(make(), seed=4)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     for _ in range(steps):
@@ -72,7 +72,7 @@ def trained(kind: str, make, run, x, steps: int = 2) -> tuple[nn.Module, dict[st
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         optimizer.step()
     model.eval()
-    return model, KINDS[kind].folded(model)
+    return model, KINDS[kind].fold(model)
 
 
 @pytest.mark.parametrize("which", MODELS)
@@ -85,7 +85,7 @@ def test_an_expert_is_a_checkpoint_of_the_bases_names_that_computes_what_was_tra
     assert state.keys() == base.keys()
     assert all(state[n].shape == t.shape and state[n].dtype == t.dtype for n, t in base.items())
     assert any(not torch.equal(state[n], t) for n, t in base.items())
-    again = KINDS[kind].computing(make()).eval()
+    again = KINDS[kind].make_evaluable(make()).eval()
     again.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(run(again, x), run(model, x), rtol=1e-5, atol=1e-5)
@@ -96,12 +96,12 @@ def test_an_expert_is_a_checkpoint_of_the_bases_names_that_computes_what_was_tra
 def test_at_the_start_every_parametrisation_computes_what_the_base_does(kind, which) -> None:
     make, draw, run = MODELS[which]
     with torch.no_grad():
-        base, model = run(make(), draw()), run(KINDS[kind].trainable(make()).eval(), draw())
+        base, model = run(make(), draw()), run(KINDS[kind].make_trainable(make()).eval(), draw())
     torch.testing.assert_close(model, base, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", ["open_clip", "gpt2"])
-def test_a_linearised_model_is_the_derivative_along_the_change_of_weights(which) -> None:
+def test_a_linearized_model_is_the_derivative_along_the_change_of_weights(which) -> None:
     """Against central differences in float64, which Llama's norms would leave. Features are not normalized."""
     gpt2 = (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), lambda: tokens() % 16, MODELS["llama"][2])
     make, draw, run = {**MODELS, "gpt2": gpt2}[which]
@@ -156,7 +156,7 @@ def test_mixed_precision_computes_the_same_expansion_roughly() -> None:
     assert 1e-4 < (found[0] - found[1]).norm() / found[0].norm() < 0.05
 
 
-def test_gradients_of_a_linearised_model_do_not_depend_on_where_its_weights_are() -> None:
+def test_gradients_of_a_linearized_model_do_not_depend_on_where_its_weights_are() -> None:
     x = pixels()
     gradients = []
     for shift in (0.0, 0.05):
@@ -169,7 +169,7 @@ def test_gradients_of_a_linearised_model_do_not_depend_on_where_its_weights_are(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_merged_linearised_model_is_rebuilt_from_the_base_and_the_merged_state() -> None:
+def test_a_merged_linearized_model_is_rebuilt_from_the_base_and_the_merged_state() -> None:
     """Merging commutes with the expansion: the sum of the experts' changes of output, not of their weights."""
     x, base = pixels(), tower().state_dict()
     experts = {}
@@ -178,7 +178,7 @@ def test_a_merged_linearised_model_is_rebuilt_from_the_base_and_the_merged_state
         experts[name] = {n: t + 0.01 * torch.randn(t.shape, generator=generator) for n, t in base.items()}
     merged = {n: t + sum(e[n] - t for e in experts.values()) for n, t in base.items()}
     with torch.no_grad():
-        cores = {n: linearised_model(tower(), e).visual(x) for n, e in (experts | {"m": merged}).items()}
+        cores = {n: linearize(tower(), e).visual(x) for n, e in (experts | {"m": merged}).items()}
         start = tower().visual(x)
         added = cores["a"] + cores["b"] - 2 * start
         torch.testing.assert_close(cores["m"] - start, added, rtol=1e-4, atol=1e-4)
@@ -214,7 +214,7 @@ def test_low_rank_experts_move_attention_by_products_of_the_rank() -> None:
 def test_factors_are_drawn_from_the_seed_and_leave_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     first, same, other = (
-        dict(LoRA(rank=2).trainable(tower(), seed=seed).named_parameters()) for seed in (1, 1, 2)
+        dict(LoRA(rank=2).make_trainable(tower(), seed=seed).named_parameters()) for seed in (1, 1, 2)
     )
     assert torch.equal(torch.get_rng_state(), before)
     drawn = [n for n in first if "lora_A" in n]
@@ -230,7 +230,7 @@ def test_experts_of_all_parametrisations_merge_with_each_other() -> None:
     assert any(not torch.equal(merged[n], t) for n, t in base.items())
 
 
-def test_the_fisher_of_a_linearised_expert_is_that_of_its_expansion() -> None:
+def test_the_fisher_of_a_linearized_expert_is_that_of_its_expansion() -> None:
     model, _ = trained("linearized", *(MODELS["open_clip"][i] for i in (0, 2)), pixels())
     classifier = Classifier(model, torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
     x, labels = pixels(), torch.tensor([0, 3, 1])
@@ -272,15 +272,15 @@ def test_attention_is_found_by_the_names_of_each_architecture_and_nothing_else(a
 def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(InputError, match=r"Sequential has none .*take finetuning=full"):
-        AttentionLinear().trainable(plain)
+        AttentionLinear().make_trainable(plain)
     with pytest.raises(InputError, match=r"Sequential has none .*finetuning\.targets"):
-        LoRA().trainable(plain)
+        LoRA().make_trainable(plain)
     with pytest.raises(InputError, match=r"running statistics cannot be linearized, and 1 keep some"):
-        Linearized().trainable(plain)
+        Linearized().make_trainable(plain)
     with pytest.raises(InputError, match=r"finetuning=lora cannot be applied: .*nowhere"):
-        LoRA(targets=["nowhere"]).trainable(plain)
+        LoRA(targets=["nowhere"]).make_trainable(plain)
     with pytest.raises(InputError, match=r"attn\.out_proj .*alone would have no effect"):
-        LoRA(targets=["out_proj"]).trainable(tower())
+        LoRA(targets=["out_proj"]).make_trainable(tower())
     for wrong, match in [
         ({"rank": 0}, "rank is 0"),
         ({"alpha": 0.0}, "alpha is 0.0"),
@@ -290,8 +290,8 @@ def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
             LoRA(**wrong)
 
 
-def test_a_linearised_language_model_takes_neither_labels_nor_a_cache() -> None:
-    tangent = Linearized().trainable(llama())
+def test_a_linearized_language_model_takes_neither_labels_nor_a_cache() -> None:
+    tangent = Linearized().make_trainable(llama())
     with pytest.raises(InputError, match="loss would be linearized too"):
         tangent(tokens(), labels=tokens())
     with pytest.raises(InputError, match="keeps no cache"):

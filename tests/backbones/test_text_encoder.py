@@ -49,9 +49,9 @@ def alone(model, text):
 
 def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(folder) -> None:
     objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).objective(Colors())
-    model, split = TextEncoder(source=str(folder)).model(), Colors().split("train")
+    model, samples = TextEncoder(source=str(folder)).model(), Colors().samples("train")
     for place, choice in enumerate(Colors().choices):
-        texts = [p for p, a in list(zip(split.prompts, split.answers, strict=True))[:20] if a == choice]
+        texts = [p for p, a in list(zip(samples.prompts, samples.answers, strict=True))[:20] if a == choice]
         mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
         torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
 
@@ -59,13 +59,13 @@ def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(
 def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(folder) -> None:
     backbone = TextEncoder(source=str(folder))
     objective, model = backbone.objective(Colors()), backbone.model()
-    split, choices = Colors().split("test"), Colors().choices
-    logits = torch.stack([objective.head @ alone(model, text) for text in split.prompts])
+    samples, choices = Colors().samples("test"), Colors().choices
+    logits = torch.stack([objective.head @ alone(model, text) for text in samples.prompts])
     wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
     for size in (1, 7, 512):
         found = score(model, objective, "test", batch_size=size, with_loss=True)
         assert found.predictions == wanted
-        labels = torch.tensor([choices.index(a) for a in split.answers])
+        labels = torch.tensor([choices.index(a) for a in samples.answers])
         assert found.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
     assert found.metrics.keys() == {"accuracy", "lenient_accuracy"}
 
@@ -84,7 +84,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
     objective, model = backbone.objective(Colors()), backbone.model()
     index = torch.arange(4)
     batch = objective.batch("train", index)
-    found = diagonal_fisher(objective.scored(model), [batch])
+    found = diagonal_fisher(objective.with_head(model), [batch])
     squares = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for i in index:
         model.zero_grad()
@@ -99,7 +99,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
 def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
     caplog.set_level(logging.INFO)
     objective = TextEncoder(source=str(folder), max_length=26).objective(Colors())
-    assert max(map(len, objective.tokens("train"))) == 26
+    assert max(map(len, objective.tokenize("train"))) == 26
     assert objective.truncated["train"] == 8
     assert "8 of 24 texts were cut to 26 tokens" in caplog.text
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.batches import count_samples, take_samples
-from mergekit_lab.curvature.likelihood import log_likelihood, scores
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 
 SAMPLES = 5
 
@@ -32,7 +32,7 @@ def dense(case: Case) -> dict[str, Tensor]:
     count = count_samples(case.batch)
     case.model.eval()
     for at in range(count):
-        value = log_likelihood(*scores(case.model, take_samples(case.batch, at, at + 1), case.causal))
+        value = log_likelihood(*compute_logits(case.model, take_samples(case.batch, at, at + 1), case.causal))
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         for name, g in zip(named, gradients, strict=True):
             totals[name] += 0 if g is None else g**2

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mergekit_lab import InputError
 from mergekit_lab.batches import count_samples
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
-from mergekit_lab.curvature.likelihood import log_likelihood, scores
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 
 
 def mlp() -> Case:
@@ -32,7 +32,7 @@ def dense(case: Case) -> Tensor:
             def forward(self, *args, **kwargs):
                 return functional_call(case.model, weights, args, kwargs)
 
-        return -log_likelihood(*scores(Bound(), case.batch, case.causal)) / count_samples(case.batch)
+        return -log_likelihood(*compute_logits(Bound(), case.batch, case.causal)) / count_samples(case.batch)
 
     with sdpa_kernel(SDPBackend.MATH):
         return hessian(loss, torch.cat([p.flatten() for p in named.values()]))

@@ -114,7 +114,7 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 
     _, store = trained
     options = ["analysis.points=4", "analysis.others=0.3"]
-    real, made = planes.plane, []
+    real, made = planes.evaluate_plane, []
 
     def cut(*args, start=0, **named):
         for count, row in enumerate(real(*args, start=start, **named)):
@@ -123,12 +123,12 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
             made.append(start + count)
             yield row
 
-    monkeypatch.setattr(planes, "plane", cut)
+    monkeypatch.setattr(planes, "evaluate_plane", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "landscape", *options)
     resumed = analyze(tmp_path / "resumed", store, "landscape", *options)
     assert made == [0, 1, 2, 3]
-    monkeypatch.setattr(planes, "plane", real)
+    monkeypatch.setattr(planes, "evaluate_plane", real)
     shutil.rmtree(store / "analyses")
     whole = analyze(tmp_path / "whole", store, "landscape", *options)
     assert resumed == whole
@@ -139,7 +139,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 
     _, store = trained
     options = ["analysis.points=4"]
-    real, made = paths.line, []
+    real, made = paths.evaluate_line, []
 
     def cut(model, weights, label, *args):
         if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
@@ -147,7 +147,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
         made.append(label)
         return real(model, weights, label, *args)
 
-    monkeypatch.setattr(paths, "line", cut)
+    monkeypatch.setattr(paths, "evaluate_line", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
@@ -294,7 +294,7 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
 
         return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
 
-    monkeypatch.setattr(sweeps, "line", made)
+    monkeypatch.setattr(sweeps, "evaluate_line", made)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
     assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)

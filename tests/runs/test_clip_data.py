@@ -53,39 +53,39 @@ def context(data: Path, store: Path, *more: str) -> Run:
 
 def test_images_are_decoded_once_and_mapped_from_the_store_afterwards(data, tmp_path, monkeypatch) -> None:
     first = context(data, tmp_path / "store").tasks["eurosat"]
-    seen = {part: first.split(part) for part in ("train", "validation", "test")}
+    seen = {part: first.samples(part) for part in ("train", "validation", "test")}
     monkeypatch.setattr(decoding, "decoded", lambda _: pytest.fail("decoded again"))
     monkeypatch.setattr("mergekit_lab.tasks.images.index_rows", lambda _: pytest.fail("hashed again"))
     again = context(data, tmp_path / "store").tasks["eurosat"]
     assert again.fingerprint() == first.fingerprint()
     for part, split in seen.items():
-        assert torch.equal(again.split(part).images[:], split.images[:])
-        assert torch.equal(again.split(part).labels, split.labels)
+        assert torch.equal(again.samples(part).images[:], split.images[:])
+        assert torch.equal(again.samples(part).labels, split.labels)
 
 
 def test_other_files_are_read_anew_and_another_copy_of_them_is_not_decoded_again(data, tmp_path) -> None:
     old = context(data, tmp_path / "store").tasks["eurosat"]
-    old.split("test")
+    old.samples("test")
     folders = tmp_path / "store" / "images"
     copy = shutil.copytree(data, tmp_path / "copy")
-    context(copy, tmp_path / "store").tasks["eurosat"].split("test")
+    context(copy, tmp_path / "store").tasks["eurosat"].samples("test")
     assert len(list(folders.iterdir())) == 1
     write_parquet(copy / "eurosat" / "data" / "test-00000-of-00002.parquet", pictures(3, 10, 9))
     changed = context(copy, tmp_path / "store").tasks["eurosat"]
     assert changed.fingerprint() != old.fingerprint()
-    changed.split("test")
+    changed.samples("test")
     assert len(list(folders.iterdir())) == 2
 
 
 def test_the_size_is_said_before_it_is_made_and_bounded(data, tmp_path, caplog) -> None:
     caplog.set_level("INFO")
-    context(data, tmp_path / "store").tasks["eurosat"].split("test")
+    context(data, tmp_path / "store").tasks["eurosat"].samples("test")
     assert "decoding into the store: 0.00 GB, beside 0.00 GB of images there" in caplog.text
     small = context(data, tmp_path / "other", "images_limit_gb=0.0001").tasks["eurosat"]
     with pytest.raises(
         InputError, match=r"allowed are 0.0001 GB \(images_limit_gb\).*raise the limit or set store"
     ):
-        small.split("test")
+        small.samples("test")
 
 
 def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tmp_path, monkeypatch) -> None:
@@ -100,11 +100,11 @@ def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tm
     real = decoding.decoded
     monkeypatch.setattr(decoding, "decoded", breaks)
     with pytest.raises(KeyboardInterrupt):
-        context(data, tmp_path / "store").tasks["eurosat"].split("test")
+        context(data, tmp_path / "store").tasks["eurosat"].samples("test")
     assert not list((tmp_path / "store").glob("images/*/manifest.json"))
     monkeypatch.setattr(decoding, "decoded", real)
-    whole = context(data, tmp_path / "store").tasks["eurosat"].split("test")
-    fresh = context(data, tmp_path / "fresh").tasks["eurosat"].split("test")
+    whole = context(data, tmp_path / "store").tasks["eurosat"].samples("test")
+    fresh = context(data, tmp_path / "fresh").tasks["eurosat"].samples("test")
     assert torch.equal(whole.images, fresh.images)
 
 
@@ -132,7 +132,7 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
     model = OpenClip("glyph-clip", "asset:glyph_clip").model()
     with torch.no_grad():
         found = objective.predict(model, "test", torch.arange(60))
-    labels = objective.task.split("test").labels
+    labels = objective.task.samples("test").labels
     assert (found == labels).float().mean() > 0.5
     assert Run(cfg, tmp_path, choices).scoring_content("digits") == {"scoring": {"head": head}}
 
@@ -222,11 +222,11 @@ def test_weights_are_known_to_be_cached_by_their_true_names(tmp_path, monkeypatc
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path)
     )
-    assert "timm/vit_base_patch32_clip_224.openai" in (weights.missing() or "")
+    assert "timm/vit_base_patch32_clip_224.openai" in (weights.find_missing() or "")
     (
         _cached(tmp_path, "models", "timm/vit_base_patch32_clip_224.openai") / "open_clip_model.safetensors"
     ).touch()
-    assert weights.missing() is None
+    assert weights.find_missing() is None
 
 
 def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:

@@ -140,7 +140,7 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
     few = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 6, 4)])
     more = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 20, 7)])
     assert torch.equal(few, more[:6])
-    assert not torch.equal(few, context.tasks["digits"].split("train").images[:6] / 255)
+    assert not torch.equal(few, context.tasks["digits"].samples("train").images[:6] / 255)
 
 
 @pytest.mark.parametrize(

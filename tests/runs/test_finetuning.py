@@ -8,7 +8,7 @@ import torch
 from composing import TINY, composed
 
 from mergekit_lab import InputError
-from mergekit_lab.backbones import OpenClip, linearised_model
+from mergekit_lab.backbones import OpenClip, linearize
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import conf_dir
@@ -54,7 +54,7 @@ def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(fin
     assert moved == (projections if finetuning in ("attention_linear", "lora") else set(base))
 
 
-def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
+def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
     overrides = ["finetuning=linearized", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
     (record,) = [r for r in read_records(tmp_path / "run/records.jsonl") if r.merger and r.task == "latin"]
@@ -66,13 +66,13 @@ def test_a_run_of_linearised_experts_evaluates_the_expansion_at_the_merged_weigh
     def rate(model) -> float:
         return score(model, made.objective("latin"), "test").value
 
-    assert rate(linearised_model(BASE.model(), state)) == pytest.approx(record.value)
+    assert rate(linearize(BASE.model(), state)) == pytest.approx(record.value)
     dense = BASE.model()
     dense.load_state_dict(state)
     assert rate(dense) != pytest.approx(record.value)
 
 
-def test_fishers_of_linearised_experts_have_the_bases_names(tmp_path) -> None:
+def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
     made = go(
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"

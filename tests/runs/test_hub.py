@@ -127,7 +127,7 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
     online.clear()
     more = added.replace("FOLDER", f"{tmp_path}/carried").split()
     here = build(composed([*RUN, *more])[0].backbone, OpenClip)
-    assert here.quick_gelu() == there.quick_gelu() == (weights == "openai")
+    assert here.uses_quick_gelu() == there.uses_quick_gelu() == (weights == "openai")
     with torch.no_grad():
         assert torch.equal(here.model()(pixels), wanted)
     assert len(evaluated(tmp_path, *more)) == 3  # the backbone, the expert and the merged model
@@ -216,7 +216,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
         found = expert_source(carried.experts, backbone, task)
         assert Path(found).parent.name == name
-        assert backbone.source.published_as() == wanted.weights
+        assert backbone.source.published_name() == wanted.weights
 
 
 def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:

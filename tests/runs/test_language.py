@@ -8,7 +8,7 @@ from composing import composed
 from language import Colors, save_tiny, tiny_backbone
 
 from mergekit_lab import InputError
-from mergekit_lab.analysis.plane import Sample, Weights, blocks_of, cross_task_linearity
+from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, find_blocks
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
@@ -139,7 +139,7 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
         Run(*_args(made, tmp_path))
 
 
-def test_a_linearised_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
+def test_a_linearized_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
     with pytest.raises(InputError, match=r"set it to false with finetuning=linearized"):
         configured(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
 
@@ -190,7 +190,7 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
         torch.manual_seed(ord(name))
         ends[name] = {n: t + 0.2 * torch.randn_like(t) for n, t in base.items()}
     weights, samples = Weights(model, base, ends), [Sample(objective, "train", torch.arange(5))]
-    blocks = blocks_of(model) | ({"decoder.block.0": model.decoder.block[0]} if kind == "t5" else {})
+    blocks = find_blocks(model) | ({"decoder.block.0": model.decoder.block[0]} if kind == "t5" else {})
 
     def ctl(size: int) -> dict[str, float]:
         return cross_task_linearity(model, blocks, weights, ("a", "b"), samples, batch_size=size)

@@ -52,7 +52,7 @@ def write_rows(folder, node) -> None:
         if ":.1f" in node["answer"]:
             value = float(value)
         rows.append({name: f"{name} number {i}" for name in columns} | {answer: value})
-    splits = {part: part for part in ("train", "validation", "test")} | (node["splits"] or {})
+    splits = {part: part for part in ("train", "validation", "test")} | (node["parts"] or {})
     for name in set(splits.values()):
         (folder / f"{name}.json").write_text(json.dumps(rows))
 

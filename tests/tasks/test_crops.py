@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mergekit_lab.tasks.crops import center_boxes, random_boxes, resized
+from mergekit_lab.tasks.crops import center_boxes, draw_boxes, resize
 
 
 @pytest.mark.parametrize(("height", "width"), [(256, 341), (300, 224), (40, 28), (224, 224)])
@@ -13,7 +13,7 @@ def test_a_window_is_resized_as_pillow_does_it(height: int, width: int) -> None:
     pixels = torch.randint(
         0, 256, (1, 3, height + 5, width + 9), generator=torch.Generator().manual_seed(0)
     ).byte()
-    ours = resized(pixels, torch.tensor([[3, 7, height, width]]), 224)[0]
+    ours = resize(pixels, torch.tensor([[3, 7, height, width]]), 224)[0]
     image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).crop((7, 3, 7 + width, 3 + height))
     theirs = np.asarray(image.resize((224, 224), Image.BICUBIC)).transpose(2, 0, 1).astype(float)
     assert np.abs(ours.numpy() - theirs).max() < 1.6  # Pillow rounds between its two passes
@@ -22,20 +22,20 @@ def test_a_window_is_resized_as_pillow_does_it(height: int, width: int) -> None:
 def test_what_lies_beyond_a_window_does_not_enter_it() -> None:
     pixels = torch.full((1, 3, 60, 60), 255, dtype=torch.uint8)
     pixels[:, :, 10:40, 20:50] = 7
-    assert (resized(pixels, torch.tensor([[10, 20, 30, 30]]), 16) - 7).abs().max() < 1e-4
+    assert (resize(pixels, torch.tensor([[10, 20, 30, 30]]), 16) - 7).abs().max() < 1e-4
 
 
 def test_flipping_mirrors_the_chosen_ones() -> None:
     pixels = torch.randint(0, 256, (2, 3, 20, 30), dtype=torch.uint8)
     boxes = torch.tensor([[0, 0, 20, 30]] * 2)
-    plain, turned = resized(pixels, boxes, 8), resized(pixels, boxes, 8, torch.tensor([False, True]))
+    plain, turned = resize(pixels, boxes, 8), resize(pixels, boxes, 8, torch.tensor([False, True]))
     torch.testing.assert_close(turned[0], plain[0])
     torch.testing.assert_close(turned[1], plain[1].flip(2))
 
 
 def test_windows_lie_inside_and_have_the_shares_and_shapes_asked_for() -> None:
     sizes = torch.tensor([[256, 341], [300, 256], [32, 32]]).repeat(200, 1)
-    boxes = random_boxes(sizes, torch.Generator().manual_seed(0), (0.9, 1.0)).double()
+    boxes = draw_boxes(sizes, torch.Generator().manual_seed(0), (0.9, 1.0)).double()
     top, left, height, width = boxes.unbind(1)
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -49,13 +49,13 @@ def test_windows_lie_inside_and_have_the_shares_and_shapes_asked_for() -> None:
 
 
 def test_a_picture_in_which_no_window_fits_gets_the_largest_in_its_middle() -> None:
-    box = random_boxes(torch.tensor([[10, 400]]), torch.Generator().manual_seed(0), (0.9, 1.0))
+    box = draw_boxes(torch.tensor([[10, 400]]), torch.Generator().manual_seed(0), (0.9, 1.0))
     assert box.tolist() == [[0, 193, 10, 13]]
 
 
 def test_windows_are_a_function_of_the_seed() -> None:
     sizes = torch.tensor([[256, 341]] * 5)
-    draws = [random_boxes(sizes, torch.Generator().manual_seed(seed), (0.9, 1.0)) for seed in (1, 1, 2)]
+    draws = [draw_boxes(sizes, torch.Generator().manual_seed(seed), (0.9, 1.0)) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 

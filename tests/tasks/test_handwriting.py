@@ -7,12 +7,12 @@ import torch
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import PARTS, Digits, Mnist, handwriting
-from mergekit_lab.tasks.handwriting import stratified
+from mergekit_lab.tasks.handwriting import stratify
 
 
 def test_parts_are_disjoint_balanced_and_of_the_size_asked_for():
     labels = torch.arange(300) % 3
-    parts = stratified(labels, {"train": 100, "validation": 31, "test": 50}, seed=0)
+    parts = stratify(labels, {"train": 100, "validation": 31, "test": 50}, seed=0)
     together = torch.cat([parts[part] for part in PARTS])
     assert [len(parts[part]) for part in PARTS] == [100, 31, 50]
     assert len(together.unique()) == 181
@@ -24,13 +24,13 @@ def test_parts_are_disjoint_balanced_and_of_the_size_asked_for():
 def test_the_seed_draws_the_parts():
     labels = torch.arange(300) % 3
     sizes = {"train": 100, "validation": 30, "test": 50}
-    assert torch.equal(stratified(labels, sizes, 1)["test"], stratified(labels, sizes, 1)["test"])
-    assert not torch.equal(stratified(labels, sizes, 1)["test"], stratified(labels, sizes, 2)["test"])
+    assert torch.equal(stratify(labels, sizes, 1)["test"], stratify(labels, sizes, 1)["test"])
+    assert not torch.equal(stratify(labels, sizes, 1)["test"], stratify(labels, sizes, 2)["test"])
 
 
 def test_asking_for_more_than_there_is_names_the_class():
     with pytest.raises(InputError, match="200 or more images of class 0, and there are 178"):
-        Digits(train_size=2000).split("train")
+        Digits(train_size=2000).samples("train")
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_a_missing_package_names_the_extra_to_install(task, module, cached, monk
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(handwriting, cached, getattr(handwriting, cached).__wrapped__)
     with pytest.raises(InputError, match=r"pip install mergekit_lab\[demo\]"):
-        task.split("train")
+        task.samples("train")
 
 
 def test_digits_fill_the_gray_scale():
-    images = Digits().split("train").images
+    images = Digits().samples("train").images
     assert images.min() == 0
     assert images.max() == 255

@@ -31,8 +31,8 @@ def test_a_part_that_lacks_a_class_keeps_the_labels_of_the_others(layout, ours, 
     names = [name if ours else f"{number} {name}" for number, name in enumerate(classes)]
     write_named(tmp_path, layout, names, {"train": 7, "test": 3})
     task = published("eurosat", tmp_path)
-    assert sorted(task.split("test").labels.tolist()) == sorted(2 * [0, 1, 2, 4, 5, 6, 7, 8, 9])
-    assert set(task.split("train").labels.tolist()) == {0, 1, 2, 3, 4, 5, 6, 8, 9}
+    assert sorted(task.samples("test").labels.tolist()) == sorted(2 * [0, 1, 2, 4, 5, 6, 7, 8, 9])
+    assert set(task.samples("train").labels.tolist()) == {0, 1, 2, 3, 4, 5, 6, 8, 9}
     assert not check_task(task).wrong
 
 
@@ -61,14 +61,14 @@ def test_names_that_cannot_be_put_in_order_are_refused(layout: str, tmp_path: Pa
     names = [f"{number} land" for number in range(9)]
     write_named(tmp_path, layout, names, {})
     with pytest.raises(InputError, match=r"tells 9 classes by names.* 10 class names \(0 land, 1 land"):
-        published("eurosat", tmp_path).split("train")
+        published("eurosat", tmp_path).samples("train")
     assert "tells 9 classes by names" in check_task(published("eurosat", tmp_path)).wrong[0]
 
 
 def test_names_in_order_of_which_one_is_ours_elsewhere_are_refused(tmp_path: Path) -> None:
     write_named(tmp_path, "folders", ["River", *(f"{number} land" for number in range(9))], {})
     with pytest.raises(InputError, match="tells 10 classes by names"):
-        published("eurosat", tmp_path).split("train")
+        published("eurosat", tmp_path).samples("train")
 
 
 def test_the_check_compares_the_names_of_every_part_and_fails_for_one_that_is_ours_elsewhere(tmp_path) -> None:
@@ -87,7 +87,7 @@ def test_parts_that_number_the_same_names_otherwise_are_refused(tmp_path: Path) 
     write_parquet(tmp_path / PART.format("train"), pictures(20, 10), names=names)
     write_parquet(tmp_path / PART.format("test"), pictures(10, 10, 1), names=names[::-1])
     with pytest.raises(InputError, match="parts of the source number the same class names otherwise"):
-        published("eurosat", tmp_path).split("train")
+        published("eurosat", tmp_path).samples("train")
 
 
 def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
     unlabeled = [(picture, -1) for picture, _ in pictures(6, 10, 1)]
     write_parquet(tmp_path / PART.format("test"), unlabeled, names=names)
     with pytest.raises(InputError, match=r"6 of 6 labels of 'test' are below 0 .*without labels"):
-        published("eurosat", tmp_path).split("test")
+        published("eurosat", tmp_path).samples("test")
     found = check_task(published("eurosat", tmp_path))
     assert "6 of 6 labels of 'test' are below 0" in found.wrong[0]
 
@@ -107,4 +107,4 @@ def test_labels_that_are_none_name_their_row(label: object, said: str, tmp_path:
     for part in ("train", "test"):
         write_parquet(tmp_path / PART.format(part), [*rows, (rows[0][0], label)])
     with pytest.raises(InputError, match=rf"train-00000-of-00001.parquet, row 6 has the {said}"):
-        published("eurosat", tmp_path).split("train")
+        published("eurosat", tmp_path).samples("train")

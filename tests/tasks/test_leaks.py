@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mergekit_lab.tasks import PARTS, Digits, Mnist, held_out, image_digests, shared_images
+from mergekit_lab.tasks import PARTS, Digits, Mnist, count_shared_images, digest_images, find_held_out
 from mergekit_lab.tasks.glyph_tasks import SHIPPED, Accents, Style
 from mergekit_lab.tasks.glyphs import digest
 from mergekit_lab.tasks.pretraining import pretraining_pairs
@@ -51,7 +51,7 @@ def test_pretraining_sees_no_validation_or_test_bitmap():
     for task in SHIPPED:
         for part in ("validation", "test"):
             assert not seen & pictures(task, part)
-            assert pictures(task, part) <= held_out()
+            assert pictures(task, part) <= find_held_out()
 
 
 def test_pretraining_sees_training_bitmaps_so_that_zero_shot_has_a_chance():
@@ -61,19 +61,19 @@ def test_pretraining_sees_training_bitmaps_so_that_zero_shot_has_a_chance():
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_parts_share_no_image(task):
-    assert set(shared_images(task).values()) == {0}
+    assert set(count_shared_images(task).values()) == {0}
 
 
 def test_tasks_share_no_image():
     owners: dict[bytes, str] = {}
     for task in TASKS:
         for part in PARTS:
-            for found in image_digests(task.split(part).images):
+            for found in digest_images(task.samples(part).images):
                 assert owners.setdefault(found, task.name) == task.name
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_classes_are_balanced_in_every_part(task):
     for part in PARTS:
-        counts = task.split(part).labels.bincount(minlength=len(task.classes))
+        counts = task.samples(part).labels.bincount(minlength=len(task.classes))
         assert counts.max() - counts.min() <= 1

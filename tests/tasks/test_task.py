@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks import ImageTask, Part, Split, image_digests, shared_images
+from mergekit_lab.tasks import ImageSamples, ImageTask, Part, count_shared_images, digest_images
 
 
 @dataclass(frozen=True)
@@ -21,33 +21,33 @@ class Brightness(ImageTask):
     classes = ("dark", "light")
     templates = ("a {} picture",)
 
-    def make(self, part: Part) -> Split:
+    def make(self, part: Part) -> ImageSamples:
         start = {"train": 0, "validation": 80, "test": 160}[part]
         levels = torch.arange(start, start + self.size)
         if self.leak and part == "test":
             levels[0] = 0
         images = levels.to(torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 3, 4, 4)
-        return Split(images, torch.arange(self.size) % 2 + self.shift)
+        return ImageSamples(images, torch.arange(self.size) % 2 + self.shift)
 
 
 def test_a_part_is_built_once_for_equal_tasks():
-    assert Brightness().split("train") is Brightness().split("train")
-    assert Brightness().split("train") is not Brightness(size=4).split("train")
+    assert Brightness().samples("train") is Brightness().samples("train")
+    assert Brightness().samples("train") is not Brightness(size=4).samples("train")
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name():
     with pytest.raises(InputError, match=r"no part 'tests'; did you mean 'test'"):
-        Brightness().split("tests")  # type: ignore[arg-type]
+        Brightness().samples("tests")  # type: ignore[arg-type]
 
 
 def test_labels_beyond_the_class_names_are_refused():
     with pytest.raises(InputError, match=r"names 2 classes, but labels of 'train' span 1 … 2"):
-        Brightness(shift=1).split("train")
+        Brightness(shift=1).samples("train")
 
 
 def test_an_empty_part_is_refused():
     with pytest.raises(InputError, match="empty part 'test'"):
-        Brightness(size=0).split("test")
+        Brightness(size=0).samples("test")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_empty_part_is_refused():
 )
 def test_a_split_refuses_wrong_types_and_shapes(images, labels, message):
     with pytest.raises(InputError, match=message):
-        Split(images, labels)
+        ImageSamples(images, labels)
 
 
 def test_the_fingerprint_follows_the_content_and_not_the_object():
@@ -71,13 +71,13 @@ def test_the_fingerprint_follows_the_content_and_not_the_object():
 
 
 def test_shared_images_counts_a_planted_leak():
-    assert set(shared_images(Brightness()).values()) == {0}
-    leaks = shared_images(Brightness(leak=True))
+    assert set(count_shared_images(Brightness()).values()) == {0}
+    leaks = count_shared_images(Brightness(leak=True))
     assert leaks == {("train", "validation"): 0, ("train", "test"): 1, ("validation", "test"): 0}
 
 
 def test_digests_differ_by_one_gray_level_in_one_pixel():
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     images[1, 2, 3, 3] = 1
-    first, second = image_digests(images)
+    first, second = digest_images(images)
     assert first != second

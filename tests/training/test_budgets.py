@@ -59,10 +59,10 @@ def test_every_optimizer_trains_every_parametrisation_for_two_steps(kind, tmp_pa
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
     base = Attentive().state_dict()
     for name, make in OPTIMIZERS.items():
-        model = KINDS[kind].trainable(Attentive(), seed=1)
+        model = KINDS[kind].make_trainable(Attentive(), seed=1)
         done = run(tmp_path / name, head, model, make, settings)
         model.load_state_dict(done.state)
-        expert = KINDS[kind].folded(model)
+        expert = KINDS[kind].fold(model)
         assert expert.keys() == base.keys()
         moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
         attention = {"attn.in_proj_weight", "attn.out_proj.weight"}

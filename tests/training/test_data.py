@@ -19,7 +19,7 @@ def flat(batches, task: str = "a") -> torch.Tensor:
 
 def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
     objective = data(12)
-    split = objective.task.split("train")
+    split = objective.task.samples("train")
     seen = flat(StepBatches({"a": objective}, batch_size=4, steps=6, seed=0))
     everything = split.images.flatten(1).float().mean(1).sort().values
     assert torch.equal(seen[:12].sort().values, everything)

@@ -33,7 +33,7 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
-        model = LoRA(rank=2).trainable(model, seed=0) if lora else model
+        model = LoRA(rank=2).make_trainable(model, seed=0) if lora else model
         optimizer = partial(MergOPT, base=partial(torch.optim.AdamW, lr=1e-2), scale=1e-3)
         return finetune(
             model, {"colors": backbone.objective(Colors(size=10))}, optimizer, SETTINGS, seed=3,

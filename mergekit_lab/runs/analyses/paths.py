@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.analysis.plane import Weights, barrier, line
+from mergekit_lab.analysis.plane import Weights, barrier, evaluate_line
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
@@ -69,14 +69,14 @@ class AlphaSweep(Analysis):
         size = run.cfg.evaluation_batch_size
         weights = Weights(run.model, run.base_state, states(run, run.tasks))
         own = {
-            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
         }
 
         def compute(label: str) -> Any:
             unit = merge_experts(run, run.mergers[label].method.at(1.0))
             weights = Weights(run.model, run.base_state, {label: unit})
-            return line(run.model, weights, label, alphas, chosen, size)
+            return evaluate_line(run.model, weights, label, alphas, chosen, size)
 
         swept = compute_each(run, scaled_mergers(run), compute, resume / "cells.jsonl", "sweeping α")
         return {"alphas": alphas, "experts": own, "mergers": swept}
@@ -138,7 +138,7 @@ class LossBarrier(Analysis):
         def compute(task: str) -> Any:
             weights = Weights(run.model, start, states(run, [task]))
             chosen = samples_of(run, self.part, self.samples, [task])
-            curve = line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
+            curve = evaluate_line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
             return {**curve, "barrier": barrier(curve["loss"], shares)}
 
         tasks = compute_each(run, run.tasks, compute, resume / "cells.jsonl", "between models")
@@ -215,7 +215,7 @@ class HessianPath(Analysis):
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
         batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
-        hessian = Hessian(objective.scored(run.model), batches, causal=objective.causal)
+        hessian = Hessian(objective.with_head(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
             hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )

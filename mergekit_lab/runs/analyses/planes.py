@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.analysis.plane import Row, Weights, plane
+from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
 from mergekit_lab.merging.contract import require, require_choice
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
@@ -86,7 +86,7 @@ class _OnPlane(Analysis):
             others = {task: self.others for task in ends if task not in pair and self.others}
             on = {t: chosen[t] for t in (chosen if self.tasks == "all" else pair)}
             compute = partial(
-                plane, run.model, weights, on, pair, content["alphas"],
+                evaluate_plane, run.model, weights, on, pair, content["alphas"],
                 others=others, batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip
             file = resume / f"{pair[0]}+{pair[1]}.jsonl"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mergekit_lab.analysis.plane import Weights, line
+from mergekit_lab.analysis.plane import Weights, evaluate_line
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.merging.contract import require
@@ -75,7 +75,7 @@ class Sweep(Analysis):
         size = run.cfg.evaluation_batch_size
         chosen = samples_of(run, self.part, self.samples)
         return {
-            task: line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+            task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
         }
 
@@ -101,7 +101,7 @@ class Sweep(Analysis):
         unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
         chosen = samples_of(run, self.part, self.samples, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
-        scores = line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
+        scores = evaluate_line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         values = {t: scores[t]["value"] for t in tasks}
         shares, left_out = normalized(values, own)
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
@@ -300,7 +300,7 @@ class CurvatureGain(Analysis):
             unit = merge_experts(run, methods[name].at(1.0), notes=notes)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
-            scores = line(run.model, weights, name, [self.coefficient], chosen, size)
+            scores = evaluate_line(run.model, weights, name, [self.coefficient], chosen, size)
             gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
             return {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
 

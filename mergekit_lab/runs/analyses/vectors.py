@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.analysis import Interference, measured_layers
-from mergekit_lab.analysis.interference import plain_sums
-from mergekit_lab.analysis.plane import Weights, blocks_of, cross_task_linearity
+from mergekit_lab.analysis import Interference, measure_layers
+from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
@@ -68,10 +68,10 @@ class TaskVectors(Analysis):
 
         def measure_all() -> Data:
             interference = Interference(tuple(ends), has_fishers=False)
-            for layer, traces in measured_layers(inputs, rank=self.rank, device=run.device):
+            for layer, traces in measure_layers(inputs, rank=self.rank, device=run.device):
                 interference.add(layer, traces)
-            layers = [layer.plain() for layer in interference.layers]
-            overall = plain_sums(interference.total)
+            layers = [layer.to_json() for layer in interference.layers]
+            overall = sums_to_json(interference.total)
             return {"overall": overall, "base_norm": interference.base_norm, "layers": layers}
 
         def measure(task: str) -> Data:
@@ -170,7 +170,7 @@ class CrossTaskLinearity(Analysis):
         pairs = self._pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         weights = Weights(run.model, run.base_state, states(run, names))
-        blocks = blocks_of(run.model)
+        blocks = find_blocks(run.model)
         chosen = samples_of(run, self.part, self.samples, names)
 
         def compute(pair: tuple[str, str]) -> Data:
