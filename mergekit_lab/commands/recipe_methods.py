@@ -227,6 +227,8 @@ class Thinned(SparsifiedMethod):
 class _MergekitStock(ModelStock):
     """`ModelStock` with mergekit's cosine, which is smaller for task vectors shorter than 1e-3."""
 
+    elementwise = False
+
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         experts = len(deltas)
         filters = deltas if self.filter_wise and base.dim() > 0 else deltas.reshape(experts, -1)

@@ -136,6 +136,9 @@ class Method:
     propagates: ClassVar[bool] = False
     """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at then,
     of an elementwise method."""
+    by_matrix: ClassVar[bool] = False
+    """Whether `merge` takes the matrices of a mixture's experts one by one where a tensor stacks them (see
+    `stacks`); of a method that is not elementwise."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
 

@@ -46,6 +46,8 @@ class DELLA(SparsifiedMethod):
     rescale: str = "inverse"
     inner: Method = field(default_factory=lambda: TIES(preset="mergekit", density=1.0))
 
+    by_matrix = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.density <= 1, "density", self.density, "in (0, 1]")

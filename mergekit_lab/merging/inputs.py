@@ -20,6 +20,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging.contract import Method
+from mergekit_lab.merging.stacks import Stack, find_stacks
 
 Source = Checkpoint | Mapping[str, Tensor] | str | Path
 Sources = Mapping[str, Source] | Sequence[Source]
@@ -38,6 +39,7 @@ class Inputs:
         tied: names that are another name for the same weights, each with the first.
         merged: the tensors that are merged, in the base's order: floating-point ones, tied ones once.
         transposed: the weights that are stored as [in, out].
+        stacks: the tensors that hold the matrices of a mixture's experts.
         compute: the dtype of the arithmetic.
     """
 
@@ -48,6 +50,7 @@ class Inputs:
     tied: Mapping[str, str]
     merged: tuple[str, ...]
     transposed: frozenset[str]
+    stacks: Mapping[str, Stack]
     compute: torch.dtype
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
@@ -118,6 +121,7 @@ def open_inputs(
         tied=tied,
         merged=merged,
         transposed=conv1d_weights(origin),
+        stacks=find_stacks({name: origin.specs[name].shape for name in merged}),
         compute=torch.float64 if double else torch.float32,
     )
 
@@ -288,10 +292,12 @@ def _open_side(
 
 def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
     """Refuse side inputs, under names of their own, that match none of the model's, or not the same ones."""
-    wanted = {key for name in base.specs if (key := method.name_side(kind, name)) is not None}
+    stacks = find_stacks({name: spec.shape for name, spec in base.specs.items()})
+    names = [*base.specs, *(member for stack in stacks.values() for member in stack.members)]
+    wanted = {key for name in names if (key := method.name_side(kind, name)) is not None}
     found = [wanted & checkpoint.keys() for checkpoint in side]
     if side[0] and not found[0]:
         raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")
-    for checkpoint, names in zip(side, found, strict=True):
-        if names != found[0]:
-            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(names ^ found[0])})")
+    for checkpoint, keys in zip(side, found, strict=True):
+        if keys != found[0]:
+            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(keys ^ found[0])})")

@@ -51,6 +51,10 @@ class SparsifiedMethod(Method):
         return self.by_blocks and self.inner.elementwise
 
     @property
+    def by_matrix(self) -> bool:  # type: ignore[override]
+        return self.inner.by_matrix
+
+    @property
     def pools(self) -> bool:  # type: ignore[override]
         return self.by_entries and self.inner.pools
 

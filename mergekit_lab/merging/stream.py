@@ -8,6 +8,7 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, nullcontext
@@ -49,6 +50,8 @@ def _run_job(
             _store(name, out[name], inputs.base[name])
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
+    elif method.by_matrix and names[0] in inputs.stacks:
+        _run_stack(reader, names[0], survey, out[names[0]])
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
         with read_stack(reader, names, survey) as (bases, deltas, sites):
             merges = method.merge_matrices(deltas, sites)
@@ -67,6 +70,36 @@ def _run_job(
             reader.expect_finite_result(name, merged)
             _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
     return list(out.items())
+
+
+def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
+    """The matrices of a mixture's experts, one by one, or as many at a time as an accelerator factorizes."""
+    method, stack, flat = reader.method, reader.inputs.stacks[name], out.view(-1)
+    size, count = math.prod(stack.shape), len(stack.members)
+    batched = isinstance(method, SpectralMethod) and method.is_matrix(stack.members[0], stack.shape)
+    step = count_members(reader, name) if batched else 1
+    for start in range(0, count, step):
+        numbers = range(start, min(start + step, count))
+        part = Segment(name, start * size, numbers.stop * size)
+        base, deltas = reader.read([part], reader.flat)
+        reader.expect_finite([name], deltas)
+        sites = [reader.make_member_site(name, number, survey) for number in numbers]
+        reader.settle()
+        each = deltas.view(len(deltas), len(numbers), *stack.shape).transpose(0, 1)
+        with reader.turn if batched else nullcontext():
+            if isinstance(method, SpectralMethod) and batched:
+                merged = method.merge_matrices(each.contiguous(), sites)
+            else:
+                merged = method.merge(stack.members[start], base.view(stack.shape), each[0], sites[0])
+        reader.expect_finite_result(name, merged)
+        target = flat[part.start : part.stop]
+        _store(name, target, _add(base, merged.reshape(-1), method.scale, target.dtype))
+
+
+def count_members(reader: Reader, name: str) -> int:
+    """Matrices of a stack that are factorized together."""
+    size = 4 * len(reader.experts) * math.prod(reader.inputs.stacks[name].shape)
+    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 @contextmanager
