@@ -9,7 +9,6 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -184,7 +183,7 @@ class Method:
         found = [
             _match(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
         ]
-        require(all(map(math.isfinite, found)), "weights", self.weights, "finite")
+        require(all(map(is_finite, found)), "weights", self.weights, "finite in float32")
         return found
 
     def check(self, experts: Sequence[str]) -> None:
@@ -192,7 +191,7 @@ class Method:
         number."""
         self.expert_weights(experts)
         require(isinstance(self.scale, Real), "coefficient", self.scale, "a number")
-        require(math.isfinite(self.scale), "coefficient", self.scale, "finite")
+        require(is_finite(self.scale), "coefficient", self.scale, "finite in float32")
 
     def check_tensors(self, names: Sequence[str]) -> None:
         """Refuse, before any work, a model whose merged tensors have these names.
@@ -269,6 +268,14 @@ class ScaledMethod(Method):
 
     def at(self, coefficient: float) -> Self:
         return replace(self, coefficient=coefficient)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is one in float32, too, in which most merges are computed."""
+    return abs(value) <= _LARGEST
+
+
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def require(ok: bool, what: str, value: object, rule: str) -> None:

@@ -122,11 +122,11 @@ def apply_packed(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> 
     bytes_ = numpy.unpackbits(numpy.arange(256, dtype=numpy.uint8)[:, None], axis=1)
     rows = zip(out.numpy(), deltas.numpy(), part, factors.to(deltas).numpy(), strict=True)
     for row, delta, packed, factor in rows:
-        table = bytes_ * factor
-        numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
-        if size % 8:
-            row[8 * whole :] = table[packed[whole], : size % 8]
-        with numpy.errstate(all="ignore"):
+        with numpy.errstate(all="ignore"):  # as in `apply_mask`
+            table = bytes_ * factor
+            numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
+            if size % 8:
+                row[8 * whole :] = table[packed[whole], : size % 8]
             numpy.multiply(row, delta, out=row)
     return out
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, Stream, require, require_choice
+from mergekit_lab.merging.contract import Site, Stream, is_finite, require, require_choice
 from mergekit_lab.merging.fisher import SCALES, sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
 
@@ -56,7 +56,9 @@ class EpiMer(AtomMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.floor > 0, "floor", self.floor, "positive")
+        require(
+            self.floor > 0 and is_finite(self.floor), "floor", self.floor, "positive, and finite in float32"
+        )
         require_choice("aggregator", self.aggregator, ("sum", "mean"))
         require_choice("coordinates", self.coordinates, _COORDINATES)
         require_choice("normalize", self.normalize, SCALES)

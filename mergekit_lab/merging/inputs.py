@@ -19,7 +19,7 @@ from mergekit_lab.checkpoints import (
     refuse_quantized,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging.contract import Method
+from mergekit_lab.merging.contract import Method, require_choice
 from mergekit_lab.merging.stacks import Stack, find_stacks
 
 Source = Checkpoint | Mapping[str, Tensor] | str | Path
@@ -66,7 +66,7 @@ class Inputs:
         """Raise for the first NaN or infinity in these tensors, naming tensor and checkpoint."""
         for name in names:
             for checkpoint in (self.base, *self.experts.values()):
-                bad = int((~torch.isfinite(checkpoint[name].float())).sum())
+                bad = int((~checkpoint[name].to(self.compute).isfinite()).sum())
                 if bad:
                     raise InputError(
                         f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: "
@@ -92,6 +92,7 @@ def open_inputs(
     statistics: Mapping[str, Sources] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    buffers: str = "merge",
 ) -> Inputs:
     """Open base, experts and side inputs, and check that they belong together.
 
@@ -110,7 +111,10 @@ def open_inputs(
     tied = origin.tied()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
+    require_choice("buffers", buffers, ("merge", "base"))
     merged = select_tensors(origin.specs, tied, include, exclude)
+    if buffers == "base":
+        merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
     method.check_tensors(merged)
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
@@ -221,7 +225,11 @@ def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
-    names = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    names = [
+        name
+        for name, spec in base.specs.items()
+        if not spec.dtype.is_floating_point and not name.endswith(_COUNTER)
+    ]
     for expert in experts:
         differing = [name for name in names if not torch.equal(base[name], expert[name])]
         if differing:
@@ -229,6 +237,13 @@ def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
                 f"expert {expert.label!r} has other integer buffers than the base ({listing(differing)}): "
                 "buffers are copied, never averaged, so they must be equal"
             )
+
+
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Of batch norm: buffers that follow the data, not the gradient."""
+VARIANCE = "running_var"
+_COUNTER = "num_batches_tracked"
+"""Of batch norm: how many batches were seen. The merged model has the base's number."""
 
 
 def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:

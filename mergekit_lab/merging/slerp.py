@@ -64,6 +64,8 @@ class SLERP(Method):
 
 def split_arc(gram: Sequence[Sequence[float]], t: float) -> tuple[float, float]:
     """How much of two vectors makes the point at `t` on the arc between them, from their products `[2][2]`."""
+    if not all(math.isfinite(product) for row in gram for product in row):
+        return math.nan, math.nan  # no arc, and the driver refuses a result that is no number
     norms = [math.sqrt(gram[i][i]) for i in range(2)]
     cosine = gram[0][1]
     for norm in norms:
