@@ -76,8 +76,8 @@ def _run_job(
 
 
 def _raise_variance(reader: Reader, name: str, out: Tensor) -> None:
-    """A variance is not negative, wherever task vectors lead: such an entry becomes the smallest of the base's and
-    the experts'."""
+    """A variance is not negative, wherever task vectors lead: such an entry becomes the smallest of the base's
+    and the experts'."""
     below = out < 0
     if bool(below.any()):
         models = (reader.inputs.base, *reader.inputs.experts.values())

@@ -70,7 +70,7 @@ def test_numbers_that_overflow_on_the_way_are_refused_not_stored(method: Method)
         IsoCTS(common=0.4),
         EpiMer(rank=2),
         WUDI(all_matrices=True),
-        Breadcrumbs(inner=IsoC()),
+        Breadcrumbs(density=1.0, inner=IsoC()),
         SLERP(),
         ModelStock(),
         DARE(rescale="l1"),
