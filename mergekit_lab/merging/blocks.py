@@ -93,9 +93,9 @@ class Reader:
         parts: list[list[str]] = [[] for _ in self.sharing]
         sizes = [0] * len(parts)
         for name in sorted(self.names, key=lambda name: -specs[name].numel):
-            place = sizes.index(min(sizes))
-            parts[place].append(name)
-            sizes[place] += specs[name].numel
+            least = sizes.index(min(sizes))
+            parts[least].append(name)
+            sizes[least] += specs[name].numel
         return [
             replace(self, device=device, sharing=(), subset=tuple(part))
             for device, part, size in zip(self.sharing, parts, sizes, strict=True)
@@ -270,9 +270,9 @@ class Reader:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
         key = name if self.method.weights_by_tensor else ""
         if key not in self._known_weights:
-            values = self.method.expert_weights(self.experts, name)
-            made = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
-            self._known_weights[key] = made, all(value == 1 for value in values)
+            values = self.method.weigh_experts(self.experts, name)
+            tensor = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
+            self._known_weights[key] = tensor, all(value == 1 for value in values)
         return self._known_weights[key]
 
     @cached_property
@@ -286,8 +286,8 @@ class Reader:
             kind: self._stack(
                 [
                     [
-                        found[kind][t].reshape(-1)[s.start : s.stop]
-                        for s, found in zip(piece, by_segment, strict=True)
+                        sides[kind][t].reshape(-1)[s.start : s.stop]
+                        for s, sides in zip(piece, by_segment, strict=True)
                     ]
                     for t in experts
                 ]

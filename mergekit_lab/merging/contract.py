@@ -154,7 +154,7 @@ class Method:
         """
         raise InputError(f"{type(self).__name__} has no coefficient to set")
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         """`λ_t` of the tensor `name` for these experts, in their order.
 
         Raises:
@@ -173,23 +173,24 @@ class Method:
             missing = set(experts) - set(by_name)
             if missing:
                 raise InputError(f"weights lack a number for {listing(missing)}")
-            given = [by_name[expert] for expert in experts]
+            values = [by_name[expert] for expert in experts]
         elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
-            given = list(self.weights)
+            values = list(self.weights)
         else:
             raise InputError(f"weights is {self.weights!r}; it must be a list of numbers or a mapping by name")
-        if len(given) != len(experts):
-            raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
-        found = [
-            _match(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
+        if len(values) != len(experts):
+            raise InputError(f"{len(values)} weights were given for {len(experts)} experts")
+        numbers = [
+            _match(value, name, default) if isinstance(value, Mapping) else _read_number(value)
+            for value in values
         ]
-        require(all(map(is_finite, found)), "weights", self.weights, "finite in float32")
-        return found
+        require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        return numbers
 
     def check(self, experts: Sequence[str]) -> None:
         """Refuse, before any work, weights that do not fit these experts, and a coefficient that is no finite
         number."""
-        self.expert_weights(experts)
+        self.weigh_experts(experts)
         require(isinstance(self.scale, Real), "coefficient", self.scale, "a number")
         require(is_finite(self.scale), "coefficient", self.scale, "finite in float32")
 
@@ -291,10 +292,10 @@ def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:
-    return next((_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
+    return next((_read_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -55,12 +55,12 @@ class Inputs:
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""
-        found = {}
+        sides = {}
         for kind, checkpoints in self.side.items():
             key = self.name_side(kind, name)
             if key is not None and all(key in checkpoint for checkpoint in checkpoints):
-                found[kind] = [checkpoint[key] for checkpoint in checkpoints]
-        return found
+                sides[kind] = [checkpoint[key] for checkpoint in checkpoints]
+        return sides
 
     def refuse_non_finite(self, names: Iterable[str]) -> None:
         """Raise for the first NaN or infinity in these tensors, naming tensor and checkpoint."""
@@ -81,8 +81,8 @@ class Inputs:
                 values = self.read_sides(name)[kind][position].to(self.compute)
                 finite = bool(values.isfinite().all())
                 if not finite or (kind == "fisher" and bool((values < 0).any())):
-                    found = "negative" if finite else "NaN or infinite"
-                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing([name])})")
+                    fault = "negative" if finite else "NaN or infinite"
+                    raise InputError(f"the {kind} of {expert} holds {fault} entries in ({listing([name])})")
 
 
 def open_inputs(
@@ -169,14 +169,14 @@ def select_tensors(
     def match(names: Sequence[str], patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    found = tuple(
+    chosen = tuple(
         first
         for first, names in names_of.items()
         if (include is None or match(names, include)) and not match(names, exclude)
     )
-    if not found:
+    if not chosen:
         raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
-    return found
+    return chosen
 
 
 def _check_alike(
@@ -275,31 +275,31 @@ def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
 def _open_side(
     base: Checkpoint, method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
 ) -> dict[str, tuple[Checkpoint, ...]]:
-    given = dict(statistics or {})
+    by_kind = dict(statistics or {})
     known = {*_KINDS, *method.side_inputs}
-    for kind in given:
+    for kind in by_kind:
         if kind not in known:
             raise InputError(f"statistics hold {kind!r}, which no method takes{suggestion(kind, known)}")
     opened = {}
     for kind in method.side_inputs:
-        if kind not in given:
+        if kind not in by_kind:
             raise InputError(
                 f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
                 f"statistics={{{kind!r}: …}}"
             )
-        by_name = _name_sources(given[kind], kind)
-        if not isinstance(given[kind], Mapping) and len(by_name) == len(experts):
+        by_name = _name_sources(by_kind[kind], kind)
+        if not isinstance(by_kind[kind], Mapping) and len(by_name) == len(experts):
             by_name = dict(zip(experts, by_name.values(), strict=True))
         if by_name.keys() != set(experts):
             raise InputError(
                 f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
             )
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
-        own = {
+        dense = {
             n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n
         }
-        if own:
-            _check_alike(own, opened[kind], f"the {kind}", optional=base.specs)
+        if dense:
+            _check_alike(dense, opened[kind], f"the {kind}", optional=base.specs)
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
@@ -310,9 +310,9 @@ def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence
     stacks = find_stacks({name: spec.shape for name, spec in base.specs.items()})
     names = [*base.specs, *(member for stack in stacks.values() for member in stack.members)]
     wanted = {key for name in names if (key := method.name_side(kind, name)) is not None}
-    found = [wanted & checkpoint.keys() for checkpoint in side]
-    if side[0] and not found[0]:
+    held = [wanted & checkpoint.keys() for checkpoint in side]
+    if side[0] and not held[0]:
         raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")
-    for checkpoint, keys in zip(side, found, strict=True):
-        if keys != found[0]:
-            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(keys ^ found[0])})")
+    for checkpoint, keys in zip(side, held, strict=True):
+        if keys != held[0]:
+            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(keys ^ held[0])})")

@@ -58,16 +58,16 @@ def merge_factors(
     Raises:
         InputError: the method has no factors; and what `merge_state_dicts` refuses.
     """
-    found = require_factors(method)
+    atomic = require_factors(method)
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
     readers = open_readers(inputs, method, device, notes)
     survey = survey_model(readers)
 
     def run(reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
-        return [(name, value.cpu()) for name, value in _factorize_job(found, reader, names, survey)]
+        return [(name, value.cpu()) for name, value in _factorize_job(atomic, reader, names, survey)]
 
     shapes = {name: inputs.base.specs[name].shape for name in inputs.merged}
-    specs = plan_factors(shapes, len(inputs.experts), found, inputs.compute)
+    specs = plan_factors(shapes, len(inputs.experts), atomic, inputs.compute)
     return specs, (pair for results in run_jobs(readers, run) for pair in results)
 
 

@@ -57,10 +57,10 @@ class ModelStock(Method):
     def by_matrix(self) -> bool:  # type: ignore[override]
         return self.filter_wise
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if len(experts) < 2:
             raise InputError("model stock measures the angle between experts; it needs at least two")
-        return super().expert_weights(experts, name)
+        return super().weigh_experts(experts, name)
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Tensor:
         """`r` of the tensor, 0-d."""

@@ -28,7 +28,7 @@ class SLERP(Method):
     """From the first of two experts to the second along the arc between them.
 
     Args:
-        t: place on the arc, in [0, 1]; 0 is the first expert, 1 the second.
+        t: position on the arc, in [0, 1]; 0 is the first expert, 1 the second.
         weights: None; `t` takes their place.
 
     The order of the experts matters: `t` for one order is `1 − t` for the other.
@@ -46,10 +46,10 @@ class SLERP(Method):
         require(0 <= self.t <= 1, "t", self.t, "in [0, 1]")
         require(self.weights is None, "weights", self.weights, "None: t says how much of each")
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if len(experts) != 2:
             raise InputError(f"SLERP goes from one expert to another; it was given {len(experts)}")
-        return super().expert_weights(experts, name)
+        return super().weigh_experts(experts, name)
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> tuple[float, float]:
         """How much of each expert makes the point on the arc."""

@@ -46,10 +46,10 @@ class TaskArithmetic(ScaledMethod):
             raise InputError("a list of coefficients cannot be searched; set weights and one coefficient")
         return replace(self, coefficient=coefficient)
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if isinstance(self.coefficient, Sequence):
-            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).expert_weights(experts, name)
-        return super().expert_weights(experts, name)
+            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).weigh_experts(experts, name)
+        return super().weigh_experts(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return site.weights @ deltas

@@ -65,7 +65,7 @@ every_merger = pytest.mark.parametrize("name", sorted(classes()))
 
 def test_every_file_of_a_merger_is_of_one_that_there_is() -> None:
     assert set(configurations()) == set(classes())
-    rows = re.findall(r"^\| `(\w+)` \| `", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z]\w+)` \| `", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(rows) == sorted(classes())
 
 
