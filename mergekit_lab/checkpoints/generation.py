@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def follow_tokenizer(source: Path, files: Files) -> Files:
+def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
     """A model's planned files with the generation settings that go with the tokenizer of `source`: its
     `generation_config.json`, or its token ids where it has none."""
     ids = _token_ids(source)

@@ -41,7 +41,7 @@ from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_same_names, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
-from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
 from mergekit_lab.merging.stream import FEEDERS
 
 _BYTES_A_SECOND = 1e9
@@ -80,6 +80,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         [
             f"{len(stored)} tensors in {len(shards)} files, {size_text(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
+            *explain_shapes(prepared.method, {name: prepared.base.specs[name].shape for name in merged}),
             _room(out, written, result),
         ],
     )

@@ -77,7 +77,7 @@ def expand(
     if origin.folder is not None:
         beside |= plan_model_files(origin.folder, library_of(origin), model.dtype)
         if tokenizer := plan_tokenizer_files(folder):
-            beside = follow_tokenizer(folder, beside | tokenizer)
+            beside = follow_tokenizer(folder, {**beside, **tokenizer})
         else:
             beside |= plan_tokenizer_files(origin.folder)
     planned = plan_files(specs, limit, stem) | sizes_of(beside)

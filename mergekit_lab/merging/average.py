@@ -30,12 +30,12 @@ class WeightAverage(Method):
     propagates = True
     pools = True
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
-        found = super().expert_weights(experts, name)
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        weights = super().weigh_experts(experts, name)
         known = name or not self.weights_by_tensor
-        if known and abs(math.fsum(found)) <= _ROUNDING * sum(map(abs, found)):
-            raise InputError(f"the weights of a weight average, {found}, sum to zero")
-        return found
+        if known and abs(math.fsum(weights)) <= _ROUNDING * sum(map(abs, weights)):
+            raise InputError(f"the weights of a weight average, {weights}, sum to zero")
+        return weights
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return (site.weights / site.weights.sum()) @ deltas

@@ -91,9 +91,9 @@ class Reader:
         parts: list[list[str]] = [[] for _ in self.sharing]
         sizes = [0] * len(parts)
         for name in sorted(self.names, key=lambda name: -specs[name].numel):
-            place = sizes.index(min(sizes))
-            parts[place].append(name)
-            sizes[place] += specs[name].numel
+            least = sizes.index(min(sizes))
+            parts[least].append(name)
+            sizes[least] += specs[name].numel
         return [
             replace(self, device=device, sharing=(), subset=tuple(part))
             for device, part, size in zip(self.sharing, parts, sizes, strict=True)
@@ -217,6 +217,27 @@ class Reader:
         whole = Segment(name, 0, self.inputs.base.specs[name].numel)
         return self._make_site([whole], sides, survey, None)
 
+    def make_member_site(self, name: str, number: int, survey: Any) -> Site:
+        """What belongs to one matrix of a stack, as if it were a tensor; its weights are the stack's."""
+        stack = self.inputs.stacks[name]
+        member, size = stack.members[number], math.prod(stack.shape)
+        part = Segment(name, number * size, (number + 1) * size)
+        own = {
+            kind: [row.reshape(-1)[part.start : part.stop].view(stack.shape) for row in rows]
+            for kind, rows in self.inputs.read_sides(name).items()
+            if self.inputs.name_side(kind, name) == name
+        }
+
+        def read(kind: str, rows: list[Tensor]) -> Tensor:
+            return self._read_whole_side(name if kind in own else member, kind, rows)
+
+        sides: Mapping[str, Tensor] = _Sides(self.inputs.read_sides(member) | own, read)
+        if self.device.type != "cpu":
+            sides = dict(sides)
+        site = self._make_site([part], sides, survey, None)
+        segments = (Segment(member, 0, size),)
+        return replace(site, segments=segments, note=self._write_notes(member), transposed=stack.transposed)
+
     def _read_whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
         values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
         self._check_side(kind, [name], values)
@@ -226,21 +247,24 @@ class Reader:
         self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any
     ) -> Site:
         name = segments[0].name
+        weights, unit = self._resolve_weights(name)
+        transposed = name in self.inputs.transposed
+        note = self._write_notes(name)
+        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit, transposed)
 
+    def _write_notes(self, name: str) -> Callable[[str, object], None]:
         def note(key: str, value: object) -> None:
             self.notes.setdefault(name, {})[key] = value
 
-        weights, unit = self._resolve_weights(name)
-        transposed = name in self.inputs.transposed
-        return Site(self.experts, weights, tuple(segments), side, survey, tensor, note, unit, transposed)
+        return note
 
     def _resolve_weights(self, name: str) -> tuple[Tensor, bool]:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
         key = name if self.method.weights_by_tensor else ""
         if key not in self._known_weights:
-            values = self.method.expert_weights(self.experts, name)
-            made = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
-            self._known_weights[key] = made, all(value == 1 for value in values)
+            values = self.method.weigh_experts(self.experts, name)
+            tensor = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
+            self._known_weights[key] = tensor, all(value == 1 for value in values)
         return self._known_weights[key]
 
     @cached_property
@@ -254,8 +278,8 @@ class Reader:
             kind: self._stack(
                 [
                     [
-                        found[kind][t].reshape(-1)[s.start : s.stop]
-                        for s, found in zip(piece, by_segment, strict=True)
+                        sides[kind][t].reshape(-1)[s.start : s.stop]
+                        for s, sides in zip(piece, by_segment, strict=True)
                     ]
                     for t in experts
                 ]

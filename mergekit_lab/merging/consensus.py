@@ -53,11 +53,11 @@ class ConsensusTA(ScaledMethod):
     elementwise = True
     propagates = True
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.k > len(experts):
             raise InputError(f"k is {self.k}, and {len(experts)} experts have no more masks than that to agree")
         self._resolve_thresholds(experts, name)
-        return super().expert_weights(experts, name)
+        return super().weigh_experts(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         total = site.weights @ deltas
@@ -68,7 +68,7 @@ class ConsensusTA(ScaledMethod):
     def _resolve_thresholds(self, experts: Sequence[str], name: str) -> list[float]:
         if isinstance(self.tall, Mapping | Sequence):
             try:
-                return Method(weights=self.tall).expert_weights(experts, name)
+                return Method(weights=self.tall).weigh_experts(experts, name)
             except InputError as error:
                 raise InputError(f"tall: {error}") from None
         return [self.tall] * len(experts)

@@ -9,7 +9,6 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -136,6 +135,9 @@ class Method:
     propagates: ClassVar[bool] = False
     """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at then,
     of an elementwise method."""
+    by_matrix: ClassVar[bool] = False
+    """Whether `merge` takes the matrices of a mixture's experts one by one where a tensor stacks them (see
+    `stacks`); of a method that is not elementwise."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
 
@@ -152,7 +154,7 @@ class Method:
         """
         raise InputError(f"{type(self).__name__} has no coefficient to set")
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         """`λ_t` of the tensor `name` for these experts, in their order.
 
         Raises:
@@ -171,25 +173,26 @@ class Method:
             missing = set(experts) - set(by_name)
             if missing:
                 raise InputError(f"weights lack a number for {listing(missing)}")
-            given = [by_name[expert] for expert in experts]
+            values = [by_name[expert] for expert in experts]
         elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
-            given = list(self.weights)
+            values = list(self.weights)
         else:
             raise InputError(f"weights is {self.weights!r}; it must be a list of numbers or a mapping by name")
-        if len(given) != len(experts):
-            raise InputError(f"{len(given)} weights were given for {len(experts)} experts")
-        found = [
-            _match(value, name, default) if isinstance(value, Mapping) else _number(value) for value in given
+        if len(values) != len(experts):
+            raise InputError(f"{len(values)} weights were given for {len(experts)} experts")
+        numbers = [
+            _match(value, name, default) if isinstance(value, Mapping) else _read_number(value)
+            for value in values
         ]
-        require(all(map(math.isfinite, found)), "weights", self.weights, "finite")
-        return found
+        require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        return numbers
 
     def check(self, experts: Sequence[str]) -> None:
         """Refuse, before any work, weights that do not fit these experts, and a coefficient that is no finite
         number."""
-        self.expert_weights(experts)
+        self.weigh_experts(experts)
         require(isinstance(self.scale, Real), "coefficient", self.scale, "a number")
-        require(math.isfinite(self.scale), "coefficient", self.scale, "finite")
+        require(is_finite(self.scale), "coefficient", self.scale, "finite in float32")
 
     def check_tensors(self, names: Sequence[str]) -> None:
         """Refuse, before any work, a model whose merged tensors have these names.
@@ -268,6 +271,14 @@ class ScaledMethod(Method):
         return replace(self, coefficient=coefficient)
 
 
+def is_finite(value: float) -> bool:
+    """Whether a number is one in float32, too, in which most merges are computed."""
+    return abs(value) <= _LARGEST
+
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+
+
 def require(ok: bool, what: str, value: object, rule: str) -> None:
     """Raise an `InputError` that says `what` is `value` and must obey `rule`, unless `ok`."""
     if not ok:
@@ -281,10 +292,10 @@ def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:
-    return next((_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
+    return next((_read_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -46,6 +46,8 @@ class DELLA(SparsifiedMethod):
     rescale: str = "inverse"
     inner: Method = field(default_factory=lambda: TIES(preset="mergekit", density=1.0))
 
+    by_matrix = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
@@ -60,9 +62,9 @@ class DELLA(SparsifiedMethod):
         out = torch.empty_like(deltas)
         for expert, delta, row in zip(site.experts, deltas, out, strict=True):
             keep = torch.empty_like(delta, dtype=torch.bool)
-            for part, places in _cut_rows(name, delta):
+            for part, segment in _cut_rows(name, delta):
                 stay = assign_probabilities(delta[part], self.density, self.epsilon)
-                drawn = draw_uniform(make_counters(self.seed, expert, [places]), delta.device)
+                drawn = draw_uniform(make_counters(self.seed, expert, [segment]), delta.device)
                 torch.ge(drawn.view_as(stay), 1 - stay, out=keep[part])
                 if self.rescale == "inverse":
                     row[part] = drop_unlikely(delta[part], keep[part], stay)

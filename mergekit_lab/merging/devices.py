@@ -38,13 +38,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
         InputError: no such device.
     """
     try:
-        found = torch.device(device)
-        found = torch.device("cuda", found.index or 0) if found.type == "cuda" else found
-        torch.empty(0, device=found)
+        resolved = torch.device(device)
+        resolved = torch.device("cuda", resolved.index or 0) if resolved.type == "cuda" else resolved
+        torch.empty(0, device=resolved)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         count = torch.cuda.device_count()
         raise InputError(
             f"device {device!r} is not there: this machine has a CPU and {count} CUDA devices "
             f"({str(error).splitlines()[0]})"
         ) from None
-    return found
+    return resolved

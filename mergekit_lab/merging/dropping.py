@@ -55,7 +55,7 @@ class Counters:
 
 
 def make_counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
-    """The draws of one expert for a block, from the names and places alone."""
+    """The draws of one expert for a block, from the names and ranges alone."""
     return [Counters(hash_key(seed, expert, s.name), s.start, s.stop - s.start) for s in segments]
 
 
@@ -63,8 +63,8 @@ def draw_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), 32 bits each: float64, the counters' entries end to end."""
     out = torch.empty(sum(each.count for each in draws), dtype=torch.float64, device=device)
     if device.type == "cpu":
-        for place, bits in draw_bits_in_cache(draws):
-            numpy.multiply(bits, 2.0**-32, out=out.numpy()[place])
+        for part, bits in draw_bits_in_cache(draws):
+            numpy.multiply(bits, 2.0**-32, out=out.numpy()[part])
     elif not _draw_by_kernel([draws], out[None], 0):
         out.copy_(to_uniform(draw_bits(draws, device)))
     return out
@@ -88,8 +88,8 @@ def draw_mask(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) -> 
         rows.zero_()
     elif out.device.type == "cpu":
         for each, row in zip(draws, rows.numpy(), strict=True):
-            for place, bits in draw_bits_in_cache(each):
-                numpy.greater_equal(bits, numpy.uint32(bound), out=row[place])
+            for part, bits in draw_bits_in_cache(each):
+                numpy.greater_equal(bits, numpy.uint32(bound), out=row[part])
     elif not _draw_by_kernel(draws, rows, bound):
         for each, kept in zip(draws, rows, strict=True):
             torch.ge(draw_bits(each, out.device), bound, out=kept)
@@ -109,8 +109,8 @@ def apply_mask(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
 
 def pack_mask(keep: Tensor, bits: Tensor, offset: int) -> None:
     """Write booleans on a CPU, `[T, n]`, as bits into uint8 `[T, …]`; 8 divides the flat index."""
-    found = numpy.packbits(keep.numpy(), axis=1)
-    bits.numpy()[:, offset // 8 : offset // 8 + found.shape[1]] = found
+    packed = numpy.packbits(keep.numpy(), axis=1)
+    bits.numpy()[:, offset // 8 : offset // 8 + packed.shape[1]] = packed
 
 
 def apply_packed(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> Tensor:
@@ -122,11 +122,11 @@ def apply_packed(deltas: Tensor, bits: Tensor, offset: int, factors: Tensor) -> 
     bytes_ = numpy.unpackbits(numpy.arange(256, dtype=numpy.uint8)[:, None], axis=1)
     rows = zip(out.numpy(), deltas.numpy(), part, factors.to(deltas).numpy(), strict=True)
     for row, delta, packed, factor in rows:
-        table = bytes_ * factor
-        numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
-        if size % 8:
-            row[8 * whole :] = table[packed[whole], : size % 8]
-        with numpy.errstate(all="ignore"):
+        with numpy.errstate(all="ignore"):  # as in `apply_mask`
+            table = bytes_ * factor
+            numpy.take(table, packed[:whole], axis=0, out=row[: 8 * whole].reshape(-1, 8), mode="clip")
+            if size % 8:
+                row[8 * whole :] = table[packed[whole], : size % 8]
             numpy.multiply(row, delta, out=row)
     return out
 
@@ -153,7 +153,7 @@ _scratch = _Scratch()
 
 
 def draw_bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]:
-    """The bits of entries on a CPU, as NumPy's uint32, and their place among all; valid until the next."""
+    """The bits of entries on a CPU, as NumPy's uint32, and which of all they are; valid until the next."""
     first = 0
     for each in draws:
         stop = each.start + each.count
@@ -162,8 +162,8 @@ def draw_bits_in_cache(draws: Sequence[Counters]) -> Iterator[tuple[slice, Any]]
             shift = (each.key + output * _GOLDEN_GAMMA) % (1 << 64)
             state, other = _scratch.state[:count], _scratch.other[:count]
             numpy.add(_make_states()[:count], numpy.uint64(shift), out=state)
-            for places, factor in _ROUNDS:
-                numpy.right_shift(state, numpy.uint64(places), out=other)
+            for width, factor in _ROUNDS:
+                numpy.right_shift(state, numpy.uint64(width), out=other)
                 numpy.bitwise_xor(state, other, out=state)
                 if factor is not None:
                     numpy.multiply(state, numpy.uint64(factor), out=state)
@@ -187,9 +187,9 @@ def draw_bits(draws: Sequence[Counters], device: torch.device) -> Tensor:
     state = (index >> 1).add_(1).mul_(_to_signed(_GOLDEN_GAMMA))
     state += torch.tensor(keys, device=device).repeat_interleave(lengths, output_size=total)
     other = torch.empty_like(state)
-    for places, factor in _ROUNDS:
-        torch.bitwise_right_shift(state, places, out=other)
-        other &= (1 << (64 - places)) - 1  # zeros come in at the left
+    for width, factor in _ROUNDS:
+        torch.bitwise_right_shift(state, width, out=other)
+        other &= (1 << (64 - width)) - 1  # zeros come in at the left
         state ^= other
         if factor is not None:
             state *= _to_signed(factor)
@@ -219,8 +219,8 @@ FACTORS = (_to_signed(_GOLDEN_GAMMA), _to_signed(_MIX_1), _to_signed(_MIX_2))
 @cache
 def _load_draw() -> Callable[..., None] | None:
     """`gpu_kernels.draw`, if this machine's compiler makes of it what torch's operations give."""
-    found = load_gpu_kernels()
-    if found is None:
+    kernels = load_gpu_kernels()
+    if kernels is None:
         return None
     try:
         few = [[Counters(key, (1 << 40) + 1, 100)] for key in (7, -7)]
@@ -228,7 +228,7 @@ def _load_draw() -> Callable[..., None] | None:
         keep = torch.empty(2, 100, dtype=torch.bool, device="cuda")
         uniform = torch.empty(2, 100, dtype=torch.float64, device="cuda")
         for out in (keep, uniform):
-            found.draw(out, keys, few[0][0].start, 1 << 31, FACTORS)
+            kernels.draw(out, keys, few[0][0].start, 1 << 31, FACTORS)
         bits = torch.stack([draw_bits(each, keep.device) for each in few])
         same = torch.equal(keep, bits >= 1 << 31) and torch.equal(uniform, to_uniform(bits))
     except Exception as error:  # the compiler does not know this kernel or this GPU
@@ -236,7 +236,7 @@ def _load_draw() -> Callable[..., None] | None:
         return None
     if not same:
         logger.warning("drawing without Triton, which is slower: its kernel gives other bits here")
-    return found.draw if same else None
+    return kernels.draw if same else None
 
 
 def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:

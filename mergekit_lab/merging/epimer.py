@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, Stream, require, require_choice
+from mergekit_lab.merging.contract import Site, Stream, is_finite, require, require_choice
 from mergekit_lab.merging.fisher import SCALES, sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
 
@@ -56,13 +56,15 @@ class EpiMer(AtomMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.floor > 0, "floor", self.floor, "positive")
+        require(
+            self.floor > 0 and is_finite(self.floor), "floor", self.floor, "positive, and finite in float32"
+        )
         require_choice("aggregator", self.aggregator, ("sum", "mean"))
         require_choice("coordinates", self.coordinates, _COORDINATES)
         require_choice("normalize", self.normalize, SCALES)
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
-        weights = super().expert_weights(experts, name)
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        weights = super().weigh_experts(experts, name)
         require(min(weights) >= 0 and sum(weights) > 0, "weights", self.weights, "at least 0, and not all 0")
         return weights
 
@@ -88,7 +90,7 @@ class EpiMer(AtomMethod):
             return atoms, atoms.sigma
         fishers = [site.side["fisher"] for site in sites]
         curvature = torch.stack(fishers) if len(fishers) > 1 else fishers[0][None]
-        shares = torch.stack([self._shares(site) for site in sites]).double()
+        shares = torch.stack([self._divide_weights(site) for site in sites]).double()
         scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
         merged, eta = solve_mean(
             atoms, self._choose_coordinates(atoms, deltas), curvature, shares, self.floor, scales.to(shares)
@@ -98,7 +100,7 @@ class EpiMer(AtomMethod):
         merged = merged * (experts if self.aggregator == "sum" else 1)
         return atoms.to(deltas.dtype), merged.to(deltas.dtype)
 
-    def _shares(self, site: Site) -> Tensor:
+    def _divide_weights(self, site: Site) -> Tensor:
         return site.weights / site.weights.sum()
 
     def _choose_coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:

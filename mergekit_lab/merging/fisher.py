@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.merging.contract import Method, Site, Stream, require, require_choice
+from mergekit_lab.merging.contract import Method, Site, Stream, is_finite, require, require_choice
 
 SCALES = ("none", "trace", "norm")
 """How the experts' Fishers are brought to one scale: not at all, by their sums, by their L2 norms."""
@@ -59,7 +59,9 @@ class Fisher(Method):
     def __post_init__(self) -> None:
         require_choice("preset", self.preset, ("matena", "mergelm"))
         require_choice("normalize", self.normalize, SCALES)
-        require(self.floor >= 0, "floor", self.floor, "at least 0")
+        require(
+            self.floor >= 0 and is_finite(self.floor), "floor", self.floor, "at least 0, and finite in float32"
+        )
         require(
             not self.favor_target or self.preset == "matena",
             "favor_target",

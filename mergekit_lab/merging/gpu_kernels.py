@@ -19,13 +19,13 @@ def _count(  # type: ignore[no-untyped-def]
     KNOWN: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counted = place < entries
-    bits = tl.load(values + row * stride + place, mask=counted, other=0) & 0x7FFFFFFF
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counted = entry < entries
+    bits = tl.load(values + row * stride + entry, mask=counted, other=0) & 0x7FFFFFFF
     if KNOWN > 0:
         counted = counted & ((bits >> (31 - KNOWN)) == tl.load(prefixes + row))
     digits = (bits >> (31 - KNOWN - WIDTH)) & ((1 << WIDTH) - 1)
-    counter = ((row * COPIES + place % COPIES) << WIDTH) + digits
+    counter = ((row * COPIES + entry % COPIES) << WIDTH) + digits
     tl.atomic_add(counts + counter, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
 
 
@@ -53,18 +53,18 @@ def _draw(  # type: ignore[no-untyped-def]
     GAMMA: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = place + start
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = entry + start
     state = ((index >> 1) + 1) * GAMMA + tl.load(keys + row * key_stride)
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * MIX_1  # masks, because zeros come in at the left
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * MIX_2
     state = state ^ ((state >> 31) & 0x1FFFFFFFF)
     bits = (state >> ((index & 1) * 32)) & 0xFFFFFFFF
-    target = out + row * stride + place
+    target = out + row * stride + entry
     if KEEP:
-        tl.store(target, (bits >= bound).to(tl.uint8), mask=place < entries)
+        tl.store(target, (bits >= bound).to(tl.uint8), mask=entry < entries)
     else:
-        tl.store(target, bits.to(tl.float64) * 2.3283064365386963e-10, mask=place < entries)
+        tl.store(target, bits.to(tl.float64) * 2.3283064365386963e-10, mask=entry < entries)
 
 
 def draw(out: Tensor, keys: Tensor, start: int, bound: int, factors: tuple[int, int, int]) -> None:

@@ -19,7 +19,8 @@ from mergekit_lab.checkpoints import (
     refuse_quantized,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging.contract import Method
+from mergekit_lab.merging.contract import Method, require_choice
+from mergekit_lab.merging.stacks import Stack, find_stacks
 
 Source = Checkpoint | Mapping[str, Tensor] | str | Path
 Sources = Mapping[str, Source] | Sequence[Source]
@@ -38,6 +39,7 @@ class Inputs:
         tied: names that are another name for the same weights, each with the first.
         merged: the tensors that are merged, in the base's order: floating-point ones, tied ones once.
         transposed: the weights that are stored as [in, out].
+        stacks: the tensors that hold the matrices of a mixture's experts.
         compute: the dtype of the arithmetic.
     """
 
@@ -48,22 +50,23 @@ class Inputs:
     tied: Mapping[str, str]
     merged: tuple[str, ...]
     transposed: frozenset[str]
+    stacks: Mapping[str, Stack]
     compute: torch.dtype
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""
-        found = {}
+        sides = {}
         for kind, checkpoints in self.side.items():
             key = self.name_side(kind, name)
             if key is not None and all(key in checkpoint for checkpoint in checkpoints):
-                found[kind] = [checkpoint[key] for checkpoint in checkpoints]
-        return found
+                sides[kind] = [checkpoint[key] for checkpoint in checkpoints]
+        return sides
 
     def refuse_non_finite(self, names: Iterable[str]) -> None:
         """Raise for the first NaN or infinity in these tensors, naming tensor and checkpoint."""
         for name in names:
             for checkpoint in (self.base, *self.experts.values()):
-                bad = int((~torch.isfinite(checkpoint[name].float())).sum())
+                bad = int((~checkpoint[name].to(self.compute).isfinite()).sum())
                 if bad:
                     raise InputError(
                         f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: "
@@ -78,8 +81,8 @@ class Inputs:
                 values = self.read_sides(name)[kind][position].to(self.compute)
                 finite = bool(values.isfinite().all())
                 if not finite or (kind == "fisher" and bool((values < 0).any())):
-                    found = "negative" if finite else "NaN or infinite"
-                    raise InputError(f"the {kind} of {expert} holds {found} entries in ({listing([name])})")
+                    fault = "negative" if finite else "NaN or infinite"
+                    raise InputError(f"the {kind} of {expert} holds {fault} entries in ({listing([name])})")
 
 
 def open_inputs(
@@ -89,6 +92,7 @@ def open_inputs(
     statistics: Mapping[str, Sources] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    buffers: str = "merge",
 ) -> Inputs:
     """Open base, experts and side inputs, and check that they belong together.
 
@@ -106,7 +110,10 @@ def open_inputs(
     tied = origin.tied()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
+    require_choice("buffers", buffers, ("merge", "base"))
     merged = select_tensors(origin.specs, tied, include, exclude)
+    if buffers == "base":
+        merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
     method.check_tensors(merged)
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
@@ -117,6 +124,7 @@ def open_inputs(
         tied=tied,
         merged=merged,
         transposed=conv1d_weights(origin),
+        stacks=find_stacks({name: origin.specs[name].shape for name in merged}),
         compute=torch.float64 if double else torch.float32,
     )
 
@@ -159,14 +167,14 @@ def select_tensors(
     def match(names: Sequence[str], patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    found = tuple(
+    chosen = tuple(
         first
         for first, names in names_of.items()
         if (include is None or match(names, include)) and not match(names, exclude)
     )
-    if not found:
+    if not chosen:
         raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")
-    return found
+    return chosen
 
 
 def _check_alike(
@@ -215,7 +223,11 @@ def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
-    names = [name for name, spec in base.specs.items() if not spec.dtype.is_floating_point]
+    names = [
+        name
+        for name, spec in base.specs.items()
+        if not spec.dtype.is_floating_point and not name.endswith(_COUNTER)
+    ]
     for expert in experts:
         differing = [name for name in names if not torch.equal(base[name], expert[name])]
         if differing:
@@ -223,6 +235,13 @@ def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
                 f"expert {expert.label!r} has other integer or complex tensors than the base "
                 f"({listing(differing)}): these are copied, never averaged, so they must be equal"
             )
+
+
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Of batch norm: buffers that follow the data, not the gradient."""
+VARIANCE = "running_var"
+_COUNTER = "num_batches_tracked"
+"""Of batch norm: how many batches were seen. The merged model has the base's number."""
 
 
 def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
@@ -254,31 +273,31 @@ def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
 def _open_side(
     base: Checkpoint, method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
 ) -> dict[str, tuple[Checkpoint, ...]]:
-    given = dict(statistics or {})
+    by_kind = dict(statistics or {})
     known = {*_KINDS, *method.side_inputs}
-    for kind in given:
+    for kind in by_kind:
         if kind not in known:
             raise InputError(f"statistics hold {kind!r}, which no method takes{suggestion(kind, known)}")
     opened = {}
     for kind in method.side_inputs:
-        if kind not in given:
+        if kind not in by_kind:
             raise InputError(
                 f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
                 f"statistics={{{kind!r}: …}}"
             )
-        by_name = _name_sources(given[kind], kind)
-        if not isinstance(given[kind], Mapping) and len(by_name) == len(experts):
+        by_name = _name_sources(by_kind[kind], kind)
+        if not isinstance(by_kind[kind], Mapping) and len(by_name) == len(experts):
             by_name = dict(zip(experts, by_name.values(), strict=True))
         if by_name.keys() != set(experts):
             raise InputError(
                 f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
             )
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
-        own = {
+        dense = {
             n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n
         }
-        if own:
-            _check_alike(own, opened[kind], f"the {kind}", optional=base.specs)
+        if dense:
+            _check_alike(dense, opened[kind], f"the {kind}", optional=base.specs)
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
@@ -286,10 +305,12 @@ def _open_side(
 
 def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:
     """Refuse side inputs, under names of their own, that match none of the model's, or not the same ones."""
-    wanted = {key for name in base.specs if (key := method.name_side(kind, name)) is not None}
-    found = [wanted & checkpoint.keys() for checkpoint in side]
-    if side[0] and not found[0]:
+    stacks = find_stacks({name: spec.shape for name, spec in base.specs.items()})
+    names = [*base.specs, *(member for stack in stacks.values() for member in stack.members)]
+    wanted = {key for name in names if (key := method.name_side(kind, name)) is not None}
+    held = [wanted & checkpoint.keys() for checkpoint in side]
+    if side[0] and not held[0]:
         raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")
-    for checkpoint, names in zip(side, found, strict=True):
-        if names != found[0]:
-            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(names ^ found[0])})")
+    for checkpoint, keys in zip(side, held, strict=True):
+        if keys != held[0]:
+            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(keys ^ held[0])})")

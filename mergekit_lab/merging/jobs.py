@@ -23,9 +23,12 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
     if reader.device.type == "cpu":
         return [[name] for name in names]
     if isinstance(method, SpectralMethod):
+        alone = [[name] for name in names if name in reader.inputs.stacks]
         groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
         others: list[str] = []
         for name in names:
+            if name in reader.inputs.stacks:
+                continue
             shape = specs[name].shape
             alike = shape, name in reader.inputs.transposed
             (groups.setdefault(alike, []) if method.is_matrix(name, shape) else others).append(name)
@@ -38,10 +41,10 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
 
         def work(part: list[str]) -> int:
             shape = specs[part[0]].shape
-            return len(part) * math.prod(shape) * min(shape)
+            return len(part) * math.prod(shape) * min(shape[-2:])
 
         # the longest first, or several devices would wait for the one that has it
-        return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
+        return [*sorted([*stacks, *alone], key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
 
 

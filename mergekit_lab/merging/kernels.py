@@ -68,7 +68,7 @@ def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int)
 
 
 _CROWDED = 11
-"""Digits up to so many bits are counted in several places at once: most numbers share a few exponents, and a
+"""Digits up to so many bits are counted in several counters at once: most numbers share a few exponents, and a
 GPU's threads would wait for each other at their counters."""
 _COPIES = 64
 
@@ -77,11 +77,11 @@ _COPIES = 64
 def load_gpu_kernels() -> ModuleType | None:
     """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
     try:
-        from mergekit_lab.merging import gpu_kernels as found
+        from mergekit_lab.merging import gpu_kernels as kernels
 
         counts = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
-        found.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
+        kernels.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
     except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
         logger.warning("without Triton, which trims and drops faster: %s: %s", type(error).__name__, error)
         return None
-    return found
+    return kernels

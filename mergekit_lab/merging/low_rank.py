@@ -15,12 +15,13 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import TensorSpec
 from mergekit_lab.checkpoints.low_rank import COORDINATES, DIVISOR, LEFT, PARTS, RIGHT
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
 from mergekit_lab.merging.spectral import AtomMethod, cap_rank
+from mergekit_lab.merging.stacks import find_stacks
 from mergekit_lab.merging.stream import open_readers, read_stack, run_jobs, survey_model
 
 
@@ -57,23 +58,33 @@ def merge_factors(
     Raises:
         InputError: the method has no factors; and what `merge_state_dicts` refuses.
     """
-    found = require_factors(method)
+    atomic = require_factors(method)
     inputs = open_inputs(base, experts, method, statistics, include, exclude)
     readers = open_readers(inputs, method, device, notes)
     survey = survey_model(readers)
 
     def run(reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
-        return [(name, value.cpu()) for name, value in _factorize_job(found, reader, names, survey)]
+        return [(name, value.cpu()) for name, value in _factorize_job(atomic, reader, names, survey)]
 
-    made = (pair for results in run_jobs(readers, run) for pair in results)
     shapes = {name: inputs.base.specs[name].shape for name in inputs.merged}
-    return plan_factors(shapes, len(inputs.experts), found, inputs.compute), made
+    specs = plan_factors(shapes, len(inputs.experts), atomic, inputs.compute)
+    return specs, (pair for results in run_jobs(readers, run) for pair in results)
 
 
 def plan_factors(
     merged: Mapping[str, tuple[int, ...]], experts: int, method: AtomMethod, kind: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """What every factor will be, of the shapes that are merged, in the dtype of the arithmetic."""
+    """What every factor will be, of the shapes that are merged, in the dtype of the arithmetic.
+
+    Raises:
+        InputError: a tensor that stacks the matrices of a mixture's experts, which factors are not made of.
+    """
+    stacks = find_stacks(merged)
+    if stacks:
+        raise InputError(
+            f"low-rank factors hold one matrix a tensor, and {listing(stacks)} stack those of a mixture's "
+            "experts: exclude them, or store the merge dense"
+        )
     specs: dict[str, TensorSpec] = {}
     for name, shape in merged.items():
         if method.is_matrix(name, shape):

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require
+from mergekit_lab.merging.blocks import size_block
+from mergekit_lab.merging.contract import Blocks, Method, Site, require
 
 _SINGULAR = 1e-6
 
@@ -43,31 +44,69 @@ class ModelStock(Method):
 
     filter_wise: bool = False
 
+    propagates = True
+
     def __post_init__(self) -> None:
         require(self.weights is None, "weights", self.weights, "None: the experts count equally")
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return not self.filter_wise
+
+    @property
+    def by_matrix(self) -> bool:  # type: ignore[override]
+        return self.filter_wise
+
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if len(experts) < 2:
             raise InputError("model stock measures the angle between experts; it needs at least two")
-        return super().expert_weights(experts, name)
+        return super().weigh_experts(experts, name)
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Tensor:
+        """`r` of the tensor, 0-d."""
+        gram: Tensor | float = 0.0
+        for _, deltas, site in blocks():  # noqa: B007
+            gram = gram + multiply(deltas)
+        assert isinstance(gram, Tensor)
+        ratio = find_ratio(gram)
+        _note(site, ratio)
+        return ratio
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        if not self.filter_wise:
+            return deltas.mean(dim=0).mul_(site.tensor)
         deltas = site.orient(deltas)
-        rows = deltas.shape[1] if self.filter_wise and base.dim() > 1 else 1
-        filters = deltas.reshape(len(deltas), rows, -1)
-        ratio = stock_ratio(filters)
-        if float(ratio.min()) < 0:
-            site.note("ratio", float(ratio.min()))
-        return site.orient((ratio[:, None] * filters.mean(dim=0)).view(deltas.shape[1:]))
+        filters = deltas.reshape(len(deltas), deltas.shape[1] if base.dim() > 1 else 1, -1)
+        merged, ratios = filters.mean(dim=0), []
+        for rows in torch.arange(filters.shape[1]).split(
+            max(1, size_block(filters.device) // filters.shape[2])
+        ):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            ratios.append(find_ratio(multiply(filters[:, part].transpose(0, 1))))
+            merged[part] *= ratios[-1][:, None].to(merged.dtype)
+        _note(site, torch.cat(ratios).min())
+        return site.orient(merged.view(deltas.shape[1:]))
 
 
-def stock_ratio(filters: Tensor) -> Tensor:
-    """`r` of each filter `[F]`, from the task vectors `[N, F, n]` of `N ≥ 2` experts."""
-    norms = filters.norm(dim=-1, keepdim=True)
-    units = filters / torch.where(norms == 0, 1, norms)
-    experts = len(filters)
-    cosines = [(units[i] * units[j]).sum(dim=-1) for i in range(experts) for j in range(i)]
-    cosine = torch.stack(cosines).clamp(-1, 1).mean(dim=0)
+def _note(site: Site, ratio: Tensor) -> None:
+    if float(ratio) < 0:
+        site.note("ratio", float(ratio))
+
+
+def multiply(rows: Tensor) -> Tensor:
+    """The products of rows with each other, `[…, N, N]` in float64, of `[…, N, n]`."""
+    rows = rows.double()
+    return rows @ rows.mT
+
+
+def find_ratio(gram: Tensor) -> Tensor:
+    """`r` `[…]` from the products `[…, N, N]` of `N ≥ 2` experts' task vectors with each other."""
+    experts = gram.shape[-1]
+    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    norms = torch.where(norms == 0, 1, norms)
+    cosines = (gram / norms[..., None] / norms[..., None, :]).clamp(-1, 1)
+    first, second = torch.tril_indices(experts, experts, offset=-1)
+    cosine = cosines[..., first, second].mean(dim=-1)
     below = 1 + (experts - 1) * cosine
     singular = below.abs() < _SINGULAR
     return torch.where(singular, 0, experts * cosine / torch.where(singular, 1, below))

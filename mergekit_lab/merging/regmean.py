@@ -46,6 +46,7 @@ class RegMean(Method):
     ridge: float = 0.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
+    by_matrix = True
 
     def __post_init__(self) -> None:
         require(0 <= self.ratio <= 1, "ratio", self.ratio, "in [0, 1]")

@@ -82,13 +82,13 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     prefix, known = torch.zeros(experts, dtype=torch.int64, device=device), 0
     room = equal = torch.full((experts, 1), kept, device=device)
     for width in _plan_widths(dtype, entries):
-        found = run_at_once(partial(_count, prefix, known, width), shares)
-        counts = reduce(Tensor.add_, (each.to(device) for each in found))
+        counted = run_at_once(partial(_count, prefix, known, width), shares)
+        counts = reduce(Tensor.add_, (each.to(device) for each in counted))
         from_above = counts.flip(1).cumsum_(1)
-        place = torch.searchsorted(from_above, room)
-        digit = counts.shape[1] - 1 - place
+        column = torch.searchsorted(from_above, room)
+        digit = counts.shape[1] - 1 - column
         equal = counts.gather(1, digit)
-        room = room - (from_above.gather(1, place) - equal)
+        room = room - (from_above.gather(1, column) - equal)
         prefix = prefix << width | digit[:, 0]
         known += width
     # an accelerator is waited for once
@@ -108,7 +108,7 @@ WIDE = 1 << 22
 def _plan_widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
     """Bits that are settled in each pass, the sign left out.
 
-    Few at first: where most numbers share an exponent, many threads of a GPU would count in one place.
+    Few at first: where most numbers share an exponent, many threads of a GPU would count in one counter.
     """
     if dtype == torch.float64:
         return (11, 20, 20, 12) if entries > WIDE else (11, 13, 13, 13, 13)
@@ -127,16 +127,16 @@ def _count(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
 
 def _find_cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[int]) -> list[float]:
     """The flat index from which entries equal to the threshold go, where there is `room` for so many."""
-    cuts = [math.inf if places == count else -1.0 for places, count in zip(room, equal, strict=True)]
+    cuts = [math.inf if left == count else -1.0 for left, count in zip(room, equal, strict=True)]
     left = list(room)
     offset = 0
     for block in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
-                places = torch.as_tensor(to_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
-                if len(places) >= left[t]:
-                    cuts[t] = offset + int(places[left[t] - 1]) + 1
-                left[t] -= len(places)
+                equals = torch.as_tensor(to_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
+                if len(equals) >= left[t]:
+                    cuts[t] = offset + int(equals[left[t] - 1]) + 1
+                left[t] -= len(equals)
         if min(cuts) >= 0:
             break
         offset += block.shape[1]

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require
+from mergekit_lab.merging.contract import Blocks, Method, Site, require
+from mergekit_lab.merging.model_stock import multiply
 
 _PARALLEL = 0.9995
 _NO_DIRECTION = 1e-8
@@ -28,7 +28,7 @@ class SLERP(Method):
     """From the first of two experts to the second along the arc between them.
 
     Args:
-        t: place on the arc, in [0, 1]; 0 is the first expert, 1 the second.
+        t: position on the arc, in [0, 1]; 0 is the first expert, 1 the second.
         weights: None; `t` takes their place.
 
     The order of the experts matters: `t` for one order is `1 − t` for the other.
@@ -39,26 +39,38 @@ class SLERP(Method):
 
     t: float = 0.5
 
+    elementwise = True
+    propagates = True
+
     def __post_init__(self) -> None:
         require(0 <= self.t <= 1, "t", self.t, "in [0, 1]")
         require(self.weights is None, "weights", self.weights, "None: t says how much of each")
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if len(experts) != 2:
             raise InputError(f"SLERP goes from one expert to another; it was given {len(experts)}")
-        return super().expert_weights(experts, name)
+        return super().weigh_experts(experts, name)
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> tuple[float, float]:
+        """How much of each expert makes the point on the arc."""
+        gram = sum(multiply(base + deltas) for base, deltas, _ in blocks())
+        assert isinstance(gram, Tensor)
+        return split_arc(gram.tolist(), self.t)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        start, end = (base + deltas).reshape(2, -1)
-        first, second = arc_shares(start, end, self.t)
+        first, second = site.tensor
         return first * deltas[0] + second * deltas[1] + (first + second - 1) * base
 
 
-def arc_shares(start: Tensor, end: Tensor, t: float) -> tuple[float, float]:
-    """How much of the vectors `start` and `end` `[n]` makes the point at `t` on the arc between them."""
-    norms = [float(x.norm(dtype=torch.float64)) for x in (start, end)]
-    scale = math.prod(norm if norm > _NO_DIRECTION else 1.0 for norm in norms)
-    cosine = max(-1.0, min(1.0, float(start.double() @ end.double()) / scale))
+def split_arc(gram: Sequence[Sequence[float]], t: float) -> tuple[float, float]:
+    """How much of two vectors makes the point at `t` on the arc between them, from their products `[2][2]`."""
+    if not all(math.isfinite(product) for row in gram for product in row):
+        return math.nan, math.nan  # no arc, and the driver refuses a result that is no number
+    norms = [math.sqrt(gram[i][i]) for i in range(2)]
+    cosine = gram[0][1]
+    for norm in norms:
+        cosine /= norm if norm > _NO_DIRECTION else 1.0
+    cosine = max(-1.0, min(1.0, cosine))
     if abs(cosine) > _PARALLEL:
         return 1 - t, t
     angle = math.acos(cosine)

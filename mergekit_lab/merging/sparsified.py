@@ -51,6 +51,10 @@ class SparsifiedMethod(Method):
         return self.by_blocks and self.inner.elementwise
 
     @property
+    def by_matrix(self) -> bool:  # type: ignore[override]
+        return self.inner.by_matrix
+
+    @property
     def pools(self) -> bool:  # type: ignore[override]
         return self.by_entries and self.inner.pools
 
@@ -65,8 +69,8 @@ class SparsifiedMethod(Method):
     def at(self, coefficient: float) -> Self:
         return replace(self, inner=self.inner.at(coefficient))
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
-        return self.inner.expert_weights(experts, name)
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        return self.inner.weigh_experts(experts, name)
 
     def name_side(self, kind: str, name: str) -> str | None:
         return self.inner.name_side(kind, name)

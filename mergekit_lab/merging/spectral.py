@@ -5,14 +5,16 @@ Legend: `B` same-shaped matrices `m×n`, `T` experts, `r = min(m, n)`, `k` tripl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import ScaledMethod, Site, require
+from mergekit_lab.merging.contract import Method, ScaledMethod, Site, require
 from mergekit_lab.merging.factorizations import orthogonalize, solve_triplets
+from mergekit_lab.merging.stacks import find_stacks
 
 _NO_MATRIX = "text_projection"
 
@@ -24,6 +26,10 @@ class SpectralMethod(ScaledMethod):
     2-D tensors are treated so, embeddings included, text projections excepted (the TSV-M authors' rule); all
     others get `α` times the mean of the task vectors, each scaled by its `λ_t`.
     """
+
+    by_matrix = True
+    rest: ClassVar[str] = "the mean"
+    """What becomes of other tensors."""
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether `merge_matrices` takes this tensor."""
@@ -49,6 +55,23 @@ class SpectralMethod(ScaledMethod):
         if self.is_matrix(name, base.shape):
             return self.merge_matrices(deltas[None], [site])[0]
         return self.merge_other(name, base, deltas, site)
+
+
+def explain_shapes(method: Method, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What the method makes of stacks of matrices, and of tensors that are none, among those it merges."""
+    stacks = find_stacks(shapes)
+    if not isinstance(method, SpectralMethod):
+        how = "matrix by matrix" if method.by_matrix and not method.elementwise else "each as one tensor"
+        return [f"{len(stacks)} stacks of a mixture's experts: {how}"] if stacks else []
+    taken = [n for n, s in stacks.items() if method.is_matrix(stacks[n].members[0], s.shape)]
+    matrices = [n for n, shape in shapes.items() if n not in stacks and method.is_matrix(n, shape)]
+    lines = [f"{len(matrices)} matrices"]
+    if taken:
+        lines[0] += (
+            f", and of {len(taken)} stacks {sum(len(stacks[n].members) for n in taken)} of a mixture's experts"
+        )
+    rest = len(shapes) - len(matrices) - len(taken)
+    return [*lines, f"{rest} other tensors: {method.rest}"] if rest else lines
 
 
 def weigh(deltas: Tensor, sites: Sequence[Site]) -> Tensor:

@@ -8,6 +8,7 @@ memory is bounded by the jobs in flight, never by the model. What comes out does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, nullcontext
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.machine import usable_cores
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
 from mergekit_lab.merging.flat import view_like
-from mergekit_lab.merging.inputs import Inputs, Source, Sources, open_inputs
+from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.jobs import STACK_BYTES, plan_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
 
@@ -49,6 +50,8 @@ def _run_job(
             _store(name, out[name], inputs.base[name])
     elif method.elementwise:
         _run_blocks(reader, names, survey, out)
+    elif method.by_matrix and names[0] in inputs.stacks:
+        _run_stack(reader, names[0], survey, out[names[0]])
     elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
         with read_stack(reader, names, survey) as (bases, deltas, sites):
             merges = method.merge_matrices(deltas, sites)
@@ -66,7 +69,52 @@ def _run_job(
             merged = method.merge(name, base, deltas, site)
             reader.expect_finite_result(name, merged)
             _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
+    for name in names:
+        if name.endswith(VARIANCE):
+            _raise_variance(reader, name, out[name])
     return list(out.items())
+
+
+def _raise_variance(reader: Reader, name: str, out: Tensor) -> None:
+    """A variance is not negative, wherever task vectors lead: such an entry becomes the smallest of the base's
+    and the experts'."""
+    below = out < 0
+    if bool(below.any()):
+        models = (reader.inputs.base, *reader.inputs.experts.values())
+        least = torch.stack([model[name].to(out) for model in models]).amin(dim=0)
+        out.copy_(torch.where(below, least, out))
+        count = int(below.sum())
+        reader.notes.setdefault(name, {})["variance"] = f"{count} negative entries are the inputs' smallest"
+
+
+def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
+    """The matrices of a mixture's experts, one by one, or as many at a time as an accelerator factorizes."""
+    method, stack, flat = reader.method, reader.inputs.stacks[name], out.view(-1)
+    size, count = math.prod(stack.shape), len(stack.members)
+    batched = isinstance(method, SpectralMethod) and method.is_matrix(stack.members[0], stack.shape)
+    step = count_members(reader, name) if batched else 1
+    for start in range(0, count, step):
+        numbers = range(start, min(start + step, count))
+        part = Segment(name, start * size, numbers.stop * size)
+        base, deltas = reader.read([part], reader.flat)
+        reader.expect_finite([name], deltas)
+        sites = [reader.make_member_site(name, number, survey) for number in numbers]
+        reader.settle()
+        each = deltas.view(len(deltas), len(numbers), *stack.shape).transpose(0, 1)
+        with reader.turn if batched else nullcontext():
+            if isinstance(method, SpectralMethod) and batched:
+                merged = method.merge_matrices(each.contiguous(), sites)
+            else:
+                merged = method.merge(stack.members[start], base.view(stack.shape), each[0], sites[0])
+        reader.expect_finite_result(name, merged)
+        target = flat[part.start : part.stop]
+        _store(name, target, _add(base, merged.reshape(-1), method.scale, target.dtype))
+
+
+def count_members(reader: Reader, name: str) -> int:
+    """Matrices of a stack that are factorized together."""
+    size = 4 * len(reader.experts) * math.prod(reader.inputs.stacks[name].shape)
+    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 @contextmanager
@@ -162,6 +210,7 @@ def merge_tensors(
     device: Devices = "cpu",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    buffers: str = "merge",
     notes: Notes | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Merge and yield one named tensor after another; see `merge_state_dicts` for the arguments.
@@ -170,7 +219,7 @@ def merge_tensors(
     of it. What is copied from the base comes first, then what is merged, as it is done; tied names follow
     each other.
     """
-    inputs = open_inputs(base, experts, method, statistics, include, exclude)
+    inputs = open_inputs(base, experts, method, statistics, include, exclude, buffers)
     readers = open_readers(inputs, method, device, notes)
     return _generate(readers, survey_model(readers), dtype)
 
@@ -223,6 +272,18 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
 Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
 
 
+def _attempt(run: Job, reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
+    """A job, with an error that names its tensors where LAPACK gives up."""
+    try:
+        return run(reader, names)
+    except torch.linalg.LinAlgError as error:
+        reader.settle()
+        raise InputError(
+            f"{listing(names)} cannot be factorized: the task vectors or side inputs are too large, or too far "
+            f"apart in size, for float64 ({str(error).splitlines()[0]})"
+        ) from None
+
+
 def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
     """The jobs' results as they end. A device has one worker, or several where one cannot fill it."""
     jobs = plan_jobs(readers[0])
@@ -244,7 +305,7 @@ def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor
         reader, stream = free.get()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                result = run(reader, job)
+                result = _attempt(run, reader, job)
                 reader.settle()
                 return result
         finally:
@@ -277,7 +338,7 @@ def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list
     """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
     every = 1 if reader.device.type == "cpu" else _UNSETTLED
     for number, job in enumerate(jobs, start=1):
-        result = run(reader, job)
+        result = _attempt(run, reader, job)
         if number % every == 0 or number == len(jobs):
             reader.settle()
         yield result
@@ -317,6 +378,7 @@ def merge_state_dicts(
     device: Devices = "cpu",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    buffers: str = "merge",
     notes: Notes | None = None,
 ) -> dict[str, Tensor]:
     """Merge experts of one base into one state dict.
@@ -333,6 +395,9 @@ def merge_state_dicts(
         device: where the arithmetic happens; several devices (`["cuda:0", "cuda:1"]`) share the tensors.
         include, exclude: name patterns (`"*.mlp.*"`); floating-point tensors that are not included, or are
             excluded, stay the base's.
+        buffers: "merge" batch norm's running statistics as other tensors, or keep those of the "base". A
+            merged variance that would be negative is the smallest of the base's and the experts'.
+            `num_batches_tracked` is always the base's.
         notes: a dict that receives diagnostics, `{tensor: {key: value}}` (EpiMer's `eta`).
 
     Returns:
@@ -351,7 +416,7 @@ def merge_state_dicts(
     pairs = dict(
         merge_tensors(
             origin, experts, method, statistics=statistics, dtype=dtype, device=device,
-            include=include, exclude=exclude, notes=notes,
+            include=include, exclude=exclude, buffers=buffers, notes=notes,
         )
     )  # fmt: skip
     return {name: pairs[name] for name in origin}

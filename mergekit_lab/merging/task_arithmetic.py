@@ -5,7 +5,6 @@ Ilharco et al. 2023, "Editing models with task arithmetic"; reference: mlfoundat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,7 +12,7 @@ from typing import Self
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import ScaledMethod, Site, require
+from mergekit_lab.merging.contract import ScaledMethod, Site, is_finite, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class TaskArithmetic(ScaledMethod):
 
     def __post_init__(self) -> None:
         values = self.coefficient if isinstance(self.coefficient, Sequence) else [self.coefficient]
-        require(all(math.isfinite(v) for v in values), "coefficient", self.coefficient, "finite")
+        require(all(map(is_finite, values)), "coefficient", self.coefficient, "finite in float32")
         if isinstance(self.coefficient, Sequence) and self.weights is not None:
             raise InputError("give either a list of coefficients or weights, not both")
 
@@ -47,10 +46,10 @@ class TaskArithmetic(ScaledMethod):
             raise InputError("a list of coefficients cannot be searched; set weights and one coefficient")
         return replace(self, coefficient=coefficient)
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if isinstance(self.coefficient, Sequence):
-            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).expert_weights(experts, name)
-        return super().expert_weights(experts, name)
+            return replace(self, coefficient=1.0, weights=tuple(self.coefficient)).weigh_experts(experts, name)
+        return super().weigh_experts(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         return site.weights @ deltas

@@ -62,12 +62,18 @@ class WUDI(SpectralMethod):
         require(self.steps >= 0, "steps", self.steps, "at least 0")
         require(self.lr > 0, "lr", self.lr, "positive")
 
+    @property
+    def rest(self) -> str:  # type: ignore[override]
+        return "the mean" if self.all_matrices else "the base"
+
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         return len(shape) == 2 and (self.all_matrices or _OPTIMIZED.search(name) is not None)
 
     def check_tensors(self, names: Sequence[str]) -> None:
         super().check_tensors(names)
-        if not self.all_matrices and not any(map(_OPTIMIZED.search, names)):
+        if not self.all_matrices and not any(
+            _OPTIMIZED.search(n) or _OPTIMIZED.search(n + ".weight") for n in names
+        ):
             raise InputError(
                 "WUDI knows attention and MLP weights by their names (attn.in_proj_weight, q_proj.weight, "
                 "fc1.weight, …) and this model has none: set all_matrices=True to merge every matrix"

@@ -19,6 +19,7 @@ from mergekit_lab.merging import (
     ConsensusTA,
     EpiMer,
     Fisher,
+    IsoC,
     IsoCTS,
     Method,
     ModelStock,
@@ -58,6 +59,54 @@ def test_extra_tensors_are_named_with_their_expert() -> None:
 def test_numbers_that_overflow_on_the_way_are_refused_not_stored(method: Method) -> None:
     far = [{"w": torch.full((4, 6), -1e38)}] * 2
     refuse("merging w overflows", base={"w": torch.full((4, 6), 1e38)}, experts=far, method=method)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        TSVM(),
+        IsoC(),
+        IsoCTS(),
+        IsoCTS(common=0.4),
+        EpiMer(rank=2),
+        WUDI(all_matrices=True),
+        Breadcrumbs(density=1.0, inner=IsoC()),
+        SLERP(),
+        ModelStock(),
+        DARE(rescale="l1"),
+    ],
+    ids=repr,
+)
+def test_numbers_at_the_end_of_float64_name_the_tensor(method: Method) -> None:
+    """Here factorizations give up, or numbers overflow; neither is a traceback of LAPACK."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.zeros(6, 7).double()}
+    far = [{"w": 1.7e308 * torch.rand(6, 7, generator=generator, dtype=torch.float64)} for _ in range(2)]
+    fishers = {"fishers": [{"w": torch.ones(6, 7)}] * 2} if method.side_inputs else {}
+    refuse(r"(merging w overflows torch.float64|^w cannot be factorized)", base, far, method, **fishers)
+
+
+def test_a_curvature_that_outweighs_all_others_names_the_tensor() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base, *experts = ({"w": torch.randn(6, 7, generator=generator)} for _ in range(3))
+    fishers = [{"w": torch.rand(6, 7, generator=generator)} for _ in range(2)]
+    fishers[0]["w"][0, 0] = 1e38
+    refuse("w cannot be factorized", base, experts, EpiMer(rank=2), fishers=fishers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TaskArithmetic(coefficient=1e308),
+        lambda: Fisher(floor=1e308),
+        lambda: EpiMer(floor=1e39),
+        lambda: TSVM(coefficient=1e308).check(["a"]),
+        lambda: WeightAverage(weights=[1e39]).check(["a"]),
+    ],
+)
+def test_settings_that_float32_does_not_hold_are_refused_before_any_work(make) -> None:
+    with pytest.raises(InputError, match="finite in float32"):
+        make()
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod."])

@@ -8,6 +8,7 @@ import torch
 from merging.conftest import in_dtype
 from merging.world import assert_close, assert_equal, run, world
 
+from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
@@ -40,6 +41,7 @@ METHODS: dict[str, Method] = {
     "ties_mergelm": TIES(density=0.3, preset="mergelm"),
     "ties_sum": TIES(density=0.3, preset="sum"),
     "ties_mergekit": TIES(density=0.3, preset="mergekit"),
+    "ties_mergekit_sum": TIES(density=0.3, preset="mergekit", aggregator="sum"),
     "ties_peft": TIES(density=0.3, preset="peft"),
     "dare": DARE(density=0.5),
     "dare_l1": DARE(density=0.5, rescale="l1"),
@@ -48,6 +50,7 @@ METHODS: dict[str, Method] = {
     "dare_l1_fisher": DARE(density=0.5, rescale="l1", inner=Fisher(normalize="norm")),
     "fisher": Fisher(),
     "fisher_normalized": Fisher(normalize="norm"),
+    "fisher_trace": Fisher(normalize="trace"),
     "fisher_favor_target": Fisher(favor_target=True, floor=0.5),
     "fisher_mergelm": Fisher(preset="mergelm", normalize="norm"),
     "tsvm": TSVM(),
@@ -56,7 +59,7 @@ METHODS: dict[str, Method] = {
     "epimer_full": EpiMer(rank=2, coordinates="full", aggregator="mean"),
     "epimer_normalized": EpiMer(rank=2, normalize="trace"),
     "wudi": WUDI(lr=1e-4),
-    "wudi_all_2d": WUDI(all_matrices=True, steps=20, lr=1e-3),
+    "wudi_all_matrices": WUDI(all_matrices=True, steps=20, lr=1e-3),
     "iso_c": IsoC(),
     "iso_cts": IsoCTS(),
     "iso_cts_own": IsoCTS(common=0.4),
@@ -81,30 +84,100 @@ DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
     "slerp_asymmetric",  # t counts from the first expert
 }
-NO_COEFFICIENT = (
+NO_COEFFICIENT = {
     "average",
     "fisher",
+    "fisher_normalized",
+    "fisher_trace",
+    "fisher_favor_target",
+    "fisher_mergelm",
     "dare_l1_fisher",
     "della_fisher",
     "regmean",
+    "regmean_shrunk",
     "adamerging",
+    "adamerging_layer_wise",
     "slerp",
+    "slerp_asymmetric",
     "model_stock",
-)
-EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
-IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES = {
-    "average": WeightAverage(),
-    "task_arithmetic": TaskArithmetic(weights=[1 / 3] * 3, coefficient=1.0),
-    "ties": TIES(density=1.0),
-    "ties_mergekit": TIES(density=1.0, preset="mergekit"),
-    "ties_peft": TIES(density=1.0, preset="peft"),
-    "fisher": Fisher(),
-    "regmean": RegMean(),
-    "adamerging": AdaMerging(weights=[1 / 3] * 3),
-    "consensus": ConsensusTA(weights=[1 / 3] * 3, coefficient=1.0),
-    "model_stock": ModelStock(),
-    "slerp": SLERP(t=0.3),
+    "model_stock_filter_wise",
 }
+EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
+THIRDS = (1 / 3, 1 / 3, 1 / 3)
+MEAN = TaskArithmetic(weights=THIRDS, coefficient=1.0)
+# As they are, but for what scales or thins out.
+IDENTICAL_EXPERTS = {
+    "task_arithmetic": MEAN,
+    "ties": TIES(density=1.0),
+    "ties_mergelm": TIES(density=1.0, preset="mergelm"),
+    "ties_sum": TIES(density=1.0, preset="sum", weights=THIRDS, coefficient=1.0),
+    "ties_mergekit": TIES(density=1.0, preset="mergekit"),
+    "ties_mergekit_sum": TIES(density=1.0, preset="mergekit", aggregator="sum", weights=THIRDS),
+    "ties_peft": TIES(density=1.0, preset="peft"),
+    "dare": DARE(density=1.0, inner=MEAN),
+    "dare_l1": DARE(density=1.0, rescale="l1", inner=MEAN),
+    "dare_ties": DARE(density=1.0, inner=TIES(density=1.0)),
+    "dare_l1_ties": DARE(density=1.0, rescale="l1", inner=TIES(preset="mergekit", density=1.0)),
+    "dare_l1_fisher": DARE(density=1.0, rescale="l1", inner=Fisher()),
+    "breadcrumbs": Breadcrumbs(density=1.0, inner=MEAN),
+    "breadcrumbs_ties": Breadcrumbs(density=1.0, inner=TIES(preset="mergekit", density=1.0)),
+    "della": DELLA(density=1.0),
+    "della_l1": DELLA(density=1.0, rescale="l1", inner=MEAN),
+    "della_fisher": DELLA(density=1.0, inner=Fisher()),
+    "consensus": ConsensusTA(weights=THIRDS, coefficient=1.0),
+    "consensus_by_expert": ConsensusTA(tall=[0.2, 0.4, 0.6], weights=THIRDS, coefficient=1.0),
+    "adamerging": AdaMerging(weights=THIRDS),
+    "adamerging_layer_wise": AdaMerging(weights=[{"a.*": 0.1, "*": 0.4}, {"a.*": 0.5}, {"a.*": 0.4}]),
+}
+IDENTICAL_EXPERTS_BECOME_ANOTHER = {
+    "tsvm": "directions that experts share are whitened away from each other",
+    "tsvm_rank": "as tsvm, and the rank is capped",
+    "breadcrumbs_tsvm": "as tsvm",
+    "epimer": "directions as tsvm's",
+    "epimer_full": "directions as tsvm's",
+    "epimer_normalized": "directions as tsvm's",
+    "wudi": "Adam starts at the sum, and other tensors keep the base",
+    "wudi_all_matrices": "Adam starts at the sum",
+    "iso_c": "the spectrum becomes flat",
+    "iso_cts": "the spectrum becomes flat",
+    "iso_cts_own": "the spectrum becomes flat",
+}
+ONE_EXPERT = {
+    "task_arithmetic": TaskArithmetic(coefficient=1.0),
+    "ties": TIES(density=1.0),
+    "ties_mergelm": TIES(density=1.0, preset="mergelm"),
+    "ties_sum": TIES(density=1.0, preset="sum", coefficient=1.0),
+    "ties_mergekit": TIES(density=1.0, preset="mergekit"),
+    "ties_mergekit_sum": TIES(density=1.0, preset="mergekit", aggregator="sum"),
+    "ties_peft": TIES(density=1.0, preset="peft"),
+    "dare": DARE(density=1.0, inner=TaskArithmetic(coefficient=1.0)),
+    "dare_l1": DARE(density=1.0, rescale="l1", inner=TaskArithmetic(coefficient=1.0)),
+    "dare_ties": DARE(density=1.0, inner=TIES(density=1.0)),
+    "dare_l1_ties": DARE(density=1.0, rescale="l1", inner=TIES(preset="mergekit", density=1.0)),
+    "dare_l1_fisher": DARE(density=1.0, rescale="l1", inner=Fisher()),
+    "epimer": EpiMer(rank=None),
+    "epimer_full": EpiMer(rank=None, coordinates="full", aggregator="mean"),
+    "epimer_normalized": EpiMer(rank=None, normalize="trace"),
+    "breadcrumbs": Breadcrumbs(density=1.0, inner=TaskArithmetic(coefficient=1.0)),
+    "breadcrumbs_ties": Breadcrumbs(density=1.0, inner=TIES(preset="mergekit", density=1.0)),
+    "breadcrumbs_tsvm": Breadcrumbs(density=1.0, inner=TSVM()),
+    "della": DELLA(density=1.0),
+    "della_l1": DELLA(density=1.0, rescale="l1", inner=TaskArithmetic(coefficient=1.0)),
+    "della_fisher": DELLA(density=1.0, inner=Fisher()),
+    "consensus": ConsensusTA(k=1, coefficient=1.0),
+    "consensus_by_expert": ConsensusTA(k=1, tall=[0.2], coefficient=1.0),
+    "adamerging": AdaMerging(weights=[1.0]),
+    "adamerging_layer_wise": AdaMerging(weights=[{"*": 1.0}]),
+}
+ONE_EXPERT_BECOMES_ANOTHER = {
+    "tsvm_rank": "the rank is capped",
+    "wudi": "tensors that are no attention or MLP weights keep the base",
+    "iso_c": "the spectrum becomes flat",
+    "iso_cts": "the spectrum becomes flat",
+    "iso_cts_own": "the spectrum becomes flat",
+}
+NEED_TWO_EXPERTS = {"slerp", "slerp_asymmetric", "model_stock", "model_stock_filter_wise"}
+WITHOUT_WEIGHTS = NEED_TWO_EXPERTS
 every_method = pytest.mark.parametrize("label", METHODS)
 
 
@@ -180,8 +253,8 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
     base, experts, fishers = world_of(label, dtype=torch.bfloat16)
     base["a.bias"][0] = -0.0
     method = METHODS[label]
-    if label.startswith(NO_COEFFICIENT):
-        with pytest.raises(ValueError, match="no coefficient"):
+    if label in NO_COEFFICIENT:
+        with pytest.raises(InputError, match="no coefficient"):
             method.at(0.0)
         return
     merged = run(method.at(0.0), base, experts, fishers)
@@ -189,7 +262,7 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
     assert math.copysign(1, float(merged["a.bias"][0])) == -1
 
 
-@pytest.mark.parametrize("label", [label for label in METHODS if not label.startswith(NO_COEFFICIENT)])
+@pytest.mark.parametrize("label", [label for label in METHODS if label not in NO_COEFFICIENT])
 def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     """One merge serves a whole coefficient search."""
     base, experts, fishers = world_of(label, dtype=torch.float64)
@@ -198,34 +271,42 @@ def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     assert_close(twice, {n: base[n] - 2 * (once[n] - base[n]) for n in base}, 1e-12)
 
 
-@pytest.mark.parametrize("label", IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES)
+@every_method
 def test_identical_experts_merge_to_themselves(label: str) -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = world_of(label)
     one = experts["task_0"]
-    same = dict.fromkeys(list(experts)[: EXPERTS.get(label, 3)], one)
-    assert_close(run(IDENTICAL_EXPERTS_MERGE_TO_THEMSELVES[label], base, same, fishers), one)
+    method = IDENTICAL_EXPERTS.get(label, METHODS[label])
+    merged = run(method, base, dict.fromkeys(experts, one), fishers)
+    if label in IDENTICAL_EXPERTS_BECOME_ANOTHER:
+        with pytest.raises(AssertionError):
+            assert_close(merged, one, 1e-3)
+    else:
+        assert_close(merged, one)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        TaskArithmetic(coefficient=1.0),
-        WeightAverage(),
-        TIES(density=1.0),
-        TSVM(),
-        Fisher(),
-        WUDI(all_matrices=True),
-        RegMean(),
-        AdaMerging(weights=[1.0]),
-        ConsensusTA(k=1, coefficient=1.0),
-        Breadcrumbs(density=1.0, inner=TaskArithmetic(coefficient=1.0)),
-        DELLA(density=1.0),
-    ],
-    ids=repr,
-)
-def test_one_expert_at_coefficient_one_is_that_expert(method: Method) -> None:
+@every_method
+def test_one_expert_at_coefficient_one_is_that_expert(label: str) -> None:
     base, experts, fishers = world(experts=1)
-    assert_close(run(method, base, experts, fishers), experts["task_0"], 1e-5)
+    method = ONE_EXPERT.get(label, METHODS[label])
+    if label in NEED_TWO_EXPERTS:
+        with pytest.raises(InputError, match=r"it needs at least two|from one expert to another"):
+            run(method, base, experts, fishers)
+        return
+    merged = run(method, base, experts, fishers)
+    if label in ONE_EXPERT_BECOMES_ANOTHER:
+        with pytest.raises(AssertionError):
+            assert_close(merged, experts["task_0"], 1e-3)
+    else:
+        assert_close(merged, experts["task_0"], 1e-5)
+
+
+def test_what_laws_say_of_methods_is_said_of_methods_that_there_are_and_once() -> None:
+    stated = (IDENTICAL_EXPERTS, IDENTICAL_EXPERTS_BECOME_ANOTHER, ONE_EXPERT, ONE_EXPERT_BECOMES_ANOTHER)
+    for labels in (*stated, NO_COEFFICIENT, EXPERTS, NEED_TWO_EXPERTS, DEPEND_ON_THE_ORDER_OF_EXPERTS):
+        assert set(labels) <= set(METHODS)
+    for variants, exceptions in (stated[:2], stated[2:]):
+        assert not set(variants) & set(exceptions)
+        assert all(type(variants[label]) is type(METHODS[label]) for label in variants)
 
 
 def test_tied_weights_stay_tied_and_are_merged_once() -> None:
@@ -258,19 +339,35 @@ def test_a_tensor_without_entries_passes_through(label: str) -> None:
     assert run(METHODS[label], base, experts, fishers)["empty"].shape == (0, 4)
 
 
-@pytest.mark.parametrize("label", ["tsvm", "epimer", "task_arithmetic", "ties", "average"])
+def with_weights(method: Method, weights) -> Method:
+    """With these, which are the inner method's where there is one."""
+    inner = getattr(method, "inner", None)
+    return (
+        replace(method, weights=weights)
+        if inner is None
+        else replace(method, inner=with_weights(inner, weights))
+    )
+
+
+@every_method
 def test_weights_may_differ_by_tensor(label: str) -> None:
     """A tensor with its own weights is merged as in a merge where all tensors have them."""
-    base, experts, fishers = world(dtype=torch.float64)
-    method = METHODS[label]
-    if label == "ties":
-        method = TIES(density=0.3, preset="mergekit")
+    base, experts, fishers = world_of(label, dtype=torch.float64)
+    if label in WITHOUT_WEIGHTS:
+        with pytest.raises(InputError, match="weights is"):
+            with_weights(METHODS[label], [1.0] * len(experts))
+        return
     patterns = {name: {"a.*": 1.0 + t, "*": 1.0} for t, name in enumerate(experts)}
-    mixed = run(replace(method, weights=patterns), base, experts, fishers)
-    plain = run(replace(method, weights=[1.0] * 3), base, experts, fishers)
-    scaled = run(replace(method, weights=[1.0, 2.0, 3.0]), base, experts, fishers)
+    mixed, plain, scaled = (
+        run(with_weights(METHODS[label], weights), base, experts, fishers)
+        for weights in (patterns, [1.0] * 3, [1.0, 2.0, 3.0])
+    )
     for name in mixed:
         assert torch.equal(mixed[name], (scaled if name.startswith("a.") else plain)[name]), name
+    assert not torch.equal(plain["a.bias"], scaled["a.bias"]) or label in ONLY_MATRICES
+
+
+ONLY_MATRICES = {"wudi"}
 
 
 @pytest.mark.parametrize("block", [1 << 17, 11])

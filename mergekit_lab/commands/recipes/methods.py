@@ -79,9 +79,9 @@ class PerTensor(Method):
     def weights_by_tensor(self) -> bool:
         return True
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         method = self.by_tensor[name] if name else next(iter(self.by_tensor.values()))
-        return method.expert_weights(experts, name)
+        return method.weigh_experts(experts, name)
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         return self.by_tensor[name].survey_tensor(name, entries, blocks)
@@ -160,10 +160,10 @@ class Linear(Method):
 
     elementwise = True
 
-    def expert_weights(self, experts: Sequence[str], name: str = "") -> list[float]:
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.normalize:
-            return WeightAverage(weights=self.weights).expert_weights(experts, name)
-        return super().expert_weights(experts, name)
+            return WeightAverage(weights=self.weights).weigh_experts(experts, name)
+        return super().weigh_experts(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         if self.normalize:
@@ -226,6 +226,8 @@ class Thinned(SparsifiedMethod):
 @dataclass(frozen=True, kw_only=True)
 class _MergekitStock(ModelStock):
     """`ModelStock` with mergekit's cosine, which is smaller for task vectors shorter than 1e-3."""
+
+    elementwise = False
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         experts = len(deltas)

@@ -1,0 +1,107 @@
+"""A merger that is forgotten somewhere fails here by its name."""
+
+import importlib
+import pkgutil
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from merging.test_golden import CASES
+from merging.test_laws import METHODS
+from omegaconf import OmegaConf
+
+from mergekit_lab import merging
+from mergekit_lab.merging import Method
+from mergekit_lab.paths import conf_dir
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs" / "mergers.md"
+BASES = {"Method", "ScaledMethod", "SpectralMethod", "AtomMethod", "SparsifiedMethod"}
+# Pinned elsewhere than by the golden outputs of an original: where.
+NOT_GOLDEN = {
+    "AdaMerging": "test_adamerging.py",
+    "Breadcrumbs": "test_against_mergekit.py",
+    "ConsensusTA": "test_limits.py",
+    "DARE": "test_golden.py",
+    "DELLA": "test_against_mergekit.py",
+    "ModelStock": "test_against_mergekit.py",
+    "SLERP": "test_against_mergekit.py",
+}
+# What a file sets on purpose to something else than the class does.
+OWN = {
+    "AdaMerging": {"learn"},
+    "DARE": {"inner", "seed"},
+    "DELLA": {"inner", "seed"},
+    "Breadcrumbs": {"inner"},
+    "EpiMer": {"normalize"},
+    "RegMean": {"ratio"},
+}
+
+
+def classes() -> dict[str, type[Method]]:
+    """The methods that the package's files define."""
+    found: dict[str, type[Method]] = {}
+    for module in pkgutil.iter_modules(merging.__path__):
+        if module.name == "gpu_kernels":  # needs Triton
+            continue
+        values = vars(importlib.import_module(f"mergekit_lab.merging.{module.name}")).values()
+        found |= {v.__name__: v for v in values if isinstance(v, type) and issubclass(v, Method)}
+    return {name: cls for name, cls in found.items() if name not in BASES}
+
+
+def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of each class, the file's name and its plain content."""
+    found = {}
+    for file in sorted((conf_dir() / "merger").glob("*.yaml")):
+        content: Any = OmegaConf.to_container(OmegaConf.load(file))
+        found[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
+    return found
+
+
+every_merger = pytest.mark.parametrize("name", sorted(classes()))
+
+
+def test_every_file_of_a_merger_is_of_one_that_there_is() -> None:
+    assert set(configurations()) == set(classes())
+    rows = re.findall(r"^\| `([A-Z]\w+)` \| `", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(classes())
+
+
+@every_merger
+def test_a_merger_is_public(name: str) -> None:
+    assert name in merging.__all__
+    assert getattr(merging, name) is classes()[name]
+
+
+@every_merger
+def test_a_merger_has_a_configuration_with_every_field_at_its_default(name: str) -> None:
+    _, content = configurations()[name]
+    options = {field.name: field for field in fields(classes()[name])}
+    assert content.keys() == options.keys()
+    for key, value in content.items():
+        default = options[key].default
+        searched = key == "coefficient" and value is None
+        if not searched and key not in OWN.get(name, ()):
+            assert default is not MISSING, key
+            assert value == default, key
+
+
+@every_merger
+def test_a_merger_has_a_row_in_the_documentation(name: str) -> None:
+    file, _ = configurations()[name]
+    assert f"| `{name}` | `{file}` |" in DOCS.read_text(encoding="utf-8")
+
+
+@every_merger
+def test_a_merger_is_under_the_laws(name: str) -> None:
+    assert name in {type(method).__name__ for method in METHODS.values()}
+
+
+@every_merger
+def test_a_merger_is_pinned_by_an_original_or_where_it_is_said(name: str) -> None:
+    golden = name in {type(case[1]).__name__ for case in CASES}
+    assert golden != (name in NOT_GOLDEN)
+    if not golden:
+        assert f"{name}(" in (HERE / NOT_GOLDEN[name]).read_text(encoding="utf-8")
