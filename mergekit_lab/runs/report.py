@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.errors import InputError
@@ -202,14 +202,21 @@ def _setting(run: Context, key: str) -> Any:
     group, _, rest = key.partition(".")
     if group == "mergers":
         label, _, name = rest.partition(".")
-        return run.mergers[label].content.get(name) if label in run.mergers else None
+        content = run.mergers[label].content if label in run.mergers else {}
+        return OmegaConf.select(OmegaConf.create(dict(content)), name)
     return OmegaConf.select(run.cfg, key)
 
 
 def _same(value: Any, text: str) -> bool:
+    if isinstance(value, ListConfig):
+        texts = text.strip("[]").split(",")
+        return len(texts) == len(value) and all(map(_same, value, texts))
     if isinstance(value, bool):
         return str(value).lower() == text
-    return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
+    try:
+        return float(value) == float(text)
+    except (TypeError, ValueError):
+        return str(value) == text
 
 
 class _Measured:
