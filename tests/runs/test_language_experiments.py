@@ -8,6 +8,7 @@ import pytest
 from composing import composed, plain
 from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
+from omegaconf import OmegaConf
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import read_records
