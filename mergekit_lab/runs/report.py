@@ -26,6 +26,7 @@ from mergekit_lab.reporting import (
     write_cross_table,
     write_report,
 )
+from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.adaptive import learning_content, learns
 from mergekit_lab.runs.analyses import TaskVectors
@@ -70,8 +71,7 @@ def stage_report(run: Context) -> None:
         _slice(run.cfg, run.folder, records)
     except InputError as error:  # a job of a sweep may lack what is fixed for the comparison
         log.warning("table.md is left out: %s", error)
-    reused = sum(record.reused for record in records)
-    log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
+    log.info("%s The store is %s", say_cache(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
 
 
@@ -146,6 +146,7 @@ def _cost(run: Context, subject: Subject) -> dict[str, Any]:
     return {
         "model_seconds": sum(part.info["wall_seconds"] for part in parts),
         "model_peak_memory_bytes": subject.made.info.get("peak_memory_bytes"),
+        "weights": next((h for name, h in subject.made.files.items() if name.endswith(".safetensors")), None),
     }
 
 
