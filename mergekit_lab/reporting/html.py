@@ -81,6 +81,11 @@ def render_page(page: Page) -> str:
         downloads={name: b64encode(text.encode()).decode("ascii") for name, text in files.items()},
         published_title=TITLE,
         published_header=HEADER,
+        equal=dict.fromkeys(
+            f"{row.source} {row.table}, {row.setting.split()[-1]} {row.row}: {row.equal}"
+            for row in page.published
+            if row.equal
+        ),
         cache=say_cache(page.records),
     )
 

@@ -1,10 +1,11 @@
 """Published numbers beside ours: tables of papers as data, matched with what a run measured.
 
 A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
-where they are from. `when` is empty, or says under which settings of the configuration a row holds
-(`training.steps=2000 merger.rank=16`); `row` is a merger's label, `experts`, `zero_shot` or a measure of
-experts (`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure
-that the stage of the report knows. What holds for whole tables is in `assets/published_tables.csv`.
+where they are from. `row` is a merger's label, `experts`, `zero_shot` or a measure of experts
+(`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure that the
+stage of the report knows. `when` says what decides the number (`training.steps=2000 mergers.tsvm.rank=16`), and
+`assets/published_tables.csv` what decides those of whole tables: a number stands beside a run only if the run
+is equal in all of it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import csv
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -56,6 +59,8 @@ class Beside:
     column: str
     published: float
     ours: float | None
+    equal: str = ""
+    """The settings in which the run is as the number's."""
 
     @property
     def difference(self) -> float | None:
@@ -80,14 +85,41 @@ def read_published(name: str) -> list[Published]:
     return [row for row in rows if row.table == table]
 
 
-def conditions(name: str) -> tuple[frozenset[str], str]:
-    """What a run must be for a table to stand beside it: its tasks (none: its rows name them) and a `when`, in
-    which `key?=value` is asked only of runs that have the key."""
+@cache
+def find_conditions(name: str, optimizer: str = "", row: str = "") -> tuple[frozenset[str], dict[str, str]]:
+    """What a run must be to stand beside a table's numbers of an optimizer and a row.
+
+    Its tasks (none: the rows name them), and values by key: `a|b` is either, and a key with a `?` at its end is
+    asked only of runs that have it. The whole table's are those that narrow nothing.
+
+    Raises:
+        InputError: the table has no tasks in the file of conditions.
+    """
     source, _, table = name.partition(" ")
-    for row in csv.DictReader(_data(_TABLES.read_text().splitlines())):
-        if row["source"] == source and table in row["tables"].split(";"):
-            return frozenset(filter(None, row["tasks"].split("+"))), row["when"]
-    raise InputError(f"published: {name} has no conditions in {_TABLES.name}")
+    tasks: frozenset[str] | None = None
+    settings: dict[str, str] = {}
+    for line in csv.DictReader(_data(_TABLES.read_text().splitlines())):
+        own = line["source"] == source
+        if not (own or line["source"] == "*") or not {table, "*"} & {*line["tables"].split(";")}:
+            continue
+        if line["optimizer"] in ("", optimizer) and line["row"] in ("", row):
+            settings = _replace_settings(settings, line["when"])
+            if own and not line["optimizer"] and not line["row"]:
+                tasks = frozenset(filter(None, line["tasks"].split("+"))) or tasks or frozenset()
+    if tasks is None:
+        raise InputError(f"published: {name} has no conditions in {_TABLES.name}")
+    return tasks, settings
+
+
+def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
+    """The settings with those of `key=value …`, which replace the same key and the keys it is inside of."""
+    kept = dict(settings)
+    for pair in when.split():
+        key, _, value = pair.partition("=")
+        name = key.removesuffix("?")
+        kept = {k: v for k, v in kept.items() if not f"{name}.".startswith(f"{k.removesuffix('?')}.")}
+        kept[key] = value
+    return kept
 
 
 def _data(lines: Iterable[str]) -> list[str]:
@@ -103,37 +135,44 @@ def set_beside(
 ) -> list[Beside]:
     """A table's numbers for one run's cell, with ours.
 
+    A number is left out where anything that decides it is other in this run; the log says what.
+
     Args:
         name: of the table, as `read_published` takes it.
         measured: our value of a (row, column) in the column's unit, or None.
         axes: the run's backbone, finetuning and optimizer.
-        holds: whether a `when` holds in this run.
+        holds: whether `key=value`, or `key?=value`, holds in this run.
         run_tasks: the run's tasks. Rows of merged models, and averages, are of the table's tasks together: they
-            are left out where the run has others. So is a whole table whose conditions do not hold.
+            are left out where the run has others.
     """
     source, _, _ = name.partition(" ")
-    tasks, when = conditions(name)
-    if not holds(when):
-        log.info("published %s: not set beside this run, it is of %s", name, when.replace("?", ""))
-        return []
+    tasks, _ = find_conditions(name)
     together = not tasks or tasks == set(run_tasks)
     if not together:
         log.info("published %s: merged models and averages are of other tasks than this run's", name)
-    return [
-        Beside(
-            source,
-            row.table,
-            " ".join([row.backbone, row.finetuning, row.optimizer, *row.when.split()]),
-            row.row,
-            row.column,
-            row.value,
-            measured(row.row, row.column),
-        )
-        for row in read_published(name)
-        if all(axes[axis] == getattr(row, axis) for axis in ("backbone", "finetuning", "optimizer"))
-        and holds(row.when)
-        and (together or (row.row in _OF_EVERY_RUN and row.column not in ("average", "normalized")))
-    ]
+    check = cache(holds)
+    others: dict[str, dict[str, None]] = defaultdict(dict)
+    rows = []
+    for row in read_published(name):
+        alone = row.row in _OF_EVERY_RUN and row.column not in ("average", "normalized")
+        if any(value != getattr(row, axis) for axis, value in axes.items()) or not (together or alone):
+            continue
+        settings = _replace_settings(find_conditions(name, row.optimizer, row.row)[1], row.when)
+        other = [
+            f"{key.removesuffix('?')}={value}"
+            for key, value in settings.items()
+            if not any(check(f"{key}={each}") for each in value.split("|"))
+        ]
+        if other:
+            others[row.row][" ".join(other)] = None
+            continue
+        setting = " ".join([row.backbone, row.finetuning, row.optimizer, *row.when.split()])
+        equal = " ".join(f"{key.removesuffix('?')}={value}" for key, value in settings.items())
+        ours = measured(row.row, row.column)
+        rows.append(Beside(source, row.table, setting, row.row, row.column, row.value, ours, equal))
+    for of_row, reasons in others.items():
+        log.info("published %s: %s is left out, its numbers are of %s", name, of_row, " or ".join(reasons))
+    return rows
 
 
 def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
@@ -144,9 +183,8 @@ def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
 def read_beside(folder: Path) -> list[Beside]:
     """What `write_beside` wrote; nothing where it did not."""
     file = folder / FILE
-    names = [field.name for field in fields(Beside)]
     try:
-        rows = [Beside(**{name: row[name] for name in names}) for row in json.loads(file.read_text())]
+        rows = [Beside(**row) for row in json.loads(file.read_text())]
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:

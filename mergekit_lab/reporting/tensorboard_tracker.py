@@ -6,7 +6,7 @@ from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.tables import Table
-from mergekit_lab.reporting.trackers import Tracker
+from mergekit_lab.reporting.trackers import Start, Tracker
 
 FOLDER = "tensorboard"
 
@@ -29,19 +29,9 @@ class TensorBoardTracker(Tracker):
         self._make: Any = tensorboardX.SummaryWriter
         self._writer: Any = None
 
-    def start(
-        self,
-        config: Mapping[str, Any],
-        *,
-        run_dir: Path | str,
-        name: str,
-        group: str | None = None,
-        job_type: str | None = None,
-        identity: str | None = None,
-    ) -> None:
+    def _begin(self, start: Start) -> None:
         self._writer = None
-        with self._never_fail("start"):
-            self._writer = self._make(str(Path(run_dir) / FOLDER / (job_type or name)))
+        self._writer = self._make(str(start.folder / FOLDER / (start.job_type or start.name)))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is not None:

@@ -33,6 +33,18 @@ class Product:
     inputs: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a tracker knows of a run when it begins; see `Tracker.start`."""
+
+    config: Mapping[str, Any]
+    folder: Path
+    name: str
+    group: str | None
+    job_type: str | None
+    identity: str | None
+
+
 class Tracker:
     """Tracks nothing: the base of the others, and what a run without a logger uses.
 
@@ -73,6 +85,11 @@ class Tracker:
             config: the composed one, plain types; `choices` in it are the options taken, by group.
             identity: equal for two runs of which the second goes on where the first was cut.
         """
+        with self._never_fail("start"):
+            self._begin(Start(config, Path(run_dir), name, group, job_type, identity))
+
+    def _begin(self, start: Start) -> None:
+        """What a tracker does when a run begins; it may fail."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics of one step. Names may change between calls; steps need not ascend."""
@@ -104,27 +121,16 @@ class CsvTracker(Tracker):
         self._columns: list[str] = []
         self._readable = False
 
-    def start(
-        self,
-        config: Mapping[str, Any],
-        *,
-        run_dir: Path | str,
-        name: str,
-        group: str | None = None,
-        job_type: str | None = None,
-        identity: str | None = None,
-    ) -> None:
-        self._folder = Path(run_dir)
+    def _begin(self, start: Start) -> None:
+        self._folder = start.folder
         self._columns, self._readable = [], False
-        with self._never_fail("start"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / "metrics.csv"
-            if path.exists():
-                self._columns, rows = _read(path)
-                self._rewrite(
-                    rows, self._columns
-                )  # a run killed in mid-line left a row that would swallow the next one
-            self._readable = True
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "metrics.csv"
+        if path.exists():
+            self._columns, rows = _read(path)
+            # a run killed in mid-line left a row that would swallow the next one
+            self._rewrite(rows, self._columns)
+        self._readable = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._folder is None:

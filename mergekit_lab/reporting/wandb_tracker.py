@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.tables import Table
-from mergekit_lab.reporting.trackers import Product, Tracker
+from mergekit_lab.reporting.trackers import Product, Start, Tracker
 
 _MODES = ("online", "offline", "disabled")
 LINEAGE = "wandb_lineage.jsonl"
@@ -66,50 +66,40 @@ class WandbTracker(Tracker):
         self._here: set[str] = set()
         self._unreachable = False
 
-    def start(
-        self,
-        config: Mapping[str, Any],
-        *,
-        run_dir: Path | str,
-        name: str,
-        group: str | None = None,
-        job_type: str | None = None,
-        identity: str | None = None,
-    ) -> None:
-        self._run, self._folder, self._here = None, Path(run_dir), set()
-        with self._never_fail("start"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            import wandb
+    def _begin(self, start: Start) -> None:
+        self._run, self._folder, self._here = None, start.folder, set()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
 
-            arguments: dict[str, Any] = {
-                "project": self.project,
-                "entity": self.entity,
-                "dir": str(run_dir),
-                "name": name,
-                "group": group,
-                "job_type": job_type,
-                "config": flatten(config),
-                "id": identity if self.resume else None,
-                "reinit": "create_new",  # a job that failed must not lend its run to the next one
-                "settings": wandb.Settings(
-                    console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT))
-                ),
-            }
-            mode: Any = "offline" if self._unreachable else self._resolve_mode()
-            try:
-                again: Any = "allow" if self.resume and identity and mode == "online" else None
-                self._run = wandb.init(mode=mode, resume=again, **arguments)
-            except Exception as error:
-                if mode != "online":
-                    raise
-                self._unreachable = True
-                self._warn(f"online start failed ({error}); the run is tracked offline")
-                if arguments["id"]:
-                    arguments["id"] += "-offline"  # wandb's service holds the id of what it could not start
-                self._run = wandb.init(mode="offline", **arguments)
-            # wandb drops what is logged to a step lower than the last; every expert starts at 0
-            self._run.define_metric("*", step_metric="step")
+        arguments: dict[str, Any] = {
+            "project": self.project,
+            "entity": self.entity,
+            "dir": str(start.folder),
+            "name": start.name,
+            "group": start.group,
+            "job_type": start.job_type,
+            "config": flatten(start.config),
+            "id": start.identity if self.resume else None,
+            "reinit": "create_new",  # a job that failed must not lend its run to the next one
+            "settings": wandb.Settings(
+                console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT))
+            ),
+        }
+        mode: Any = "offline" if self._unreachable else self._resolve_mode()
+        try:
+            again: Any = "allow" if self.resume and start.identity and mode == "online" else None
+            self._run = wandb.init(mode=mode, resume=again, **arguments)
+        except Exception as error:
+            if mode != "online":
+                raise
+            self._unreachable = True
+            self._warn(f"online start failed ({error}); the run is tracked offline")
+            if arguments["id"]:
+                arguments["id"] += "-offline"  # wandb's service holds the id of what it could not start
+            self._run = wandb.init(mode="offline", **arguments)
+        # wandb drops what is logged to a step lower than the last; every expert starts at 0
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._send("log", {**metrics, "step": step})

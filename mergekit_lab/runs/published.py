@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import cached_property, partial
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.reporting import Beside, Record, set_beside
@@ -46,14 +46,21 @@ def read_setting(run: Run, key: str) -> Any:
     group, _, rest = key.partition(".")
     if group == "mergers":
         label, _, name = rest.partition(".")
-        return run.mergers[label].content.get(name) if label in run.mergers else None
+        content = run.mergers[label].content if label in run.mergers else {}
+        return OmegaConf.select(OmegaConf.create(dict(content)), name)
     return OmegaConf.select(run.cfg, key)
 
 
 def _same(value: Any, text: str) -> bool:
+    if isinstance(value, ListConfig):
+        texts = text.strip("[]").split(",")
+        return len(texts) == len(value) and all(map(_same, value, texts))
     if isinstance(value, bool):
         return str(value).lower() == text
-    return float(value) == float(text) if isinstance(value, int | float) else str(value) == text
+    try:
+        return float(value) == float(text)
+    except (TypeError, ValueError):
+        return str(value) == text
 
 
 class _Measured:

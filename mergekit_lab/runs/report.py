@@ -11,13 +11,14 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, print_table, write_report
+from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
 from mergekit_lab.runs.published import set_published_beside
-from mergekit_lab.runs.run import Run
+from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import chosen_coefficient, search_node
 from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
@@ -55,8 +56,7 @@ def stage_report(run: Run) -> None:
         draw_cross_table(run.cfg, run.folder, records)
     except InputError as error:  # a job of a sweep may lack what is fixed for the comparison
         log.warning("table.md is left out: %s", error)
-    reused = sum(record.reused for record in records)
-    log.info("%d of %d evaluations were found in the store %s", reused, len(records), run.store.root)
+    log.info("%s The store is %s", say_cache(records), run.store.root)
     log.info("table %s\nreport %s", paths.summary, paths.html)
 
 
@@ -131,9 +131,11 @@ def _cost(run: Run, model: Model) -> dict[str, Any]:
     parts = [model.node]
     if model.merger:
         parts += [node for node in model.node.needs if node.kind != "experts"]
+    artifact = run.need(model.node)
     return {
         "model_seconds": sum(run.need(node).info["wall_seconds"] for node in parts),
-        "model_peak_memory_bytes": run.need(model.node).info.get("peak_memory_bytes"),
+        "model_peak_memory_bytes": artifact.info.get("peak_memory_bytes"),
+        "weights": artifact.files.get(MODEL),
     }
 
 

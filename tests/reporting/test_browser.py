@@ -32,10 +32,11 @@ document.getElementById("result").textContent = JSON.stringify(result);
 """
 
 
-def asked(page: Path, script: str, *options: str) -> object:
-    """What the script returns in the page; an error on the console fails."""
+def ask(page: Path, script: str, *options: str, print_media: bool = False) -> object:
+    """What the script returns in the page, or as it is printed; an error on the console fails."""
     probe = page.with_name("probe.html")
-    probe.write_text(page.read_text().replace("</body>", PROBE % script + "</body>"))
+    text = page.read_text().replace("@media print", "@media all" if print_media else "@media print")
+    probe.write_text(text.replace("</body>", PROBE % script + "</body>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *options]
     found = subprocess.run(
         [*command, f"--user-data-dir={page.parent / 'profile'}", "--dump-dom", probe.as_uri()],
@@ -58,7 +59,7 @@ def page(tmp_path_factory, study) -> Path:
 
 
 def test_at_first_the_means_over_seeds_are_shown_and_choices_narrow_them(page) -> None:
-    found = asked(
+    found = ask(
         page,
         """
         const selects = [...document.querySelectorAll("select")];
@@ -80,7 +81,7 @@ def test_at_first_the_means_over_seeds_are_shown_and_choices_narrow_them(page) -
 
 
 def test_a_heading_sorts_by_number_and_again_reverses(page) -> None:
-    found = asked(
+    found = ask(
         page,
         """
         const values = () => shown().map(row => Number(row.cells[column("average")].dataset.value));
@@ -95,7 +96,7 @@ def test_a_heading_sorts_by_number_and_again_reverses(page) -> None:
 
 
 def test_every_picture_has_a_text_and_every_control_a_name(page) -> None:
-    found = asked(
+    found = ask(
         page,
         """
         return {
@@ -115,7 +116,7 @@ def test_every_picture_has_a_text_and_every_control_a_name(page) -> None:
 
 @pytest.mark.parametrize("width", [500, 1400])  # the browser makes no window narrower than 500
 def test_only_the_table_scrolls_sideways(page, width) -> None:
-    found = asked(
+    found = ask(
         page,
         "return [document.documentElement.scrollWidth, innerWidth];",
         f"--window-size={width},900",
@@ -124,12 +125,26 @@ def test_only_the_table_scrolls_sideways(page, width) -> None:
     assert found[0] <= width
 
 
+def test_printing_clips_no_column_of_a_wide_table(tmp_path, study) -> None:
+    table = build_table(records := study(tasks=20, mergers=3, optimizers=2, seeds=2))
+    written = tmp_path / "report.html"
+    written.write_text(html.render_page(html.Page("Wide", "", table, records)))
+    script = """
+      const wide = document.querySelector(".wide"), last = wide.querySelector("thead th:last-child");
+      return [last.getBoundingClientRect().right, innerWidth, wide.scrollWidth - wide.clientWidth];
+    """
+    right, width, hidden = ask(written, script, "--window-size=1047,900", print_media=True)
+    assert right <= width, "A4 across"
+    assert hidden <= 0
+    assert ask(written, script, "--window-size=1047,900")[2] > 0  # on a screen it scrolls
+
+
 def test_five_thousand_records_open_at_once(tmp_path, study) -> None:
     records = study(tasks=20, mergers=22, optimizers=5, seeds=2)
     assert len(records) == 5000
     table = build_table(records)
     written = tmp_path / "report.html"
     written.write_text(html.render_page(html.Page("Large", "", table, records)))
-    asked(written, "return 0;")
-    opened = asked(written, "return performance.now();")
+    ask(written, "return 0;")
+    opened = ask(written, "return performance.now();")
     assert opened < 3000, "a second on an idle machine, thrice that beside other tests"

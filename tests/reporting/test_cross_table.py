@@ -206,3 +206,35 @@ def test_files_and_terminal_show_the_same_numbers(records, tmp_path) -> None:
             assert cell.text in printed
             assert cell.text in (tmp_path / "table.md").read_text()
             assert cell.text.replace("±", "$\\pm$") in (tmp_path / "table.tex").read_text()
+
+
+def test_references_are_never_marked_as_rows_or_columns(record) -> None:
+    kinds = {"zero_shot": 0.4, "expert": 0.9, "merged": 0.6, "joint": 0.8}
+    records = [
+        record(kind=kind, optimizer=optimizer, value=value + shift, expert_value=0.9 + shift)
+        for kind, value in kinds.items()
+        for optimizer, shift in (("adamw", 0.0), ("sam", 0.05))
+    ]
+    for measure in ("normalized", "value"):
+        found = cross_tabulate(records, "optimizer×merger", measure)
+        marked = [name for row in found.cells for name, c in zip(found.columns, row, strict=True) if c.best]
+        assert marked == ["ties"]
+    turned = cross_tabulate(records, "merger×optimizer", "value")
+    assert not any(cell.best for row in turned.cells for cell in row)  # there is one merger alone
+
+
+def test_shares_of_experts_of_different_strength_have_the_value_beside_them_and_a_note(record) -> None:
+    def table(weak: float):
+        return cross_tabulate(
+            [record(value=0.45, expert_value=0.9), record(optimizer="sam", value=0.4, expert_value=weak)],
+            "optimizer×merger",
+        )
+
+    unequal = table(0.5)
+    assert [row[0].text for row in unequal.cells] == ["50.0 (45.0)", "80.0 (40.0)"]
+    assert "from 50.0 to 90.0" in unequal.notes[1]
+    assert "| 50.0 (45.0) |" in to_markdown(unequal)
+    assert next(csv.reader(to_csv(unequal).splitlines())) == ["optimizer × merger", "ties", "ties value"]
+    assert [row[0].text for row in table(0.9).cells] == ["50.0", "44.4"]
+    by_task = [record(task=task, value=0.4, expert_value=e) for task, e in (("a", 0.5), ("b", 0.9))]
+    assert cross_tabulate(by_task, "merger×task").cells[0][0].text == "80.0"  # tasks are not compared

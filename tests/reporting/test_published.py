@@ -2,16 +2,18 @@
 
 import csv
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from reporting.conftest import make_study
 from reporting.test_report import Page, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Beside, compare, read_published, set_beside
-from mergekit_lab.reporting.published import conditions, unite
+from mergekit_lab.reporting.published import find_conditions, unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
@@ -35,7 +37,7 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
     tasks |= {name.partition("_")[2] for name in texts}
     for table in _tables(source):
         rows = read_published(f"{source} {table}")
-        assert conditions(f"{source} {table}")[0] <= tasks
+        assert find_conditions(f"{source} {table}")[0] <= tasks
         assert len({(r.when, r.backbone, r.finetuning, r.optimizer, r.row, r.column) for r in rows}) == len(
             rows
         )
@@ -72,29 +74,102 @@ def test_a_table_is_set_beside_what_one_cell_measured() -> None:
     assert all(row.difference is None for row in rows if row is not known)
 
 
+AXES = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
+
+
+def equal_but(**others: str):
+    """A run that is as every row says, but for some settings, with dots in place of `__`."""
+    changed = {key.replace("__", "."): value for key, value in others.items()}
+
+    def holds(when: str) -> bool:
+        key, _, value = when.partition("=")
+        return changed.get(key.removesuffix("?"), value) == value
+
+    return holds
+
+
 def test_rows_hold_only_under_their_settings() -> None:
-    axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
-    weights = "backbone.weights=openai"
-    rows = set_beside(
-        "saft C1", lambda *_: 90.0, axes, lambda when: when in ("training.steps=4000", weights), CLIP8
-    )
-    assert [row.published for row in rows] == [90.21]
+    holds = equal_but(training__steps="4000")
+    assert [row.published for row in set_beside("saft C1", lambda *_: 90.0, AXES, holds, CLIP8)] == [90.21]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "row", "key"),
+    [
+        ("mergopt_trace 20", "adamw", "ties", "optimizer_of"),
+        ("mergopt_trace 1", "adamw", "task_arithmetic", "mergers.task_arithmetic.coefficient"),
+        ("mergopt_trace 1", "mergopt", "experts", "optimizer.coefficients"),
+        ("mergopt_trace 1", "mergopt", "experts", "optimizer.max_experts"),
+        ("mergopt 9", "mergopt", "average", "optimizer.scale"),
+        ("saft C3", "asam", "ties", "optimizer.rho"),
+        ("saft C3", "asam", "average", "optimizer.scaling"),
+        ("saft C3", "adamw", "ties", "mergers.ties.preset"),
+        ("saft C3", "adamw", "ties", "mergers.ties.elect"),
+        ("saft C3", "adamw", "task_arithmetic", "search.coefficients"),
+        ("epimer 6", "adamw", "epimer", "mergers.epimer.normalize"),
+        ("epimer 7", "adamw", "epimer", "mergers.epimer.aggregator"),
+        ("mergopt 9", "adamw", "wudi", "mergers.wudi.coefficient"),
+    ],
+)
+def test_a_number_never_stands_beside_a_run_of_another_setting(name, optimizer, row, key) -> None:
+    published = [r for r in read_published(name) if (r.optimizer, r.row) == (optimizer, row)]
+    axes = {axis: getattr(published[0], axis) for axis in AXES}
+    tasks = find_conditions(name)[0] or {"any"}
+
+    def rows(**others: str) -> list[Beside]:
+        found = set_beside(name, lambda *_: 90.0, axes, equal_but(**others), tasks)
+        return [r for r in found if r.row == row]
+
+    assert rows()
+    assert not rows(**{key.replace(".", "__"): "other"})
+
+
+def test_experts_of_two_optimizers_are_no_row_of_one_alone() -> None:
+    axes = {**AXES, "backbone": "llama32_1b"}
+    mixed = equal_but(optimizer_of="{numglue_ds}")
+    rows = set_beside("mergopt_trace 19", lambda *_: 1.0, axes, mixed, ["numglue_cm", "numglue_ds"])
+    assert {row.setting.count("optimizer_of.numglue_ds.scale") for row in rows} == {1}
+
+
+def test_every_row_names_each_setting_of_its_merger_and_its_optimizer() -> None:
+    """But for what only says where it comes from: seeds, and what the training's own keys decide."""
+    free = {"defaults", "_partial_", "seed", "lr", "weight_decay", "steps"}
+
+    def settings(group: str, option: str) -> set[str]:
+        node = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text())
+        inner = node.pop("inner", None) or {}
+        return (set(node) | {f"inner.{key}" for key in inner}) - free
+
+    for source in SOURCES:
+        for name in (f"{source} {table}" for table in _tables(source)):
+            for row in {replace(r, column="", value=0.0) for r in read_published(name)}:
+                named = find_conditions(name, row.optimizer, row.row)[1]
+                named = {key.removesuffix("?") for key in named} | {p.split("=")[0] for p in row.when.split()}
+                assert {f"optimizer.{key}" for key in settings("optimizer", row.optimizer)} <= named
+                if row.row not in OF_EXPERTS | {"experts", "zero_shot"}:
+                    option = {"untuned": "task_arithmetic"}.get(row.row, row.row)
+                    assert {f"mergers.{row.row}.{key}" for key in settings("merger", option)} <= named
+                assert "optimizer_of" in " ".join(named)
 
 
 def test_a_table_stands_only_beside_runs_of_its_tasks_and_weights() -> None:
-    axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
-
-    def beside(name: str, tasks: list[str], weights: str = "openai") -> set[tuple[str, str]]:
-        def holds(when: str) -> bool:
-            return "backbone.weights=" not in when or f"backbone.weights={weights}" in when
-
-        return {(row.row, row.column) for row in set_beside(name, lambda *_: 90.0, axes, holds, tasks)}
+    def beside(name: str, tasks: list[str], **others: str) -> set[tuple[str, str]]:
+        rows = set_beside(name, lambda *_: 90.0, AXES, equal_but(**others), tasks)
+        return {(row.row, row.column) for row in rows}
 
     assert ("ties", "average") in beside("fusion_bench 8 tasks", CLIP8)
     single = {(row, task) for row in ("experts", "zero_shot") for task in CLIP8}
     assert beside("fusion_bench 8 tasks", [*CLIP8, "stl10"]) == single
-    assert not beside("fusion_bench 8 tasks", CLIP8, "asset:glyph_clip")
+    assert not beside("fusion_bench 8 tasks", CLIP8, backbone__weights="asset:glyph_clip")
     assert beside("epimer 6", CLIP8[:2]) == single
+
+
+def test_what_is_left_out_and_why_is_logged(caplog) -> None:
+    caplog.set_level("INFO")
+    set_beside("saft C3", lambda *_: 90.0, AXES, equal_but(mergers__ties__preset="sum"), CLIP8)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "saft C3: ties is left out" in line
+    assert line.endswith("mergers.ties.preset=paper")
 
 
 def test_an_unknown_table_is_refused_with_the_nearest() -> None:
@@ -126,3 +201,26 @@ def test_a_comparison_takes_each_number_from_the_job_that_measured_it(tmp_path) 
     assert paths.summary.read_text().count("| saft 1 |") == 1
     assert "+0.55" in paths.summary.read_text()
     assert unite([("", [LACKING])]) == ([LACKING], [])
+
+
+def test_the_mean_over_seeds_stands_beside_a_number_and_what_is_ambiguous_is_left_out_and_named() -> None:
+    other = replace(MEASURED, ours=70.0)
+    (row,), notes = unite([("seed: 0\nlr: 1", [MEASURED]), ("seed: 1\nlr: 1", [other])])
+    assert row.ours == pytest.approx(73.0)
+    assert "2 seeds" in notes[0]
+    rows, notes = unite([("seed: 0\nα: .1", [MEASURED]), ("seed: 0\nα: .2", [other])])
+    assert rows == []
+    assert "saft 1, clip_vit_b32 full asam: ties average" in notes[0]
+    assert unite([("a: 1", [MEASURED]), ("a: 2", [MEASURED]), ("a: 3", [LACKING])]) == ([MEASURED], [])
+
+
+def test_a_comparison_says_what_it_left_out_of_a_table(tmp_path) -> None:
+    for coefficient, ours in ((0.1, 76.0), (0.2, 70.0)):
+        row = replace(MEASURED, ours=ours)
+        config = f"coefficient: {coefficient}\n"
+        report(tmp_path / str(coefficient), make_study(2, 1), published=[row], config_yaml=config)
+    paths = compare([tmp_path / "0.1", tmp_path / "0.2"], tmp_path / "out")
+    assert "| saft 1 |" not in paths.summary.read_text()
+    for text in (paths.summary.read_text(), paths.html.read_text()):
+        assert "ties average" in text
+        assert "Left out" in text

@@ -114,3 +114,11 @@ def test_records_of_earlier_versions_lack_what_came_later_and_are_read(tmp_path,
     del entry["model_seconds"], entry["model_peak_memory_bytes"]
     path.write_text(json.dumps(entry) + "\n")
     assert read_records(path) == [record()]
+
+
+def test_records_that_speak_of_splits_are_refused_with_the_way_out(tmp_path, record) -> None:
+    path = tmp_path / "records.jsonl"
+    write_records(path, [record()])
+    path.write_text(path.read_text().replace('"part"', '"split"'))
+    with pytest.raises(InputError, match=r"line 1: .*'split'.*make the report of its run again"):
+        read_records(path)

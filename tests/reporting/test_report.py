@@ -134,6 +134,14 @@ def test_the_page_is_one_file_that_asks_for_nothing(written):
     assert "default-src 'none'" in page.all("meta")[2]["content"]
 
 
+def test_the_table_can_be_downloaded_from_the_page(written):
+    links = Page(written.html.read_text()).all("a")
+    for link in links:
+        content = base64.b64decode(link["href"].split(",")[1])
+        assert content == (written.html.parent / link["download"]).read_bytes()
+    assert [link["download"] for link in links] == ["leaderboard.csv", "leaderboard.tex"]
+
+
 def test_the_page_embeds_every_figure_with_a_text_for_it(written):
     images = Page(written.html.read_text()).all("img")
     embedded = [base64.b64decode(image["src"].split(",")[1]) for image in images]
@@ -233,6 +241,12 @@ def test_the_cache_sentence_counts_what_was_reused(record):
         "1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
         "The largest memory peak was 1.00 GiB."
     )
+
+
+def test_a_count_of_nothing_is_not_said(record):
+    assert say_cache([record(peak_memory_bytes=0)] * 2) == "All 2 evaluations were computed."
+    assert say_cache([record(reused=True, peak_memory_bytes=None)]).startswith("All 1 evaluations were found")
+    assert say_cache([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import csv
 from dataclasses import replace
 from io import StringIO
 
@@ -5,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Cell, build_table, print_table, to_markdown
+from mergekit_lab.reporting import Cell, build_table, print_table, to_csv, to_markdown
 
 
 def small(record, **changes):
@@ -219,3 +220,39 @@ def test_no_records_make_an_empty_table_that_says_so():
     table = build_table([])
     assert table.rows == ()
     assert "No evaluation was recorded." in to_markdown(table)
+
+
+def test_where_experts_of_groups_differ_in_strength_a_note_says_that_shares_flatter_the_weak(record):
+    strong, weak = small(record), [replace(r, optimizer="sam", value=r.value / 2) for r in small(record)]
+    (note,) = [note for note in build_table([*strong, *weak]).notes if "differ in strength" in note]
+    assert "from 32.5 to 65.0" in note
+    same = [replace(r, optimizer="sam") for r in strong]
+    assert not [note for note in build_table([*strong, *same]).notes if "differ in strength" in note]
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("ties", "TIES"),
+        ("tsvm (α=0.3)", "TSV-M (α=0.3)"),
+        ("task_arithmetic", "Task arithmetic"),
+        ("mine", "mine"),
+    ],
+)
+def test_a_reader_sees_the_names_of_methods_and_files_of_numbers_keep_the_labels(record, label, name):
+    table = build_table([record(merger=label)])
+    assert f"| {name} |" in to_markdown(table)
+    assert name.split()[0] in printed(table, 200)
+    assert label in to_csv(table)
+    assert table.mergers == (label,)
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_a_spreadsheet_takes_no_name_for_a_formula_and_numbers_stay_numbers(record, start):
+    hostile = f"{start}HYPERLINK(1)"
+    table = build_table([record(merger=hostile, task=hostile, coefficient=-0.5, value=-0.25)])
+    header, row = csv.reader(StringIO(to_csv(table), newline=""))
+    assert header[:2] == ["model", f"'{hostile}"]
+    assert row == [f"'{hostile}", "-0.25", "-0.25", "-0.3125", "-0.5"]
+    assert next(csv.reader(StringIO(to_csv(build_table([record(kind="joint")])))))[0] == "model"
+    assert "'+joint" in to_csv(build_table([record(kind="joint")]))

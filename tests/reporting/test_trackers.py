@@ -147,3 +147,12 @@ def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[tensorboard\]'"):
         TensorBoardTracker()
+
+
+def test_a_metric_is_no_formula_of_a_spreadsheet_and_a_run_goes_on_in_its_file(tmp_path):
+    tracker = CsvTracker()
+    for step in (1, 2):
+        tracker.start({}, run_dir=tmp_path, name="run")
+        tracker.log({"=cmd/train_loss": -0.5}, step)
+        tracker.finish()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["step,'=cmd/train_loss", "1,-0.5", "2,-0.5"]

@@ -9,13 +9,14 @@ from hub_repos import write_repository
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
-from mergekit_lab.reporting.published import read_beside, read_published
+from mergekit_lab.reporting.published import read_beside, read_published, set_beside
 from mergekit_lab.runs import published
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -33,7 +34,7 @@ FULLY = {
     "clip_public_experts": [],
     "saft_tableC4": ["optimizer=asam"],
     "mergopt_table9": ["optimizer=mergopt"],
-    "epimer_table7": ["merger=epimer", "merger.rank=4", "merger.coefficient=0.5"],
+    "epimer_table7": ["merger=epimer", "merger.rank=4", "merger.coefficient=0.5", "merger.normalize=none"],
 }
 """Run to the report; of the others the shared stages are the same, and what they add is composed and built."""
 
@@ -140,8 +141,15 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
     name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = published.read_setting
-    as_published = {"backbone.weights": "openai", "training.steps": 8000 if name.startswith("saft") else 2000}
-    monkeypatch.setattr(published, "read_setting", lambda run, key: as_published.get(key) or real(run, key))
+    whole, _ = composed([f"+experiment={name}", *job])
+
+    def setting(run, key):
+        """The experiment's own, where this test makes it smaller."""
+        if key == "backbone.weights":
+            return "openai"
+        return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
+
+    monkeypatch.setattr(published, "read_setting", setting)
     cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
     shrink(cfg, hub)
     start(cfg, tmp_path, choices, [])
@@ -159,10 +167,18 @@ def test_a_tables_sweep_reaches_all_its_rows() -> None:
 
 @pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
 def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tmp_path: Path) -> None:
-    cfg, choices = composed([f"+experiment=vit_{backbone}_public_experts", "backbone.weights=null"])
+    cfg, choices = composed(
+        ["+experiment=clip_public_experts", f"backbone=clip_vit_{backbone}", "backbone.weights=null"]
+    )
     rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
     setup = Run(cfg, tmp_path, choices)
-    assert all(published.settings_hold(setup, row.when) for row in rows)
+
+    def holds(when: str) -> bool:
+        return when == "backbone.weights=openai" or published.settings_hold(setup, when)
+
+    axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
+    beside = set_beside("fusion_bench 8 tasks", lambda *_: 1.0, axes, holds, setup.tasks)
+    assert len(beside) == len(rows)
 
 
 @pytest.mark.parametrize(

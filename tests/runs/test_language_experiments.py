@@ -8,11 +8,12 @@ import pytest
 from composing import composed, plain
 from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
+from omegaconf import OmegaConf
 
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.published import conditions, read_beside, read_published, set_beside
+from mergekit_lab.reporting.published import find_conditions, read_beside, read_published, set_beside
 from mergekit_lab.runs import published
 from mergekit_lab.runs.finetune import task_settings
 from mergekit_lab.runs.run import Run
@@ -81,8 +82,13 @@ def small(name, folders, tmp_path, store):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
     real = published.read_setting
-    as_published = {"training.steps": 8000, "training.batch_size": 8}
-    monkeypatch.setattr(published, "read_setting", lambda run, key: as_published.get(key) or real(run, key))
+    whole, _ = composed([f"+experiment={name}"])
+
+    def setting(run, key):
+        """The experiment's own, where this test makes it smaller."""
+        return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
+
+    monkeypatch.setattr(published, "read_setting", setting)
     head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
@@ -117,7 +123,7 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
     assert min(accuracies) < 10
     cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
     assert cfg.backbone.answering == "generate"
-    assert "backbone.answering=generate" in conditions("saft_glue C6")[1]
+    assert find_conditions("saft_glue C6")[1]["backbone.answering"] == "generate"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
         (["optimizer=adamw"], "1 20 22 24"),
         (["optimizer.loc=-0.1"], "12"),
         (["optimizer.distribution=gaussian"], "22"),
-        (["optimizer@optimizer.base=sgd"], "18"),
+        (["optimizer@optimizer.base=sgd", "training.lr=0.01"], "18"),
         (["training.lr=4e-5"], "24"),
     ],
 )
