@@ -53,8 +53,12 @@ def _for_hydra(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    from mergekit_lab.console import outlive_console
+    from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
+    outlive_console()
+    gather_temporary_files()
     sys.argv[1:] = _for_hydra(sys.argv[1:])
     raise_on_sigterm()
     try:

@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 LEFT_TO_RIGHT = [
-    {"errors", "machine", "owners", "paths"},
-    {"workers"},
+    {"console", "errors", "machine", "owners", "paths"},
+    {"scratch", "workers"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},
