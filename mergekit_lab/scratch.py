@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import shutil
@@ -10,11 +9,13 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from mergekit_lab.owners import has_ended, identify_process
 
 _OWNER = "owner.json"
+_LAST = -1000
 _LONGEST = 60
 """Bytes of the folder's path: sockets lie in it, whose names may have about a hundred."""
 _FORGOTTEN = 3600.0
@@ -41,7 +42,8 @@ def gather_temporary_files() -> None:
         (mine / _OWNER).write_text(json.dumps(identify_process()))
     except OSError:
         return
-    atexit.register(_remove, mine, os.getpid())
+    # after what multiprocessing does at its end, which removes its own files there
+    Finalize(None, shutil.rmtree, (mine,), {"ignore_errors": True}, exitpriority=_LAST)
     tempfile.tempdir = str(mine)
 
 
@@ -53,9 +55,3 @@ def _is_left(folder: Path) -> bool:
         with suppress(OSError):
             return time.time() - folder.stat().st_mtime > _FORGOTTEN
         return False
-
-
-def _remove(folder: Path, pid: int) -> None:
-    """Not in a fork, which has its parent's list of what to do at its end."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)

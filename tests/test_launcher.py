@@ -64,8 +64,12 @@ def test_a_program_s_own_jobs_run_and_one_that_fails_ends_it(tmp_path: Path, swe
     """)
     )
     command = [sys.executable, "program.py", "-m", "x=1,2,3", "hydra/launcher=local", *ON_THE_CPU]
-    command.append(f"hydra/sweeper={sweeper}")
+    command += [f"hydra/sweeper={sweeper}", "hydra.sweep.dir=sweep"]
+    earlier = tmp_path / "sweep/training/7/failure.json"  # of a sweep that was killed
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
     assert "two is wrong" in ended.stderr
     assert len(list(tmp_path.glob("ran * on a card"))) == 3
+    assert earlier.exists() == (sweeper == "basic")

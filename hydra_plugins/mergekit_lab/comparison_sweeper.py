@@ -81,8 +81,10 @@ class ComparisonSweeper(BasicSweeper):
 
     def _place_for_failures(self) -> Path:
         """Where this sweep notes what it does not try again; every job has it in its environment."""
-        from mergekit_lab.runs.given_up import PLACE, new_place
+        from mergekit_lab.runs.given_up import PLACE, SHARED, new_place
 
+        for left in Path(self.config.hydra.sweep.dir, SHARED).glob("*/failure.json"):
+            left.unlink(missing_ok=True)  # of an earlier sweep, whose trainings had other numbers
         self._given_up = new_place(Path(self.config.hydra.sweep.dir))
         quoted = str(self._given_up).replace("\\", r"\\").replace("'", r"\'")
         with open_dict(self.config):
