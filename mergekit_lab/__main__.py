@@ -51,8 +51,12 @@ def _told_in_one_line() -> None:
 
 if __name__ == "__main__":
     from mergekit_lab.command_line import for_hydra
+    from mergekit_lab.console import outlive_console
+    from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
+    outlive_console()
+    gather_temporary_files()
     sys.argv[1:] = for_hydra(sys.argv[1:])
     raise_on_sigterm()
     try:

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from mergekit_lab.console import outlive_console
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import usable_cores
 
@@ -70,6 +72,7 @@ class Pool:
             raise InputError("a pool needs at least one device")
         self.devices = list(devices)
         self._workers: list[_Worker | None] = [None] * len(devices)
+        atexit.register(self.close)  # before Python waits for processes that wait for it
 
     def map(
         self,
@@ -87,47 +90,47 @@ class Pool:
         outcomes: list[Outcome | None] = [None] * len(jobs)
         waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
         while any(outcome is None for outcome in outcomes):
-            for place in range(len(self.devices)):
-                worker = self._worker(place) if waiting else None
+            for position in range(len(self.devices)):
+                worker = self._worker(position) if waiting else None
                 if worker is not None and worker.job is None:
                     number = waiting.popleft()
                     tries[number] += 1
                     worker.start(number, function, jobs[number])
-            for place, number, outcome in self._finished():
+            for position, number, outcome in self._finished():
                 if outcome is None:
-                    exitcode = self._bury(place)
+                    exitcode = self._bury(position)
                     if tries[number] < 2:
                         waiting.appendleft(number)
                         continue
                     outcome = Outcome(None, f"its worker died twice ({exitcode})", False, 0.0,
-                                      self.devices[place])  # fmt: skip
+                                      self.devices[position])  # fmt: skip
                 outcomes[number] = outcome
                 done(number, outcome)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _worker(self, place: int) -> _Worker:
-        found = self._workers[place]
-        if found is None or (found.job is None and not found.process.is_alive()):
-            found = self._workers[place] = _Worker(self.devices[place], len(self.devices))
-        return found
+    def _worker(self, position: int) -> _Worker:
+        worker = self._workers[position]
+        if worker is None or (worker.job is None and not worker.process.is_alive()):
+            worker = self._workers[position] = _Worker(self.devices[position], len(self.devices))
+        return worker
 
     def _finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
-        """Jobs that are over: (place, job's number, outcome); None where the worker died."""
-        busy = {w.channel: (p, w) for p, w in enumerate(self._workers) if w is not None and w.job is not None}
+        """Jobs that are over: (position of the device, job's number, outcome); None where the worker died."""
+        busy = {w.channel: (n, w) for n, w in enumerate(self._workers) if w is not None and w.job is not None}
         for channel in wait(list(busy)):
-            place, worker = busy[channel]  # type: ignore[index]
+            position, worker = busy[channel]  # type: ignore[index]
             number = worker.job
             assert number is not None
             try:
                 value, error, mistake, seconds = worker.channel.recv()
             except (EOFError, OSError):
-                yield place, number, None
+                yield position, number, None
                 continue
             worker.job = None
-            yield place, number, Outcome(value, error, mistake, seconds, worker.device)
+            yield position, number, Outcome(value, error, mistake, seconds, worker.device)
 
-    def _bury(self, place: int) -> str:
-        worker, self._workers[place] = self._workers[place], None
+    def _bury(self, position: int) -> str:
+        worker, self._workers[position] = self._workers[position], None
         assert worker is not None
         worker.process.join()
         return _ending(worker.process.exitcode)
@@ -145,12 +148,13 @@ class Pool:
             worker.channel.close()
         stop([worker.process for worker in workers])
         self._workers = [None] * len(self.devices)
+        atexit.unregister(self.close)
 
 
 class _Worker:
     def __init__(self, device: str, sharers: int) -> None:
         self.device = device
-        self.channel, self.process = _started(_seeing([device]), sharers)
+        self.channel, self.process = _start(_seeing([device]), sharers)
         self.job: int | None = None
 
     def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -199,19 +203,24 @@ def import_ahead(modules: Sequence[str]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _started(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
+def _start(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
     """A process that does what is sent through the channel, which knows this environment beside ours."""
     ours, theirs = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=_serve, args=(theirs, {**os.environ, **environment}, _threads(sharers)))
+    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _threads(sharers))
+    process = _PROCESSES.Process(target=_serve, args=(theirs, *surroundings))
     process.start()
     theirs.close()
     return ours, process
 
 
-def _serve(channel: Connection, environment: Mapping[str, str], threads: int | None) -> NoReturn:
+def _serve(
+    channel: Connection, environment: Mapping[str, str], temporary: str, threads: int | None
+) -> NoReturn:
     """Do what the channel asks for, until it is closed."""
     os.environ.clear()  # a fork has the environment of the process that it was forked from
     os.environ.update(environment)
+    tempfile.tempdir = temporary
+    outlive_console()
     _end_with_parent()
     raise_on_sigterm()
     if _FORKED:
@@ -262,11 +271,11 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
     try:
         for rank in range(len(devices)):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-            channel, process = _started(shared | _seeing(devices) | mine, len(devices))
+            channel, process = _start(shared | _seeing(devices) | mine, len(devices))
             channels.append(channel)
             processes.append(process)
             channel.send((function, arguments))
-        first = _results(channels, processes)[0]
+        first = _collect(channels, processes)[0]
         for channel in channels:
             channel.close()
         for process in processes:
@@ -278,10 +287,10 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
         stop(processes)
 
 
-def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-    while len(found) < len(channels):
-        for channel in wait([c for rank, c in enumerate(channels) if rank not in found]):
+def _collect(channels: list[Connection], processes: list[Any]) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < len(channels):
+        for channel in wait([c for rank, c in enumerate(channels) if rank not in values]):
             rank = channels.index(channel)  # type: ignore[arg-type]
             try:
                 value, error, mistake, _ = channels[rank].recv()
@@ -291,8 +300,8 @@ def _results(channels: list[Connection], processes: list[Any]) -> list[Any]:
                 raise RuntimeError(f"process {rank} of {len(channels)} died ({ending})") from None
             if error is not None:
                 raise InputError(error) if mistake else RuntimeError(f"process {rank}: {error}")
-            found[rank] = value
-    return [found[rank] for rank in range(len(channels))]
+            values[rank] = value
+    return [values[rank] for rank in range(len(channels))]
 
 
 def stop(processes: Sequence[Any]) -> None:

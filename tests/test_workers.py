@@ -49,7 +49,7 @@ def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -
 
 def test_what_workers_are_forked_from_has_touched_no_gpu() -> None:
     """CUDA does not work in a fork of a process that has as much as counted its devices."""
-    lines = f"import os, torch, open_clip, {', '.join(local_launcher._MODULES)}\n"
+    lines = f"import os, torch, open_clip, {', '.join(local_launcher.MODULES)}\n"
     lines += "if os.fork() == 0: os._exit(torch.cuda._is_in_bad_fork())\n"
     lines += "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
     assert subprocess.run([sys.executable, "-c", lines]).returncode == 0

@@ -81,8 +81,10 @@ class ComparisonSweeper(BasicSweeper):
 
     def _folder_for_failures(self) -> Path:
         """Where this sweep notes what it does not try again; every job has it in its environment."""
-        from mergekit_lab.runs.given_up import VARIABLE, name_folder
+        from mergekit_lab.runs.given_up import SHARED, VARIABLE, name_folder
 
+        for left in Path(self.config.hydra.sweep.dir, SHARED).glob("*/failure.json"):
+            left.unlink(missing_ok=True)  # of an earlier sweep, whose trainings had other numbers
         self._given_up = name_folder(Path(self.config.hydra.sweep.dir))
         quoted = str(self._given_up).replace("\\", r"\\").replace("'", r"\'")
         with open_dict(self.config):

@@ -1,0 +1,351 @@
+"""Change one file of what runs leave, then use it: refused, repaired, other than before, crashed or hung?
+
+    python experiments/faults/mutate.py --tries 300 --out experiments/faults/mutations.json
+
+A tiny run is made once: a store, the run's folder, a training that was killed (checkpoint and lock stay), an
+export, and models to merge. Every try copies one of these, changes one file or folder of it as the seed says,
+and does with it what its users do. All runs are forks with a time limit. Equal seeds try equal things.
+
+`same` is the result of the undisturbed run, bit for bit; `same, found` that with a word of the fault on the way
+(by `store.action=verify`, or a refusal after which removing what verify named was enough); `refused` an error
+that says what is wrong; `other` a result that differs without a word, where nothing says what was there: a
+flipped bit in somebody else's model, or in a run's records. `WRONG`, `crash` and `hang` are failures.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+from common import finish, hash_weights, read_rows, run_once, start
+from composing import TINY
+
+from mergekit_lab.checkpoints import ShardedWriter, hash_file, open_checkpoint, write_tensors
+from mergekit_lab.errors import InputError
+
+RUN = [*TINY, "merger=task_arithmetic", "joint=false", "training.steps=12", "training.validations=4"]
+HASHED = ("store", "export", "cut")
+"""What nobody may change without a word: manifests hold hashes."""
+
+
+def truncate(path: Path, chance: random.Random) -> None:
+    os.truncate(path, int(path.stat().st_size * chance.random()))
+
+
+def empty(path: Path, chance: random.Random) -> None:
+    os.truncate(path, 0)
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def swap(path: Path, chance: random.Random) -> None:
+    """With another file of the same kind, from beside it or from a folder beside its own."""
+    others = [f for f in path.parents[1].rglob(f"*{path.suffix}") if f != path and f.is_file()]
+    if not others:
+        return flip(path, chance)
+    other = chance.choice(sorted(others))
+    first, second = path.read_bytes(), other.read_bytes()
+    path.write_bytes(second)
+    other.write_bytes(first)
+    return None
+
+
+def nest(path: Path, chance: random.Random) -> None:
+    path.write_text(chance.choice(["[", '{"a":']) * 100_000)
+
+
+def grow(path: Path, chance: random.Random) -> None:
+    """By zeros that take no room."""
+    os.truncate(path, path.stat().st_size + (1 << 28))
+
+
+def number(path: Path, chance: random.Random) -> None:
+    """Some number of a text becomes one that nobody expects."""
+    text = path.read_text(errors="replace")
+    numbers = list(re.finditer(r"\d+", text))
+    if numbers:
+        begin, end = chance.choice(numbers).span()
+        path.write_text(text[:begin] + chance.choice(["1e308", "-1", str(2**70), "NaN", '"x"']) + text[end:])
+
+
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+    def replace(path: Path, chance: random.Random) -> None:
+        delete(path, chance)
+        make(path)
+
+    return replace
+
+
+def delete(path: Path, chance: random.Random) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+OF_ALL = {
+    "delete": delete,
+    "pipe": replaced_by(os.mkfifo),
+    "device": replaced_by(lambda path: path.symlink_to("/dev/zero")),
+    "loop": replaced_by(lambda path: path.symlink_to(path.name)),
+    "link to nowhere": replaced_by(lambda path: path.symlink_to("nowhere")),
+    "other type": None,
+}
+OF_FILES = {"truncate": truncate, "empty": empty, "flip": flip, "swap": swap, "grow": grow}
+OF_TEXT = {"nest": nest, "number": number}
+
+
+def mutate(root: Path, chance: random.Random) -> tuple[str, str]:
+    """What was done to which file or folder."""
+    paths = sorted(path for path in root.rglob("*") if not path.is_symlink())
+    by_name = defaultdict(list)  # else the many files of a kind would leave no turn to the few
+    for path in paths:
+        by_name[path.name if path.is_file() else f"{path.parent.name[:8]}/"].append(path)
+    path = chance.choice(by_name[chance.choice(sorted(by_name))])
+    known = dict(OF_ALL)
+    known["other type"] = replaced_by(Path.touch if path.is_dir() else Path.mkdir)
+    if path.is_file():
+        known |= OF_FILES
+        if path.suffix in (".json", ".jsonl", ".yaml") or "locks" in path.parts:
+            known |= OF_TEXT
+    name = chance.choice(sorted(known))
+    known[name](path, chance)
+    return name, str(path.relative_to(root))
+
+
+class Trial:
+    """One copy of what was prepared, and what became of the work done with it."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.message = ""
+
+    def do(self, work: Callable[[], None]) -> str:
+        """`done`, `refused`, `crash` or `hang`."""
+        note = self.folder / "note"
+        note.unlink(missing_ok=True)
+
+        def guarded() -> None:
+            try:
+                work()
+            except InputError as error:
+                note.write_text(json.dumps(["refused", str(error)]))
+            except BaseException:
+                note.write_text(json.dumps(["crash", traceback.format_exc()]))
+
+        code = finish(start(guarded, self.folder / "log"), self.seconds)
+        if code is None:
+            return "hang"
+        outcome, self.message = json.loads(note.read_text()) if note.exists() else ("done", "")
+        return "crash" if code else outcome
+
+    def run(self, *overrides: str, run: str = "again") -> str:
+        return self.do(lambda: run_once(self.folder / run, self.folder / "store", list(overrides)))
+
+    def verify(self, *more: str) -> str:
+        return self.run("stage=store", "store.action=verify", *more, run="verify")
+
+
+def use_store(trial: Trial, wanted: dict) -> str:
+    found = trial.verify()
+    if found in ("crash", "hang"):
+        return found
+    ended = trial.run(*RUN)
+    if ended == "refused":
+        if (cleared := trial.verify("store.confirm=true")) != "done":
+            return cleared if cleared in ("crash", "hang") else ended
+        found, ended = "refused", trial.run(*RUN)
+    if ended != "done":
+        return ended
+    same = (
+        read_rows(trial.folder / "again") == wanted["rows"]
+        and hash_weights(trial.folder / "store") == wanted["weights"]
+    )
+    return "WRONG" if not same else "same, found" if found == "refused" else "same"
+
+
+def use_cut(trial: Trial, wanted: dict) -> str:
+    return use_store(trial, wanted)
+
+
+def use_run(trial: Trial, wanted: dict) -> str:
+    compared = trial.run(*TINY, "stage=report", f"runs=[{trial.folder / 'run'}]", run="page")
+    if compared in ("crash", "hang"):
+        return compared
+    again = trial.run(*RUN, run="run")
+    if again != "done":
+        return again
+    if read_rows(trial.folder / "run") != wanted["rows"]:
+        return "WRONG"
+    if compared == "refused":
+        return "same, found"
+    return "same" if read_rows(trial.folder / "page") == wanted["page"] else "other"
+
+
+def use_export(trial: Trial, wanted: dict) -> str:
+    shutil.rmtree(trial.folder / "store")
+    given = trial.folder / "export"
+    ended = trial.run("stage=store", "store.action=import", f"store.path={given}", run="import")
+    if ended != "done":
+        return ended
+    return "same" if list(hash_weights(trial.folder / "store").values()) == wanted["export"] else "WRONG"
+
+
+def use_models(trial: Trial, wanted: dict) -> str:
+    models, out = trial.folder / "models", trial.folder / "merged"
+    ended = trial.run(*merge_arguments(models, out), run="merge")
+    if ended != "done":
+        return ended
+    return "same" if hash_file(out / "model.safetensors") == wanted["merged"] else "other"
+
+
+def merge_arguments(models: Path, out: Path) -> list[str]:
+    experts = ",".join(str(models / name) for name in ("a", "b"))
+    return ["+experiment=merge_checkpoints", "progress=false", "device=cpu", f"base={models / 'base'}",
+            f"experts=[{experts}]", "merger=average", f"out={out}"]  # fmt: skip
+
+
+USES = {
+    "store": use_store,
+    "cut": use_cut,
+    "run": use_run,
+    "export": use_export,
+    "models": use_models,
+}
+
+
+def must(outcome: str, trial: Trial) -> None:
+    if outcome != "done":
+        raise RuntimeError(f"{outcome}: {trial.message} {(trial.folder / 'log').read_text()[-2000:]}")
+
+
+def prepare(folder: Path, seconds: float) -> dict:
+    """What tries copy, and what they are compared with."""
+    folder.mkdir(parents=True)
+    trial = Trial(folder, seconds)
+    must(trial.run(*RUN, run="run"), trial)
+    wanted = {"rows": read_rows(folder / "run"), "weights": hash_weights(folder / "store")}
+    must(trial.run(*TINY, "stage=report", f"runs=[{folder / 'run'}]", run="page"), trial)
+    wanted["page"] = read_rows(folder / "page")
+    expert = sorted((folder / "store/experts").iterdir())[0]
+    export = ["stage=store", "store.action=export", f"store.key={expert.name}", f"store.path={folder}/export"]
+    must(trial.run(*export), trial)
+    wanted["export"] = [hash_file(expert / "model.safetensors")]
+    prepare_models(folder / "models", sorted((folder / "store/experts").iterdir()))
+    must(trial.run(*merge_arguments(folder / "models", folder / "merged"), run="merge"), trial)
+    wanted["merged"] = hash_file(folder / "merged/model.safetensors")
+    cut = start(lambda: run_once(folder / "cut-run", folder / "cut", RUN), folder / "log")
+    while not any((folder / "cut").glob("work/*/*/resume/last.ckpt")):
+        time.sleep(0.01)
+    os.kill(cut, 9)
+    os.waitpid(cut, 0)
+    return wanted
+
+
+def prepare_models(folder: Path, experts: list[Path]) -> None:
+    """Two models in one file and a base in shards with an index, each with a configuration."""
+    states = [dict(open_checkpoint(expert / "model.safetensors")) for expert in experts[:2]]
+    for name, state in zip("ab", states, strict=True):
+        (folder / name).mkdir(parents=True)
+        write_tensors(folder / name / "model.safetensors", state)
+    base = open_checkpoint(folder / "a")
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text(json.dumps({"hidden_size": 64}, indent=1))
+    with ShardedWriter(folder / "base", base.specs, max_bytes=200_000) as writer:
+        for name in base:
+            writer.write(name, base[name])
+    for name in ("base", "a", "b"):
+        (folder / name / "config.json").write_text(
+            json.dumps({"model_type": "glyph", "hidden_size": 64}, indent=1)
+        )
+
+
+COPIED = {
+    "store": ("store",),
+    "cut": (),
+    "run": ("store", "run"),
+    "export": ("store", "export"),
+    "models": ("models",),
+}
+
+
+def attempt(target: str, prepared: Path, folder: Path, wanted: dict, seed: int, seconds: float) -> dict:
+    folder.mkdir()
+    for name in COPIED[target]:
+        shutil.copytree(prepared / name, folder / name, symlinks=True)
+    if target == "cut":
+        shutil.copytree(prepared / "cut", folder / "store", symlinks=True)
+    trial, begun = Trial(folder, seconds), time.monotonic()
+    changed = folder / ("store" if target == "cut" else target)
+    mutation, path = mutate(changed, random.Random(seed))
+    outcome = USES[target](trial, wanted)
+    if outcome == "other" and target in HASHED:
+        outcome = "WRONG"
+    return {"seed": seed, "target": target, "mutation": mutation, "path": path, "outcome": outcome,
+            "message": trial.message[-600:], "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
+
+
+def print_table(rows: list[dict]) -> None:
+    outcomes = ["same", "same, found", "refused", "other", "WRONG", "crash", "hang"]
+    print(f"| what | mutation | {' | '.join(outcomes)} |\n|---|---|{'---|' * len(outcomes)}")
+    groups = defaultdict(Counter)
+    for row in rows:
+        groups[row["target"], row["mutation"]][row["outcome"]] += 1
+    for (target, mutation), counts in sorted(groups.items()):
+        print(f"| {target} | {mutation} | {' | '.join(str(counts[o] or '') for o in outcomes)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--targets", nargs="+", choices=list(USES), default=list(USES))
+    parser.add_argument("--seconds", type=float, default=120, help="after which something hangs")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/mutate"))
+    parser.add_argument("--prepared", type=Path, help="of an earlier call, to begin at once")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    prepared = options.prepared or options.folder / "prepared"
+    if not (prepared / "wanted.json").exists():
+        wanted = prepare(prepared, 10 * options.seconds)
+        (prepared / "wanted.json").write_text(json.dumps(wanted))
+    wanted = json.loads((prepared / "wanted.json").read_text())
+    for part in ("rows", "page"):
+        wanted[part] = [tuple(row) for row in wanted[part]]
+    rows: list[dict] = []
+    for number in range(options.tries):
+        target = options.targets[number % len(options.targets)]
+        folder = options.folder / str(number)
+        row = attempt(target, prepared, folder, wanted, options.seed * 100_000 + number, options.seconds)
+        print(*row.values(), sep=" | ", flush=True)
+        rows.append(row)
+        report = {
+            "date": str(date.today()),
+            "command": f"python experiments/faults/mutate.py {' '.join(sys.argv[1:])}",
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        if row["outcome"] not in ("WRONG", "crash", "hang"):
+            shutil.rmtree(folder, ignore_errors=True)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Output that nobody reads any more: a pager that was quit, a full disk. What is computed goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+class _Console(io.FileIO):
+    """Writes as far as it can; the first time it cannot, it says so where errors go."""
+
+    lost = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.lost and self.fileno() != 2:
+                with suppress(OSError):
+                    os.write(
+                        2, f"the output cannot be written ({error.strerror}), and the work goes on\n".encode()
+                    )
+            self.lost = True
+            return memoryview(data).nbytes
+
+
+def outlive_console() -> None:
+    """From here on, writing to stdout or stderr raises nothing, whatever becomes of them.
+
+    What they cannot encode is written with escapes.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):  # closed before we began, or another program's own
+            continue
+        with suppress(OSError):
+            stream.flush()
+        raw = _Console(stream.fileno(), "w", closefd=False)
+        wrapper = io.TextIOWrapper(
+            raw if stream.write_through else io.BufferedWriter(raw),
+            encoding=stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, wrapper)
