@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.commands.prepare import read_devices
+from mergekit_lab.machine import free_bytes, list_devices, usable_cores
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
@@ -24,3 +26,16 @@ def test_all_cores_count_where_the_system_cannot_be_asked(monkeypatch: pytest.Mo
     assert usable_cores() == 5
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores() == 1
+
+
+def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=7))
+    assert free_bytes(tmp_path / "a/b") == 7
+    assert asked == [tmp_path]
+
+
+@pytest.mark.parametrize(("cards", "wanted"), [(0, ["cpu"]), (2, ["cuda:0", "cuda:1"])])
+def test_auto_is_every_cuda_device_or_the_cpu(cards: int, wanted: list[str], monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    assert list_devices() == wanted == read_devices("auto")

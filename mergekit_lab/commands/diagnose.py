@@ -51,7 +51,7 @@ class Diagnose:
     fishers: Any
     include: list[str] | None
     exclude: list[str]
-    embeddings: str | None
+    embeddings: Literal["intersect", "pad", "base"] | None
     rank: Annotated[int, Ge(1)]
     device: str | int
     seed: int

@@ -58,7 +58,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
     result.problems += prepared.problems
-    result.problems += _place_problems(prepared, out, overwrite)
+    result.problems += _output_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantized, checkpoint)
     result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
@@ -108,7 +108,7 @@ def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
     return []
 
 
-def _place_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
+def _output_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
     """What stands against where the result goes and where the arithmetic happens."""
     if out is None:
         problems = ["out is not set: out=<folder>"]

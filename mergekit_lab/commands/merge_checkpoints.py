@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge
 
-from mergekit_lab.checkpoints import MAX_SHARD_BYTES
+from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
-from mergekit_lab.commands.sources import read_sources
+from mergekit_lab.commands.sources import local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
@@ -78,6 +78,7 @@ def merge(
     for name, number in (metrics or {}).items():
         if not isinstance(number, int | float):
             raise InputError(f"metrics: {name} is {number!r}; it must be a number")
+    check_out(Path(out).expanduser(), overwrite, local_paths(base, experts))
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:
             statistics = {**(statistics or {}), kind: given}
@@ -127,11 +128,11 @@ class MergeCheckpoints:
     grams: Any
     include: list[str] | None
     exclude: list[str]
-    embeddings: str | None
+    embeddings: Literal["intersect", "pad", "base"] | None
     tokenizer_from: str | None
     allow_config_mismatch: list[str]
     dtype: str | None
-    format: str
+    format: Literal["dense", "low_rank"]
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -146,14 +147,18 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        prepared, recipe = self._prepare()
-        check_format(prepared, self.format)
+        inputs, notes, recipe = self._inputs()
         out = Path(self.out) if self.out else None
-        if self.dry_run:
+        if not self.dry_run:  # a dry run has these in its report
+            if out is None:
+                raise InputError("out is not set: out=<folder>")
+            check_out(out.expanduser(), self.overwrite, local_paths(inputs["base"], inputs["experts"]))
+        prepared = self._prepare(inputs)
+        prepared = replace(prepared, notes=[*notes, *prepared.notes])
+        check_format(prepared, self.format)
+        if self.dry_run or out is None:
             _print_report(prepared, out, self.overwrite, self.format)
             return
-        if out is None:
-            raise InputError("out is not set: out=<folder>")
         write(
             prepared, out, overwrite=self.overwrite, format=self.format, progress=self.progress, recipe=recipe
         )
@@ -162,38 +167,20 @@ class MergeCheckpoints:
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
         log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
 
-    def _prepare(self) -> tuple[Prepared, str | None]:
-        """The opened inputs, and the recipe's text if there is one."""
-        sides = {"fisher": self.fishers, "gram": self.grams}
-        shared: dict[str, Any] = {
-            "statistics": {
-                kind: read_sources(value, f"{kind}s") for kind, value in sides.items() if value is not None
-            },
-            "include": self.include,
-            "exclude": self.exclude,
-            "device": self.device,
-            "max_shard_bytes": self.max_shard_bytes,
-            "allow_config_mismatch": self.allow_config_mismatch,
-            "read": not self.dry_run,
+    def _inputs(self) -> tuple[dict[str, Any], Sequence[str], str | None]:
+        """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text."""
+        settings = {
+            "dtype": self.dtype,
+            "embeddings": self.embeddings,
+            "tokenizer_from": self.tokenizer_from,
         }
-        if self.recipe is not None:
-            return self._prepare_recipe(Path(self.recipe).expanduser(), shared)
-        if not self.base:
-            raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
-        if not self.experts:
-            raise InputError("experts is not set: experts=[a,b], experts=@list.txt, or recipe=merge.yml")
-        prepared = prepare(
-            self.base,
-            read_sources(self.experts, "experts"),
-            self._method(),
-            dtype=self.dtype,
-            embeddings=self.embeddings,
-            tokenizer_from=self.tokenizer_from,
-            **shared,
-        )
-        return prepared, None
-
-    def _prepare_recipe(self, file: Path, shared: Mapping[str, Any]) -> tuple[Prepared, str]:
+        if self.recipe is None:
+            if not self.base:
+                raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
+            if not self.experts:
+                raise InputError("experts is not set: experts=[a,b], experts=@list.txt, or recipe=merge.yml")
+            experts = read_sources(self.experts, "experts")
+            return {"base": self.base, "experts": experts, "method": self._method(), **settings}, (), None
         from mergekit_lab.commands.recipes import read_recipe
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
@@ -201,17 +188,25 @@ class MergeCheckpoints:
             raise InputError(
                 f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
             )
-        recipe = read_recipe(file, seed=self.seed)
-        prepared = prepare(
-            recipe.base,
-            recipe.experts,
-            recipe.method,
-            dtype=self.dtype or recipe.dtype,
-            embeddings=self.embeddings or recipe.embeddings,
-            tokenizer_from=self.tokenizer_from or recipe.tokenizer_from,
-            **shared,
+        recipe = read_recipe(Path(self.recipe).expanduser(), seed=self.seed)
+        settings = {name: value or getattr(recipe, name) for name, value in settings.items()}
+        inputs = {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **settings}
+        return inputs, recipe.notes, recipe.text
+
+    def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
+        sides = {"fisher": self.fishers, "gram": self.grams}
+        return prepare(
+            **inputs,
+            statistics={
+                kind: read_sources(value, f"{kind}s") for kind, value in sides.items() if value is not None
+            },
+            include=self.include,
+            exclude=self.exclude,
+            device=self.device,
+            max_shard_bytes=self.max_shard_bytes,
+            allow_config_mismatch=self.allow_config_mismatch,
+            read=not self.dry_run,
         )
-        return replace(prepared, notes=[*recipe.notes, *prepared.notes]), recipe.text
 
     def _method(self) -> Method:
         from mergekit_lab.schema.check import build, without_null_coefficient

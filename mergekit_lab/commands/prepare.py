@@ -33,10 +33,11 @@ from mergekit_lab.checkpoints import (
     vocabulary_rows,
     written_specs,
 )
-from mergekit_lab.commands.sources import last_part, name_sources
+from mergekit_lab.checkpoints.model_files import tokenizer_files
+from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
-from mergekit_lab.merging import Method
+from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.inputs import Source, Sources, is_selected
 
@@ -149,10 +150,17 @@ def prepare(
     """
     if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
         raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
-    origin = _open("the base", base, None, read)
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
+    dtype, devices = read_dtype(dtype), read_devices(device)
+    if read:  # the hub may be slow: what can be judged before it is asked is judged now
+        for each in devices:
+            resolve_device(each)
+        if isinstance(method, Method):
+            method.check(tuple(named))
+        refuse_absent({"the base": base, **named})
+    origin = _open("the base", base, None, read)
     notes = _about_folder(origin)
     sources = {n: _kin(origin, _open(n, s, origin, read)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
@@ -193,8 +201,8 @@ def prepare(
         opened=opened,
         side=side,
         method=method if isinstance(method, Method) else method(same.base),
-        device=read_devices(device),
-        dtype=read_dtype(dtype),
+        device=devices,
+        dtype=dtype,
         include=include,
         exclude=exclude,
         kept=[*same.exclude, *_floating(origin, computed_buffers(origin))],
@@ -255,6 +263,8 @@ def _tokenizer_folder(
     folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
         raise InputError(f"tokenizer_from={wanted} is no folder and no expert{suggestion(str(wanted), known)}")
+    if not tokenizer_files(folder):
+        raise InputError(f"tokenizer_from={wanted}: the folder {folder} holds no tokenizer")
     return folder
 
 

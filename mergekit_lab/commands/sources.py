@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints import LIBRARIES
+from mergekit_lab.checkpoints import LIBRARIES, find_source, hub_id
 from mergekit_lab.errors import InputError, abbreviate, listing
 
 
@@ -74,3 +75,23 @@ def last_part(source: str | Path) -> str:
     path = Path(source)
     known = any(path.name in library.weights for library in LIBRARIES)
     return path.absolute().parent.name if known else path.name
+
+
+def refuse_absent(sources: Mapping[str, Any]) -> None:
+    """Refuse local inputs that are not there, by the names that messages have for them.
+
+    Raises:
+        InputError: a path that does not exist and is no hub id.
+    """
+    for name, source in sources.items():
+        if isinstance(source, Path) or (isinstance(source, str) and not hub_id(source)):
+            find_source(source)
+            if not Path(source).expanduser().exists():
+                raise InputError(f"{name}: {source} does not exist")
+
+
+def local_paths(base: Any, experts: Any) -> list[Path]:
+    """The inputs of a merge that are paths, and there."""
+    sources = [base, *(experts.values() if isinstance(experts, Mapping) else experts)]
+    paths = [Path(source).expanduser() for source in sources if isinstance(source, str | Path)]
+    return [path for path in paths if os.path.exists(path)]

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require, require_choice
+from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
+from mergekit_lab.ranges import require, require_choice
 
 _START = 0.3
 

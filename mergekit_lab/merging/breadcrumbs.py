@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Blocks, Site, require
+from mergekit_lab.merging.contract import Blocks, Site
 from mergekit_lab.merging.selection import Largest, Pass, select_largest
 from mergekit_lab.merging.sparsified import SparsifiedMethod
+from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)

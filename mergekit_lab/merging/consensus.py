@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, ScaledMethod, Site, require
+from mergekit_lab.merging.contract import Method, ScaledMethod, Site
+from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.ranges import require
 
 
 def _ignore_note(key: str, value: object) -> None:
@@ -277,18 +278,6 @@ def is_finite(value: float) -> bool:
 
 
 _LARGEST = (2 - 2**-23) * 2.0**127
-
-
-def require(ok: bool, what: str, value: object, rule: str) -> None:
-    """Raise an `InputError` that says `what` is `value` and must obey `rule`, unless `ok`."""
-    if not ok:
-        raise InputError(f"{what} is {value!r}; it must be {rule}")
-
-
-def require_choice(what: str, value: str, choices: Sequence[str]) -> None:
-    """Raise an `InputError` naming the nearest choice unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InputError(f"{what} is {value!r}{suggestion(str(value), choices)}")
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:

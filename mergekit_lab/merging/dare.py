@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Blocks, Site, require, require_choice
+from mergekit_lab.merging.contract import Blocks, Site
 from mergekit_lab.merging.dropping import apply_mask, apply_packed, draw_mask, make_counters, pack_mask
 from mergekit_lab.merging.sparsified import SparsifiedMethod
+from mergekit_lab.ranges import require, require_choice
 
 
 @dataclass(frozen=True, kw_only=True)

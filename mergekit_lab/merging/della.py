@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.blocks import size_block
-from mergekit_lab.merging.contract import Method, Segment, Site, require, require_choice
+from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.dropping import draw_uniform, drop_and_rescale, make_counters
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.ties import TIES
+from mergekit_lab.ranges import require, require_choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, Stream, is_finite, require, require_choice
+from mergekit_lab.merging.contract import Site, Stream, is_finite
 from mergekit_lab.merging.fisher import SCALES, sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
+from mergekit_lab.ranges import require, require_choice
 
 _COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.merging.contract import Method, Site, Stream, is_finite, require, require_choice
+from mergekit_lab.merging.contract import Method, Site, Stream, is_finite
+from mergekit_lab.ranges import require, require_choice
 
 SCALES = ("none", "trace", "norm")
 """How the experts' Fishers are brought to one scale: not at all, by their sums, by their L2 norms."""

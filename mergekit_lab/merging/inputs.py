@@ -19,8 +19,9 @@ from mergekit_lab.checkpoints import (
     refuse_quantized,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging.contract import Method, require_choice
+from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.stacks import Stack, find_stacks
+from mergekit_lab.ranges import require_choice
 
 Source = Checkpoint | Mapping[str, Tensor] | str | Path
 Sources = Mapping[str, Source] | Sequence[Source]

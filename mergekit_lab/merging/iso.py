@@ -21,9 +21,10 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, require
+from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_precise_triplets, solve_triplets
 from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import size_block
-from mergekit_lab.merging.contract import Blocks, Method, Site, require
+from mergekit_lab.merging.contract import Blocks, Method, Site
+from mergekit_lab.ranges import require
 
 _SINGULAR = 1e-6
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, Site, require
+from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.ranges import require
 
 _SUFFIXES = (".weight", "_weight")
 

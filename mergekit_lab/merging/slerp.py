@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Blocks, Method, Site, require
+from mergekit_lab.merging.contract import Blocks, Method, Site
 from mergekit_lab.merging.model_stock import multiply
+from mergekit_lab.ranges import require
 
 _PARALLEL = 0.9995
 _NO_DIRECTION = 1e-8

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import size_block
-from mergekit_lab.merging.contract import Blocks, Method, Segment, Site, Stream, require
+from mergekit_lab.merging.contract import Blocks, Method, Segment, Site, Stream
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
+from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Method, ScaledMethod, Site, require
+from mergekit_lab.merging.contract import Method, ScaledMethod, Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_triplets
 from mergekit_lab.merging.stacks import find_stacks
+from mergekit_lab.ranges import require
 
 _NO_MATRIX = "text_projection"
 

@@ -12,7 +12,8 @@ from typing import Self
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import ScaledMethod, Site, is_finite, require
+from mergekit_lab.merging.contract import ScaledMethod, Site, is_finite
+from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream, require, require_choice
+from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import Largest, run_at_once, select_largest
+from mergekit_lab.ranges import require, require_choice
 
 
 @dataclass(frozen=True, kw_only=True)

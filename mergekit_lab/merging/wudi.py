@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Site, require
+from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.spectral import SpectralMethod, weigh
+from mergekit_lab.ranges import require
 
 _OPTIMIZED = re.compile(
     r"attn\.(in_proj_weight|out_proj\.weight)$"

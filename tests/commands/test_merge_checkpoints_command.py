@@ -170,6 +170,10 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["base=base", "experts=[cars]", "merger=ties", "out=o", "tokenizer_from=/etc"],
+            "/etc holds no tokenizer",
+        ),
         (["experts=[a]", "out=o", "merger=ties"], "base is not set"),
         (["base=base", "out=o", "merger=ties"], "experts is not set"),
         (["base=base", "experts=[]", "out=o", "merger=ties"], "experts is not set"),
@@ -203,6 +207,34 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, mo
     with pytest.raises(InputError, match=message):
         merge_command(tmp_path, *arguments)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "out is not set"),
+        (["out=full"], "exists and is not empty"),
+        (["out=file.txt"], "is a file; give a folder"),
+        (["out=o", "dtype=bfloat"], "did you mean 'bfloat16'"),
+        (["out=o", "format=lowrank"], "did you mean 'low_rank'"),
+        (["out=o", "embeddings=intersectt"], "did you mean 'intersect'"),
+        (["out=o", "device=cudaa"], "cudaa.* is not there"),
+        (["out=o", "max_shard_bytes=0"], "max_shard_bytes is 0; it must be at least 1"),
+        (["out=o", "merger.weights=[1,2,3]"], "weights"),
+        (["out=o", "experts=[/nowhere/x,org/b]"], "x: /nowhere/x does not exist"),
+    ],
+)
+def test_what_can_be_judged_before_the_hub_is_asked_is(arguments, message, tmp_path, monkeypatch) -> None:
+    def ask(*_: object) -> None:
+        pytest.fail("the hub was asked first")
+
+    monkeypatch.setattr("mergekit_lab.checkpoints.reader.snapshot", ask)
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    for name in ("full/thesis.tex", "file.txt"):
+        Path(name).write_text("years")
+    with pytest.raises(InputError, match=message):
+        merge_command(tmp_path, "base=org/base", "experts=[org/a,org/b]", "merger=ties", *arguments)
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:

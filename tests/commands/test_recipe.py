@@ -136,7 +136,22 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("merge_method: passthrough\n" + TWO, "merge_method 'passthrough' is not supported"),
         ("merge_method: tie\n" + TWO, "merge_method 'tie' is not supported; did you mean 'ties'"),
         (START + TWO + "chat_template: chatml\n", "chat_template 'chatml' is not supported"),
-        (START + TWO + "modules: {}\n", "key 'modules' of the recipe"),
+        (START + TWO + "modules: {}\n", "modules other than default"),
+        (START + "modules: {default: {models: []}, text: {models: []}}", "modules other than default"),
+        (START + TWO + "modules: {default: {models: []}}", "models stands in the module default and beside it"),
+        (START + "modules: {default: {slicez: []}}", "key 'slicez' of the module default.*'slices'"),
+        (START + "models: [{model: a+, parameters: {weight: 1}}]", r"'a\+' has no adapter after its \+"),
+        (
+            START + "models: [{model: a, parameters: {weight: true}}]",
+            "weight for .* is True",
+        ),
+        (START + "models: [{model: a, parameters: {weight: 1e308}}]", "a finite number, in float32 too"),
+        (START + "parameters: {density: 0}\n" + TWO, r"density for .* is 0.0; it must be in \(0, 1\]"),
+        (START + "parameters: {density: -1}\n" + TWO, r"density for .* is -1.0; it must be in \(0, 1\]"),
+        (START + "parameters: {density: [0.5, 2]}\n" + TWO, r"density for .*; it must be in \(0, 1\]"),
+        ("merge_method: breadcrumbs\nbase_model: base\nparameters: {gamma: 5}\n" + TWO, "gamma for .* is 5.0"),
+        ("merge_method: della\nbase_model: base\nparameters: {epsilon: -1}\n" + TWO, "epsilon for .* is -1.0"),
+        ("merge_method: slerp\nbase_model: base\nparameters: {t: 2}\nmodels: [{model: a}]", "t for .* is 2.0"),
         (START + TWO + "parameters: {densty: 1}\n", "did you mean 'density'"),
         (START + "models: [{model: a, weight: 1}]", "key 'weight' of a model"),
         (START + "models: [{model: a}]", "gives no weight to a"),
@@ -226,6 +241,19 @@ def test_what_is_not_supported_is_refused_by_name(text: str, message: str) -> No
             START + TWO + "parameters: {density: [0.2, 0.8]}",
         ),
         (START + TWO + "chat_template: auto", START + TWO),
+        (START + "modules:\n  default:\n    " + TWO, START + TWO),
+        (
+            START
+            + "modules: {default: {slices: [{sources: [{model: a, layer_range: [0, 4], parameters: {weight: "
+            "1}}]}]}}",
+            START + "models: [{model: a, parameters: {weight: 1}}]",
+        ),
+        (START + TWO + "slices:\nmodules:\n", START + TWO),
+        (
+            START
+            + TWO.replace("model: a", "model: {model: {path: a}, lora: null, override_architecture: null}"),
+            START + TWO,
+        ),
         (START + TWO + "parameters: {epsilon: 1}", START + TWO),
         (
             "merge_method: slerp\nparameters: {t: 0.5}\n"
@@ -250,6 +278,36 @@ def test_a_recipe_says_what_of_it_has_no_effect() -> None:
         "the recipe's weight has no effect on model_stock",
         "the recipe's chat_template is the tokenizer's own",
     ]
+
+
+def test_keys_that_mergekit_does_not_read_become_notes() -> None:
+    Path("recipe.yml").write_text(
+        START
+        + TWO.replace("weight: 1}}, ", "weight: 1, embed_slerp: true}}, ")
+        + "name: mine\nrandom_seed: 0\nwrite_readme: README.md\nnormalize: false\nint8_mask: true\n"
+    )
+    assert read_recipe(Path("recipe.yml")).notes == [
+        "the recipe's embed_slerp has no effect on ties",
+        *(
+            f"the recipe's key {name} has no effect"
+            for name in ("int8_mask", "name", "normalize", "random_seed", "write_readme")
+        ),
+    ]
+
+
+def test_a_recipe_whose_aliases_expand_to_gigabytes_is_refused_in_a_short_line() -> None:
+    levels = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 9))
+    for use in (
+        "models: *a8",
+        "models: [{model: *a8}]",
+        "parameters: {weight: *a8}\n" + TWO,
+        "dtype: *a8\n" + TWO,
+    ):
+        text = f"a0: &a0 [x, x, x, x, x, x, x, x, x]\n{levels}"
+        Path("recipe.yml").write_text(f"{START}name: [{{x: 1}}]\n" + text + use)
+        with pytest.raises(InputError) as caught:
+            here(Path("recipe.yml").read_text())
+        assert len(str(caught.value)) < 1000
 
 
 def test_an_adapter_in_a_recipe_belongs_to_the_model_it_is_added_to(tmp_path) -> None:

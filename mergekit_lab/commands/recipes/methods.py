@@ -15,7 +15,7 @@ Learned from what mergekit 0.1.5 computes. With `x_t` the weighted, thinned task
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from mergekit_lab.merging.della import assign_probabilities
 from mergekit_lab.merging.dropping import Counters, draw_uniform, drop_and_rescale, make_counters
 from mergekit_lab.merging.selection import keep_largest
 from mergekit_lab.merging.sparsified import SparsifiedMethod
+from mergekit_lab.ranges import require
 
 REQUIRED = object()
 """The default of a parameter that a recipe must give."""
@@ -50,6 +51,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "model_stock": {"filter_wise": False},
 }
 """Parameters of each merge_method, and what mergekit takes where a recipe does not say."""
+
+_FLAGS = {"normalize", "rescale", "filter_wise"}
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "density": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "gamma": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "epsilon": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "t": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+}
+"""Those of the methods here."""
 
 _THINNED = {"ties": "magnitude", "dare": "chance", "breadcrumbs": "middle", "della": "rank"}
 _SMALL = 1e-8
@@ -97,6 +107,18 @@ class PerTensor(Method):
         return merged if method.scale == 1 else merged * method.scale
 
 
+def check_parameter(key: str, value: Any, name: str) -> None:
+    """Refuse a parameter's value for a tensor that the methods here would refuse.
+
+    Raises:
+        InputError: out of range, or true and false where a number is wanted.
+    """
+    what = f"the recipe's {key} for {name}"
+    require(key in _FLAGS or not isinstance(value, bool), what, value, "a number")
+    fits, rule = _RANGES.get(key, (lambda _: True, ""))
+    require(fits(value), what, value, rule)
+
+
 def method_for(
     merge_method: str, shared: Mapping[str, Any], by_model: Mapping[str, list[Any]], entries: int, seed: int
 ) -> Method:
@@ -120,16 +142,16 @@ def method_for(
     elects = family == "ties" or ending == "ties" or merge_method == "della"
     even = len(set(densities)) == 1
     thinned = _THINNED.get(family)
-    if thinned == "magnitude" and even and densities[0] > 0 and not shared["rescale"]:
+    if thinned == "magnitude" and even and not shared["rescale"]:
         density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
         return TIES(
             preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
             aggregator="mean" if shared["normalize"] else "sum",
         )  # fmt: skip
     inner = _inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
-    if thinned is None or (even and densities[0] >= 1):
+    if thinned is None or (even and densities[0] == 1):
         return inner
-    if thinned == "chance" and even and densities[0] > 0 and shared["rescale"]:
+    if thinned == "chance" and even and shared["rescale"]:
         return DARE(density=float(densities[0]), seed=seed, rescale="l1", inner=inner)
     return Thinned(
         inner=inner,
@@ -178,7 +200,7 @@ class Thinned(SparsifiedMethod):
 
     Args:
         by: "magnitude", "chance", "middle" (Breadcrumbs) or "rank" (DELLA).
-        densities: one an expert; 1 and more keeps all, 0 and less nothing.
+        densities: one an expert, in (0, 1].
         gammas: "middle": the share dropped at the top.
         epsilons: "rank": half the window of probabilities.
         rescale: give every thinned tensor its old L1 norm; else nothing is rescaled.
@@ -200,26 +222,24 @@ class Thinned(SparsifiedMethod):
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         rows = []
-        for place, (expert, delta) in enumerate(zip(site.experts, deltas, strict=True)):
-            density = self.densities[place]
-            if density >= 1:
+        for position, (expert, delta) in enumerate(zip(site.experts, deltas, strict=True)):
+            density = self.densities[position]
+            if density == 1:
                 rows.append(delta)
-            elif density <= 0:
-                rows.append(torch.zeros_like(delta))
             else:
-                kept = self._kept(place, delta, make_counters(self.seed, expert, site.segments))
+                kept = self._kept(position, delta, make_counters(self.seed, expert, site.segments))
                 rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
         return torch.stack(rows)
 
-    def _kept(self, place: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
+    def _kept(self, position: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
         """1 where an entry stays."""
-        density = self.densities[place]
+        density = self.densities[position]
         if self.by == "magnitude":
             return keep_largest(delta[None], max(1, int(density * delta.numel())))[0] != 0
         if self.by == "middle":
-            return keep_middle(delta[None], density, self.gammas[place])[0] != 0
+            return keep_middle(delta[None], density, self.gammas[position])[0] != 0
         chance = draw_uniform(draws, delta.device).view_as(delta)
-        stay = assign_probabilities(delta, density, self.epsilons[place]) if self.by == "rank" else density
+        stay = assign_probabilities(delta, density, self.epsilons[position]) if self.by == "rank" else density
         return chance >= 1 - stay
 
 

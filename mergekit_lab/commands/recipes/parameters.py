@@ -13,10 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergekit_lab.commands.recipes.methods import DEFAULTS, PER_MODEL, REQUIRED, PerTensor, method_for
-from mergekit_lab.errors import InputError, listing
-from mergekit_lab.merging.contract import require
+import torch
 
+from mergekit_lab.commands.recipes.methods import (
+    DEFAULTS,
+    PER_MODEL,
+    REQUIRED,
+    PerTensor,
+    check_parameter,
+    method_for,
+)
+from mergekit_lab.errors import InputError, abbreviate, listing
+from mergekit_lab.ranges import require
+
+_MOST = torch.finfo(torch.float32).max
 _LAYER = re.compile(r"\.(\d+)\.")
 _BEFORE_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|shared)\.")
 
@@ -55,7 +65,7 @@ class RecipeParameters:
         return PerTensor(merge_method=self.merge_method, seed=self.seed, by_tensor=by_tensor)
 
     def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-        part, t = self._place(name, layers)
+        part, t = self._locate(name, layers)
         wanted = DEFAULTS[self.merge_method]
         shared, by_model = {}, {}
         for key, default in wanted.items():
@@ -69,12 +79,16 @@ class RecipeParameters:
             lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
             if lacking:
                 raise InputError(f"the recipe gives no {key} to {listing(lacking)} for {name}")
+            for value in by_model[key]:
+                check_parameter(key, value, name)
         lost = [key for key, value in shared.items() if value is REQUIRED]
         if lost:
             raise InputError(f"the recipe gives no {lost[0]} for {name}")
+        for key, value in shared.items():
+            check_parameter(key, value, name)
         return shared, by_model
 
-    def _place(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
+    def _locate(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
         """The slice that a tensor lies in, and `t` there."""
         found = _LAYER.search(name)
         if found is None:
@@ -114,7 +128,7 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
     Args:
         setting: as it stands in the recipe.
         name: the tensor's.
-        t: place between the first layer (0) and the last (1).
+        t: where it lies between the first layer (0) and the last (1).
         key: the parameter's name, for messages.
     """
     if isinstance(setting, Mapping):
@@ -123,22 +137,26 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
         return _number(setting, key)
     if not isinstance(setting, list) or not setting:
         raise InputError(
-            f"the recipe's {key} is {setting!r}; it must be a number, a list of numbers, or filters"
+            f"the recipe's {key} is {abbreviate(setting)}; it must be a number, a list of numbers, or filters"
         )
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
     if all(isinstance(value, int | float | str) for value in setting):
         setting = [_number(value, key) for value in setting]
-        place = t * (len(setting) - 1)
-        low = min(int(place), len(setting) - 1)
+        position = t * (len(setting) - 1)
+        low = min(int(position), len(setting) - 1)
         high = min(low + 1, len(setting) - 1)
-        return (1 - (place - low)) * setting[low] + (place - low) * setting[high]
+        return (1 - (position - low)) * setting[low] + (position - low) * setting[high]
     for condition in setting:
         if not isinstance(condition, Mapping) or not {"value"} <= condition.keys() <= {"value", "filter"}:
-            raise InputError(f"the recipe's {key} has the condition {condition!r}; it must be filter and value")
+            raise InputError(
+                f"the recipe's {key} has the condition {abbreviate(condition)}; it must be filter and value"
+            )
         wanted = condition.get("filter")
         if not isinstance(wanted, str | None):
-            raise InputError(f"the recipe's {key} has the filter {wanted!r}; it must be a part of tensor names")
+            raise InputError(
+                f"the recipe's {key} has the filter {abbreviate(wanted)}; it must be a part of tensor names"
+            )
         if wanted is None or wanted == "*" or wanted in name:
             return evaluate(condition["value"], name, t, key)
     return None
@@ -150,5 +168,5 @@ def _number(value: bool | int | float | str, key: str) -> bool | int | float:
         found = value if isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
         found = math.nan
-    require(math.isfinite(found), f"the recipe's {key}", value, "a finite number")
+    require(abs(found) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
     return found

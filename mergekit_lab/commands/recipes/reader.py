@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.commands.prepare import Adapter
 from mergekit_lab.commands.recipes.methods import DEFAULTS, PerTensor
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, abbreviate, suggestion
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
     *("tokenizer_source", "tokenizer", "chat_template"),
 }
+_IDLE = {"name", "random_seed", "write_readme", "normalize", "int8_mask"}
+"""Keys of public recipes that mergekit takes and does not read."""
 _PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
 
 
@@ -79,37 +82,58 @@ def read_recipe(file: Path, seed: int = 0) -> Recipe:
 
 class _Reader:
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        self.content = content
         self.where = where
         self.unused: set[str] = set()
         self.merge_method = str(content["merge_method"])
         if self.merge_method not in DEFAULTS:
-            self.refuse(f"merge_method {self.merge_method!r}", suggestion(self.merge_method, DEFAULTS))
-        self.known(content, _TOP, "the recipe")
-        if ("models" in content) == ("slices" in content):
+            self.refuse(
+                f"merge_method {abbreviate(self.merge_method)}", suggestion(self.merge_method, DEFAULTS)
+            )
+        self.content = self.known(self.flat(content), _TOP | _IDLE, "the recipe")
+        if ("models" in self.content) == ("slices" in self.content):
             raise InputError(f"{where}: give either models or slices")
+
+    def flat(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The recipe with the keys of its only module at the top: so mergekit writes it beside a merge."""
+        modules = content.get("modules")
+        if modules is None:
+            return content
+        if not isinstance(modules, Mapping) or modules.keys() != {"default"}:
+            self.refuse("modules other than default")
+        keys = {"slices", "models", "parameters", "tokenizer_source"}
+        module = self.known(modules["default"], keys, "the module default")
+        rest = {key: value for key, value in content.items() if key != "modules"}
+        if twice := [key for key in module if rest.get(key) is not None]:
+            raise InputError(f"{self.where}: {twice[0]} stands in the module default and beside it")
+        return {**rest, **module}
 
     def refuse(self, what: str, hint: str = "") -> None:
         raise InputError(f"{self.where}: {what} is not supported{hint}")
 
     def known(self, node: Any, keys: set[str], what: str) -> Mapping[str, Any]:
+        """A node without its null keys, if it has no others than these."""
         if not isinstance(node, Mapping):
-            raise InputError(f"{self.where}: {what} is {node!r}; it must have keys")
-        for key in node:
+            raise InputError(f"{self.where}: {what} is {abbreviate(node)}; it must have keys")
+        given = {key: value for key, value in node.items() if value is not None}
+        for key in given:
             if key not in keys:
-                self.refuse(f"the key {key!r} of {what}", suggestion(str(key), keys))
-        return node
+                self.refuse(f"the key {abbreviate(key)} of {what}", suggestion(str(key), keys))
+        return given
 
     def parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-        given = self.known(node.get("parameters") or {}, _PARAMETERS, f"the parameters of {what}")
-        self.unused |= given.keys() - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
+        """What a node sets; of parameters that mergekit does not know those that are near to one are slips."""
+        given = node.get("parameters") or {}
+        strange = {*given} - _PARAMETERS if isinstance(given, Mapping) else set()
+        idle = {key for key in strange if not get_close_matches(str(key), _PARAMETERS)}
+        given = self.known(given, _PARAMETERS | idle, f"the parameters of {what}")
+        self.unused |= {str(key) for key in given} - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
         return given
 
     def items(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
         found = node.get(key) or []
         if not isinstance(found, list):
-            raise InputError(f"{self.where}: {key} is {found!r}; it must be a list")
+            raise InputError(f"{self.where}: {key} is {abbreviate(found)}; it must be a list")
         return found
 
     @cached_property
@@ -140,7 +164,9 @@ class _Reader:
     def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
         given = node.get("layer_range")
         if not isinstance(given, list) or len(given) != 2 or not all(str(n).isdecimal() for n in given):
-            raise InputError(f"{self.where}: layer_range is {given!r}; it must be two layers' numbers")
+            raise InputError(
+                f"{self.where}: layer_range is {abbreviate(given)}; it must be two layers' numbers"
+            )
         return int(given[0]), int(given[1])
 
     def base(self) -> tuple[str | None, Any]:
@@ -164,9 +190,11 @@ class _Reader:
             self.known(node, {"model", "lora"}, "a model reference")
             model, lora = (self.path(node.get(key)) for key in ("model", "lora"))
         else:
-            model, _, lora = self.path(node).partition("+")
+            model, plus, lora = self.path(node).partition("+")
+            if plus and not lora:
+                raise InputError(f"{self.where}: the model reference {node!r} has no adapter after its +")
         if not model:
-            raise InputError(f"{self.where}: the model reference {node!r} has no path")
+            raise InputError(f"{self.where}: the model reference {abbreviate(node)} has no path")
         return (f"{model}+{lora}", Adapter(model, lora)) if lora else (model, model)
 
     def path(self, node: Any) -> str:
@@ -175,7 +203,7 @@ class _Reader:
             path = str(node.get("path") or "")
             return f"{path}@{node['revision']}" if path and node.get("revision") else path
         if not isinstance(node, str | int | float | None):
-            raise InputError(f"{self.where}: the model reference {node!r} is no path")
+            raise InputError(f"{self.where}: the model reference {abbreviate(node)} is no path")
         return str(node or "")
 
     def recipe(self, text: str, seed: int) -> Recipe:
@@ -229,9 +257,10 @@ class _Reader:
 
     def notes(self) -> list[str]:
         unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
+        unused += [f"the recipe's key {name} has no effect" for name in sorted(_IDLE & self.content.keys())]
         template = self.content.get("chat_template")
         if template not in (None, "auto"):
-            self.refuse(f"the chat_template {template!r}")
+            self.refuse(f"the chat_template {abbreviate(template)}")
         return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if template else [])]
 
     def tokenizer(self) -> tuple[str | None, str | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import require
+from mergekit_lab.ranges import require
 from mergekit_lab.runs.analyses.contract import Data, Drawing, compute_each, without
 from mergekit_lab.runs.analyses.sweeps import Sweep, best_drawing, merge_keys
 from mergekit_lab.runs.curvature import side_node, stage_curvature

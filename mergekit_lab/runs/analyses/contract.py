@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.merging.contract import require
+from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
@@ -148,12 +148,6 @@ def grid(low: float, high: float, points: int) -> list[float]:
             f"a grid from {low} to {high} with {points} points: it needs low < high, and two or more"
         )
     return [low + (high - low) * i / (points - 1) for i in range(points)]
-
-
-def require_whole(what: str, value: object, least: int) -> None:
-    """Refuse what is no whole number of at least `least`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= least, what, value, f"a whole number of at least {least}")  # type: ignore[operator]
 
 
 def normalized(

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import require
 from mergekit_lab.optim import fit_offset
+from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
     compute_each,
     experts_content,
-    require_whole,
     states,
 )
 from mergekit_lab.runs.run import Run

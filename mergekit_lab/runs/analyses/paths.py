@@ -10,7 +10,7 @@ from mergekit_lab.analysis.plane import Weights, barrier, evaluate_line
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import require
+from mergekit_lab.ranges import require
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,

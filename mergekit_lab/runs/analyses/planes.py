@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
-from mergekit_lab.merging.contract import require, require_choice
+from mergekit_lab.ranges import require, require_choice
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,

@@ -13,7 +13,7 @@ import torch
 from mergekit_lab.analysis.plane import Weights, evaluate_line
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.merging import EpiMer, Method
-from mergekit_lab.merging.contract import require
+from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
@@ -22,7 +22,6 @@ from mergekit_lab.runs.analyses.contract import (
     experts_content,
     normalized,
     part_content,
-    require_whole,
     samples_of,
     states,
     without,

@@ -17,6 +17,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.optim import fit_offset
+from mergekit_lab.ranges import require_whole
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
@@ -26,7 +27,6 @@ from mergekit_lab.runs.analyses.contract import (
     every_pair,
     experts_content,
     part_content,
-    require_whole,
     samples_of,
     states,
 )
