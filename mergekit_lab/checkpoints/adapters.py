@@ -84,7 +84,7 @@ class Folded(Computed):
     ) -> None:
         changes = {
             **changes,
-            **{n: changes[k] for n, k in base.tied().items() if k in changes and n not in changes},
+            **{n: changes[k] for n, k in base.find_ties().items() if k in changes and n not in changes},
         }
         specs = dict(base.specs)
         for name, change in changes.items():
@@ -118,9 +118,9 @@ class Folded(Computed):
             values = self._adapted(name, values, change.factors)
         return values
 
-    def tied(self) -> dict[str, str]:
+    def find_ties(self) -> dict[str, str]:
         changes = self._changes
-        return {n: k for n, k in self.base.tied().items() if changes.get(n) is changes.get(k)}
+        return {n: k for n, k in self.base.find_ties().items() if changes.get(n) is changes.get(k)}
 
     def _part(self, factors: Factors, part: str, dtype: torch.dtype) -> Tensor:
         return self._tensors[factors.parts[part]].to(dtype)

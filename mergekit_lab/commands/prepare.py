@@ -21,15 +21,15 @@ from mergekit_lab.checkpoints import (
     TensorSpec,
     align,
     computed_buffers,
+    find_library,
+    find_other_weights,
+    find_parts_with_weights,
     find_source,
-    library_of,
     open_checkpoint,
-    other_weights,
-    parts_with_weights,
+    plan_specs,
     read_tokens,
     reconcile,
     vocabulary_rows,
-    written_specs,
 )
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging import Method
@@ -88,7 +88,7 @@ class Prepared:
     @property
     def library(self) -> Library | None:
         """What loads the result."""
-        return library_of(self.base)
+        return find_library(self.base)
 
     @property
     def left_out(self) -> list[str]:
@@ -113,8 +113,8 @@ def plan_output(
 ) -> Plan:
     """How a model with the base's tensors is written, so that the base's library loads it: transformers without
     second names of tied weights, open_clip in one file."""
-    library = library_of(base)
-    specs = written_specs(base, dtype, left_out if library is TRANSFORMERS else ())
+    library = find_library(base)
+    specs = plan_specs(base, dtype, left_out if library is TRANSFORMERS else ())
     if library is not None and not library.sharded:
         max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
     return Plan(specs, max_shard_bytes, (library or TRANSFORMERS).stem)
@@ -242,10 +242,10 @@ def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bo
 
 def _about_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
-    library, other, notes = library_of(base), other_weights(base), []
+    library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
         notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
-    parts = parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
+    parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
         notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
     return notes
@@ -253,7 +253,7 @@ def _about_folder(base: Checkpoint) -> list[str]:
 
 def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     """The expert, unless it is for the library whose file of the base was not read."""
-    other = other_weights(base)
+    other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(
             f"expert {expert.label!r} shares few names with the base, and beside what was read of that is "

@@ -103,7 +103,7 @@ def open_inputs(
         refuse_quantized(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert", base=origin)
     _check_buffers(origin, opened.values())
-    tied = origin.tied()
+    tied = origin.find_ties()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
     merged = selected(origin.specs, tied, include, exclude)

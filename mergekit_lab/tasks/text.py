@@ -290,7 +290,7 @@ def _hub_rows(name: str, split: str, task: str) -> list[Mapping[str, Any]]:
 
     from mergekit_lab import checkpoints
 
-    offline = checkpoints.unreachable()
+    offline = checkpoints.explain_unreachable()
     organization, repository, *configuration = name.split("/")
     options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
     try:

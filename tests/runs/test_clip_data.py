@@ -316,7 +316,7 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
         def list_repo_files(self, repo: str, **_: object) -> list[str]:
             return [str(file.relative_to(data / "eurosat")) for file in (data / "eurosat").rglob("*.parquet")]
 
-    monkeypatch.setattr("mergekit_lab.tasks.hub.unreachable", lambda: None)
+    monkeypatch.setattr("mergekit_lab.tasks.hub.explain_unreachable", lambda: None)
     monkeypatch.setattr("mergekit_lab.tasks.hub.cached_data", lambda *_: None)
     monkeypatch.setattr("mergekit_lab.tasks.images.cached_data", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -358,7 +358,7 @@ def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tm
 
 
 def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("mergekit_lab.runs.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("mergekit_lab.runs.preflight.explain_unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     lacking = [composed([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]

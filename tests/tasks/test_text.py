@@ -135,7 +135,7 @@ def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
 
     from mergekit_lab import checkpoints
 
-    monkeypatch.setattr(checkpoints, "unreachable", lambda: None)
+    monkeypatch.setattr(checkpoints, "explain_unreachable", lambda: None)
 
     def offline(*args, **named):
         raise ConnectionError("no route")
