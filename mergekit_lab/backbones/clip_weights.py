@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.backbones.clip_layouts import is_image_tower
-from mergekit_lab.checkpoints import hash_file, open_checkpoint, unreachable
+from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
 from mergekit_lab.errors import InputError, listing, suggestion
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -201,7 +201,7 @@ class ClipWeights:
         if (cached := _cached(tag)) is not None:
             return cached
         repository = tag.get("hf_hub", "").rpartition("/")[0]
-        cause = unreachable()
+        cause = explain_unreachable()
         if cause is None:
             from open_clip.pretrained import download_pretrained
 

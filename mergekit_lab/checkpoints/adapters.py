@@ -91,8 +91,8 @@ class Folded(Computed):
             values = self._adapted(name, values, change.factors)
         return values
 
-    def tied(self) -> dict[str, str]:
-        pairs = {n: k for n, k in self.base.tied().items() if n not in self.untied}
+    def find_ties(self) -> dict[str, str]:
+        pairs = {n: k for n, k in self.base.find_ties().items() if n not in self.untied}
         return {n: k for n, k in pairs.items() if self._changes.get(n) is self._changes.get(k)}
 
     def _part(self, factors: Factors, part: str, dtype: torch.dtype) -> Tensor:

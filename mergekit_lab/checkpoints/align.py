@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.tied_weights import read_config, tied_groups, ties_embeddings, vocabulary_size
+from mergekit_lab.checkpoints.tied_weights import (
+    find_tied_groups,
+    read_config,
+    read_vocabulary_size,
+    ties_embeddings,
+)
 from mergekit_lab.errors import InputError, listing
 
 Say = Callable[[str], None]
@@ -67,7 +72,7 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
         "one of the tied weights alone"
     )
     specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
-    tied = {name: kept for name, kept in base.tied().items() if name not in pairs}
+    tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
     view = View(base, specs, {name: _reader(base, kept) for name, kept in pairs.items()}, tied)
     view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
     return view
@@ -106,7 +111,7 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if spelled:
         say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({listing(spelled, 2)})")
     specs = {new[name]: spec for name, spec in expert.specs.items()}
-    tied = {new[n]: new[k] for n, k in expert.tied().items()}
+    tied = {new[n]: new[k] for n, k in expert.find_ties().items()}
     return View(expert, specs, {new[name]: _reader(expert, name) for name in expert}, tied)
 
 
@@ -166,9 +171,9 @@ def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say:
     if not extra:
         return expert
     own, theirs = read_config(expert.folder), read_config(base.folder)
-    size = vocabulary_size(own) or vocabulary_size(theirs)
+    size = read_vocabulary_size(own) or read_vocabulary_size(theirs)
     second: dict[str, str] = {}
-    for group in tied_groups(expert.specs, size, ties_embeddings(theirs) is not False):
+    for group in find_tied_groups(expert.specs, size, ties_embeddings(theirs) is not False):
         shared = [name for name in group if name in base.specs]
         if shared:
             second.update({name: shared[0] for name in group if name in extra})
@@ -191,12 +196,12 @@ def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Sa
     if not missing:
         return expert
     own, theirs = read_config(expert.folder), read_config(base.folder)
-    size = vocabulary_size(theirs) or vocabulary_size(own)
+    size = read_vocabulary_size(theirs) or read_vocabulary_size(own)
     tied = ties_embeddings(own)
     if tied is None:
-        tied = bool(ties_embeddings(theirs)) and (not read or bool(base.tied()))
+        tied = bool(ties_embeddings(theirs)) and (not read or bool(base.find_ties()))
     second = {name: kept for name, kept in base.untied.items() if name in missing and kept in expert.specs}
-    for group in tied_groups(base.specs, size, tied):
+    for group in find_tied_groups(base.specs, size, tied):
         shared = [name for name in group if name in expert.specs]
         if shared:
             second.update({name: shared[0] for name in group if name in missing})
@@ -208,4 +213,4 @@ def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Sa
         name: expert.specs[second.get(name, name)] for name in base.specs if name in second or name in expert
     }
     specs |= {name: spec for name, spec in expert.specs.items() if name not in specs}
-    return View(expert, specs, {n: _reader(expert, k) for n, k in second.items()}, expert.tied() | second)
+    return View(expert, specs, {n: _reader(expert, k) for n, k in second.items()}, expert.find_ties() | second)

@@ -49,7 +49,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
         elif size <= _HASHED_WHOLE:
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
-            files[path.name] = {"bytes": size, "sampled_sha256": _sampled(path, size)}
+            files[path.name] = {"bytes": size, "sampled_sha256": _hash_samples(path, size)}
     layout = [(n, list(s.shape), str(s.dtype)) for n, s in sorted(checkpoint.specs.items())]
     described: dict[str, Any] = {
         "label": label or checkpoint.label,
@@ -61,7 +61,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     return described | ({"files": files} if files else {})
 
 
-def _sampled(path: Path, size: int) -> str:
+def _hash_samples(path: Path, size: int) -> str:
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for sample in range(_SAMPLES):
@@ -113,56 +113,52 @@ class Card:
             head += ["base_model:", *(f"- {json.dumps(name)}" for name in self.hub_ids)]
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
-        by = f"**{self.method}**" + (f", preset `{preset}`" if preset else "")
+        by = f"**{escape_markdown(self.method)}**" + (f", preset {escape_markdown(preset)}" if preset else "")
         if "merge_method" in self.hyper_parameters:
-            by = f"mergekit's **{self.hyper_parameters['merge_method']}**"
-        body = [
-            f"# {escape_markdown(self.title)}",
-            "",
-            f"{len(self.experts)} experts of one base, merged by {by}.",
-            "",
-        ]
-        body += ["## Method", "", *_table(("setting", "value"), list(_flat(self.hyper_parameters))), ""]
+            by = f"mergekit's **{escape_markdown(self.hyper_parameters['merge_method'])}**"
+        body = [f"# {escape_markdown(self.title)}", ""]
+        body += [f"{len(self.experts)} experts of one base, merged by {by}.", ""]
+        body += _section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.recipe)), default=0))
             body += ["As this mergekit recipe says:", "", f"{fence}yaml", self.recipe.strip(), fence, ""]
-        body += ["## Inputs", ""]
-        rows = [("base", self.base), *((name, print_) for name, print_ in self.experts.items())]
-        rows += [(f"{kind} of {name}", p) for kind, prints in self.side.items() for name, p in prints.items()]
-        body += [*_table(("input", "is", "fingerprint"), [(n, _named(p), _short(p)) for n, p in rows]), ""]
-        if any("sampled_sha256" in file for _, p in rows for file in p.get("files", {}).values()):
+        prints = [("base", self.base), *self.experts.items()]
+        prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
+        rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
+        body += _section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
+        if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
-        body += ["## Settings", "", *_table(("setting", "value"), list(_flat(self.settings))), ""]
+        body += _section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
         if self.metrics:
-            body += [
-                "## Metrics",
-                "",
-                *_table(("metric", "value"), [(k, f"{v:g}") for k, v in self.metrics.items()]),
-                "",
-            ]
+            metrics = [(name, f"{value:g}") for name, value in self.metrics.items()]
+            body += _section("Metrics", _format_table(("metric", "value"), metrics))
         if self.notes:
-            body += ["## Notes", "", *(f"- {escape_markdown(note)}" for note in self.notes), ""]
-        body += ["Made with " + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + "."]
+            body += _section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
+        body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
         body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {title}", "", *lines, ""]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            rows += _flat(value, f"{prefix}{name}.")
+            rows += _flatten(value, f"{prefix}{name}.")
         else:
             rows.append((f"{prefix}{name}", "not set" if value is None else str(value)))
     return rows
 
 
-def _named(print_: Mapping[str, Any]) -> str:
+def _name_source(print_: Mapping[str, Any]) -> str:
     revision = print_.get("revision")
     return f"{print_['label'].split('@')[0]}@{revision[:12]}" if revision else str(print_["label"])
 
 
-def _short(print_: Mapping[str, Any]) -> str:
+def _shorten(print_: Mapping[str, Any]) -> str:
     if "files" not in print_:
         return f"{print_['tensors']} tensors in memory, layout {print_['layout_sha256'][:12]}"
     parts = []
@@ -172,9 +168,9 @@ def _short(print_: Mapping[str, Any]) -> str:
     return "\n".join(parts if len(parts) <= 4 else [*parts[:3], f"and {len(parts) - 3} more files"])
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Cells are any text; the lines of one stay lines."""
-    cells = [["<br>".join(map(escape_markdown, str(cell).split("\n"))) for cell in row] for row in rows]
+    cells = [["<br>".join(map(escape_markdown, cell.split("\n"))) for cell in row] for row in rows]
     return [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -185,14 +181,14 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
 _MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|^(?=[#+-])")
 
 
-def escape_markdown(text: str) -> str:
+def escape_markdown(text: object) -> str:
     """Text of others (names, labels, values) as one line that Markdown shows as it is, HTML and all."""
-    line = "".join(c if c.isprintable() else " " for c in text)
+    line = "".join(c if c.isprintable() else " " for c in str(text))
     line = _MARKUP.sub(lambda match: f"\\{match.group()}", line)
     return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Of what decides the numbers."""
     import safetensors
 

@@ -12,7 +12,7 @@ from mergekit_lab.errors import InputError
 FLOATING = {"float32", "float64", "float16", "bfloat16"}
 """Names of the dtypes that a model is stored in."""
 
-_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 """What does not reach as far as float32; bfloat16 does, but for its last 0.4 %."""
 
 
@@ -33,12 +33,12 @@ def check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     limit = info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
     values = values if values.dtype == torch.float64 else values.float()
-    if not _within(values, limit) and not _within(values.nan_to_num(0.0, 0.0, 0.0), limit):
+    if not _are_within(values, limit) and not _are_within(values.nan_to_num(0.0, 0.0, 0.0), limit):
         wider = "float64" if values.dtype == torch.float64 and dtype not in _NARROW else "bfloat16 or float32"
         raise InputError(f"the tensor {name!r} overflows {dtype}: set dtype to {wider}")
 
 
-def _within(values: Tensor, limit: float) -> bool:
+def _are_within(values: Tensor, limit: float) -> bool:
     low, high = values.aminmax()
     return bool(torch.maximum(high, -low) < limit)
 

@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         raise NotImplementedError
 
-    def tied(self) -> dict[str, str]:
+    def find_ties(self) -> dict[str, str]:
         """Names that are another name for the same weight, each with the name that is kept."""
         return {}
 
@@ -113,7 +113,7 @@ class InMemory(Checkpoint):
             raise InputError(f"{self.label}: {name} is on the device meta, so it has no values")
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def tied(self) -> dict[str, str]:
+    def find_ties(self) -> dict[str, str]:
         first: dict[tuple[Any, ...], str] = {}
         again: dict[str, str] = {}
         for name, tensor in self._tensors.items():
@@ -165,7 +165,7 @@ class View(Computed):
         origin: what is looked at.
         specs: every tensor of the view, in order.
         read: how a tensor is read, by name; all others are the origin's own of that name.
-        tied: see `Checkpoint.tied`; None takes the origin's, as far as its names are in the view.
+        tied: see `Checkpoint.find_ties`; None takes the origin's, as far as its names are in the view.
     """
 
     def __init__(
@@ -184,6 +184,6 @@ class View(Computed):
     def compute(self, name: str) -> Tensor:
         return self._read[name]() if name in self._read else self.origin[name]
 
-    def tied(self) -> dict[str, str]:
-        pairs = self.origin.tied() if self._tied is None else self._tied
+    def find_ties(self) -> dict[str, str]:
+        pairs = self.origin.find_ties() if self._tied is None else self._tied
         return {name: kept for name, kept in pairs.items() if name in self.specs and kept in self.specs}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.checkpoints.tied_weights import equal_ties
+from mergekit_lab.checkpoints.tied_weights import find_equal_ties
 from mergekit_lab.errors import InputError, listing
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Safetensors(Checkpoint):
     """
 
     def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        files = [file_of] if isinstance(file_of, Path) else _shards(label, file_of)
+        files = [file_of] if isinstance(file_of, Path) else _list_shards(label, file_of)
         self._handles = {file: _open_safetensors(label, file) for file in files}
         self._file_of: dict[str, Path] = {}
         self._tied: dict[str, str] | None = None
@@ -106,14 +106,14 @@ class Safetensors(Checkpoint):
     def __getitem__(self, name: str) -> Tensor:
         return self._handles[self._file_of[name]].get_tensor(name)
 
-    def tied(self) -> dict[str, str]:
+    def find_ties(self) -> dict[str, str]:
         """Files cannot say it: the vocabulary's tensors are compared, if `config.json` ties them."""
         if self._tied is None:
-            self._tied = equal_ties(self)
+            self._tied = find_equal_ties(self)
         return self._tied
 
 
-def _shards(label: str, file_of: dict[str, Path]) -> list[Path]:
+def _list_shards(label: str, file_of: dict[str, Path]) -> list[Path]:
     files = sorted(set(file_of.values()))
     absent = [ascii(file.name) for file in files if not os.path.lexists(file)]
     if absent:
@@ -144,13 +144,13 @@ class Pickled(InMemory):
     """Torch files whose storages are mapped where they can be; several of them under an index."""
 
     def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        files = [file_of] if isinstance(file_of, Path) else _shards(label, file_of)
+        files = [file_of] if isinstance(file_of, Path) else _list_shards(label, file_of)
         tensors = {name: value for file in files for name, value in load_pickled(label, file).items()}
         _check_index(label, file_of, tensors)
         super().__init__(label, tensors, files, folder)
 
-    def tied(self) -> dict[str, str]:
-        return {**super().tied(), **equal_ties(self)}
+    def find_ties(self) -> dict[str, str]:
+        return {**super().find_ties(), **find_equal_ties(self)}
 
 
 def load_pickled(label: str, file: Path) -> dict[str, Any]:

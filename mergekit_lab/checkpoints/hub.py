@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.files import is_index, parse_dtype, read_index
-from mergekit_lab.checkpoints.libraries import OPEN_CLIP, known_weights
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_weights
 from mergekit_lab.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ _SECONDS = 10.0
 _PATIENCE = 3.0
 
 
-def hub_id(source: str) -> tuple[str, str | None] | None:
+def parse_hub_id(source: str) -> tuple[str, str | None] | None:
     """The repository and revision that a string names, if it could be a hub id."""
-    found = _ID.fullmatch(source)
-    if not found or ".." in source:
+    parts = _ID.fullmatch(source)
+    if not parts or ".." in source:
         return None
-    return found["repo"], found["revision"]
+    return parts["repo"], parts["revision"]
 
 
-def snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
+def get_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
     """The local folder of a repository, downloaded unless it is cached.
 
     Args:
@@ -62,10 +62,10 @@ def snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
     """
     import huggingface_hub
 
-    cached = cached_snapshot(repo, revision, weights)
+    cached = find_cached_snapshot(repo, revision, weights)
     if cached is not None:
         return cached
-    with _explained(repo, revision):
+    with _explain_errors(repo, revision):
         known = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=_SECONDS)
         files = [str(sibling.rfilename) for sibling in known.siblings or ()]
         patterns = _PATTERNS
@@ -76,16 +76,16 @@ def snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
 
-def cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path | None:
+def find_cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path | None:
     """The folder of a repository in the cache, if all that is wanted is there."""
-    cached = cached_folder(repo, revision)
-    if cached is None or not (_complete(cached) if weights else any(cached.glob("*.json"))):
+    cached = find_cached_folder(repo, revision)
+    if cached is None or not (_is_complete(cached) if weights else any(cached.glob("*.json"))):
         return None
     log.info("%s: the cached snapshot %s", repo, cached.name[:12])
     return cached
 
 
-def cached_folder(repo: str, revision: str | None, kind: str = "model") -> Path | None:
+def find_cached_folder(repo: str, revision: str | None, kind: str = "model") -> Path | None:
     """What the cache holds of a repository, whole or in part.
 
     Args:
@@ -102,7 +102,7 @@ def cached_folder(repo: str, revision: str | None, kind: str = "model") -> Path 
         return None if part is None else Path(part)
 
 
-def unreachable() -> str | None:
+def explain_unreachable() -> str | None:
     """Why the hub cannot be reached, within seconds: its own client retries for most of a minute."""
     import socket
     from urllib.parse import urlsplit
@@ -133,7 +133,7 @@ def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
     Raises:
         InputError: neither has it.
     """
-    shutil.copytree(snapshot(repo, revision), into, dirs_exist_ok=True)
+    shutil.copytree(get_snapshot(repo, revision), into, dirs_exist_ok=True)
     return into
 
 
@@ -147,24 +147,24 @@ class RemoteHeaders(Checkpoint):
     def __init__(self, label: str, repo: str, revision: str | None) -> None:
         import huggingface_hub
 
-        with _explained(repo, revision):
+        with _explain_errors(repo, revision):
             api = huggingface_hub.HfApi()
             try:
-                found = api.get_safetensors_metadata(repo, revision=revision, timeout=_SECONDS)
-                files = list(found.files_metadata.values())
+                headers = api.get_safetensors_metadata(repo, revision=revision, timeout=_SECONDS)
+                files = list(headers.files_metadata.values())
             except huggingface_hub.errors.NotASafetensorsRepoError:
-                files = [_headers_for_open_clip(api, repo, revision)]
-        listed = {n: file.tensors[n] for file in files for n in file.tensors}
+                files = [_read_open_clip_headers(api, repo, revision)]
+        tensors = {n: file.tensors[n] for file in files for n in file.tensors}
         specs = {
-            n: TensorSpec(tuple(info.shape), parse_dtype(label, n, info.dtype)) for n, info in listed.items()
+            n: TensorSpec(tuple(info.shape), parse_dtype(label, n, info.dtype)) for n, info in tensors.items()
         }
-        super().__init__(label, specs, folder=snapshot(repo, revision, weights=False))
+        super().__init__(label, specs, folder=get_snapshot(repo, revision, weights=False))
 
     def __getitem__(self, name: str) -> Tensor:
         raise InputError(f"{self.label}: only headers were read, {name!r} is still on the hub")
 
 
-def _headers_for_open_clip(api: Any, repo: str, revision: str | None) -> Any:
+def _read_open_clip_headers(api: Any, repo: str, revision: str | None) -> Any:
     held = {file.rfilename for file in api.model_info(repo, revision=revision, timeout=_SECONDS).siblings or ()}
     for name in OPEN_CLIP.weights:
         if name in held and name.endswith(".safetensors"):
@@ -176,18 +176,18 @@ def _headers_for_open_clip(api: Any, repo: str, revision: str | None) -> Any:
 
 
 @contextmanager
-def _explained(repo: str, revision: str | None) -> Iterator[None]:
+def _explain_errors(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # the hub's client raises what its HTTP library does
-        raise InputError(_why(repo + (f"@{revision}" if revision else ""), error)) from None
+        raise InputError(_explain(repo + (f"@{revision}" if revision else ""), error)) from None
 
 
-def _complete(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether a cached snapshot has all its weights: others may have fetched its configuration only."""
-    known = known_weights(folder)
+    known = find_weights(folder)
     if not known:
         return any(file for pattern in _WEIGHTS for file in folder.glob(pattern))
     if not is_index(known[0]):
@@ -198,7 +198,7 @@ def _complete(folder: Path) -> bool:
         return False
 
 
-def _why(name: str, error: Exception) -> str:
+def _explain(name: str, error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in {401, 403, 404}:
         return (

@@ -236,7 +236,7 @@ def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]
             specs[name] = spec if whole else TensorSpec(like.specs[name].shape, spec.dtype)
             read[name] = partial(checkpoint.__getitem__, target) if whole else partial(piece, target, name)
     stored = {target: one.name or target for target, one in made.items()}
-    tied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.tied().items()}
+    tied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.find_ties().items()}
     view = View(checkpoint, specs, read, tied)
     view.untied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.untied.items()}
     return view

@@ -15,10 +15,10 @@ from mergekit_lab.checkpoints.align import computed_buffers
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.tied_weights import (
-    configured_groups,
+    find_configured_groups,
     read_config,
+    read_vocabulary_size,
     ties_embeddings,
-    vocabulary_size,
 )
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import listing
@@ -51,7 +51,7 @@ class Report:
         self.lines += [title, *(f"  {line}" for line in lines)]
 
 
-def size_text(count: float) -> str:
+def format_size(count: float) -> str:
     """`1.2 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -64,15 +64,15 @@ def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list
     """One line a checkpoint: tensors, parameters, dtypes, files, vocabulary; an adapter's targets."""
     lines = []
     for name, checkpoint in [("base", base), *experts.items()]:
-        lines.append(f"{name}: {_sizes(checkpoint)}; {_stored(checkpoint)}")
-        lines += [f"  {line}" for line in _vocabulary(checkpoint)]
+        lines.append(f"{name}: {_describe_sizes(checkpoint)}; {_describe_storage(checkpoint)}")
+        lines += [f"  {line}" for line in _describe_vocabulary(checkpoint)]
         adapter = adapter_of(checkpoint)
         if adapter is not None:
-            lines += [f"  {line}" for line in _targets(adapter)]
+            lines += [f"  {line}" for line in _describe_targets(adapter)]
     return lines
 
 
-def _sizes(checkpoint: Checkpoint) -> str:
+def _describe_sizes(checkpoint: Checkpoint) -> str:
     specs = checkpoint.specs.values()
     dimensions = Counter(len(spec.shape) for spec in specs)
     dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
@@ -81,24 +81,24 @@ def _sizes(checkpoint: Checkpoint) -> str:
     return f"{len(specs)} tensors ({shapes}), {sum(s.numel for s in specs) / 1e6:,.2f} M entries, {kinds}"
 
 
-def _stored(checkpoint: Checkpoint) -> str:
+def _describe_storage(checkpoint: Checkpoint) -> str:
     if checkpoint.files:
         size = sum(os.path.getsize(file) for file in checkpoint.files)
-        return f"{len(checkpoint.files)} files, {size_text(size)}"
+        return f"{len(checkpoint.files)} files, {format_size(size)}"
     size = sum(spec.nbytes for spec in checkpoint.specs.values())
     where = "on the hub, not downloaded" if isinstance(checkpoint, RemoteHeaders) else "in memory"
-    return f"{size_text(size)} {where}"
+    return f"{format_size(size)} {where}"
 
 
-def _vocabulary(checkpoint: Checkpoint) -> list[str]:
-    size, tokens = vocabulary_size(read_config(checkpoint.folder)), read_tokens(checkpoint.folder)
+def _describe_vocabulary(checkpoint: Checkpoint) -> list[str]:
+    size, tokens = read_vocabulary_size(read_config(checkpoint.folder)), read_tokens(checkpoint.folder)
     if size is None and tokens is None:
         return []
     known = "no tokenizer that can be read" if tokens is None else f"{len(tokens)} tokens in the tokenizer"
     return [f"vocabulary: {size if size is not None else 'not configured'}, {known}"]
 
 
-def _targets(adapter: Folded) -> list[str]:
+def _describe_targets(adapter: Folded) -> list[str]:
     info = adapter.info
     kinds = Counter(name.removesuffix(".weight").split(".")[-1] for name in info.targets)
     ranks = sorted(set(info.targets.values()))
@@ -120,7 +120,7 @@ def describe_model(base: Checkpoint) -> list[str]:
     tie = {True: "tied by the configuration", False: "not tied", None: "no configuration says"}[
         ties_embeddings(config)
     ]
-    double = "; ".join(listing(group) for group in configured_groups(base))
+    double = "; ".join(listing(group) for group in find_configured_groups(base))
     lines = [
         f"input and output embeddings: {tie}"
         + (f"; under several names in the files: {double}" if double else "")
@@ -147,7 +147,7 @@ def describe_tensors(base: Checkpoint) -> list[str]:
     ]
 
 
-def disagreements(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
+def compare_specs(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
     """Every way in which names, shapes and kinds differ from the base's, a line each."""
     lines = []
     for who, specs in others.items():
@@ -168,7 +168,7 @@ def disagreements(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[s
     return lines
 
 
-def written_specs(
+def plan_specs(
     base: Checkpoint, dtype: torch.dtype | None = None, left_out: Sequence[str] = ()
 ) -> dict[str, TensorSpec]:
     """What a merge into `dtype` writes, in the base's order; `left_out` are second names of tied weights."""
@@ -179,7 +179,7 @@ def written_specs(
     return {name: stored(spec) for name, spec in base.specs.items() if name not in left_out}
 
 
-def assumed_ties(base: Checkpoint) -> dict[str, str]:
+def assume_ties(base: Checkpoint) -> dict[str, str]:
     """Second names of weights that a configuration ties, each with the first, as names and shapes tell."""
-    groups = configured_groups(base)
+    groups = find_configured_groups(base)
     return {name: group[0] for group in groups for name in group[1:]}

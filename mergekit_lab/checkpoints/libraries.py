@@ -55,7 +55,7 @@ OPEN_CLIP = Library(
 LIBRARIES = (TRANSFORMERS, OPEN_CLIP)
 
 
-def known_weights(folder: Path) -> list[Path]:
+def find_weights(folder: Path) -> list[Path]:
     """The files of a folder that a library looks for: safetensors first, then transformers' first.
 
     A configuration of transformers 5 may name the file itself. Dead links and pipes are among them: opening one
@@ -69,7 +69,7 @@ def known_weights(folder: Path) -> list[Path]:
     return known
 
 
-def library_of(checkpoint: Checkpoint) -> Library | None:
+def find_library(checkpoint: Checkpoint) -> Library | None:
     """The library that loads what was read, or None where no configuration is beside it."""
     folder = checkpoint.folder
     if folder is None:
@@ -79,10 +79,10 @@ def library_of(checkpoint: Checkpoint) -> Library | None:
     return next((library for library in LIBRARIES if (folder / library.config).is_file()), None)
 
 
-def other_weights(checkpoint: Checkpoint) -> Path | None:
+def find_other_weights(checkpoint: Checkpoint) -> Path | None:
     """The same model for the other library, beside what was read."""
-    library = library_of(checkpoint)
+    library = find_library(checkpoint)
     if library is None or checkpoint.folder is None:
         return None
     others = [name for each in LIBRARIES if each is not library for name in each.weights]
-    return next((file for file in known_weights(checkpoint.folder) if file.name in others), None)
+    return next((file for file in find_weights(checkpoint.folder) if file.name in others), None)

@@ -22,7 +22,7 @@ from mergekit_lab.checkpoints.card import fingerprint
 from mergekit_lab.checkpoints.casting import FLOATING, cast
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
-from mergekit_lab.checkpoints.inspection import written_specs
+from mergekit_lab.checkpoints.inspection import plan_specs
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, listing, suggestion
 
@@ -65,12 +65,21 @@ class LowRankRecord:
             "coefficient": isinstance(record.coefficient, int | float) and abs(record.coefficient) < math.inf,
             "dtype": record.dtype is None or (isinstance(record.dtype, str) and record.dtype in FLOATING),
             "tied": isinstance(record.tied, dict) and _are_text(record.tied.values()),
-            "base": isinstance(record.base, dict) and {"layout_sha256", "label"} <= record.base.keys(),
+            "base": _is_fingerprint(record.base),
         }
         wrong = [name for name, holds in sound.items() if not holds]
         if wrong:
             raise InputError(f"{label}: {folder / RECORD_FILE} is damaged, or not a merge's ({listing(wrong)})")
         return record
+
+
+def _is_fingerprint(print_: object) -> bool:
+    if not isinstance(print_, dict) or not {"layout_sha256", "label"} <= print_.keys():
+        return False
+    try:
+        return all(isinstance(size, int) and isinstance(name, str) for size, name in _list_hashes(print_))
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _are_text(values: Iterable[object]) -> bool:
@@ -120,14 +129,14 @@ class LowRank(Computed):
         self._base = base
         self.dtype: torch.dtype | None = getattr(torch, self.record.dtype) if self.record.dtype else None
         _check_factors(label, self._factors, base, len(self.record.experts))
-        super().__init__(label, written_specs(base, self.dtype), self._factors.files, base.folder)
+        super().__init__(label, plan_specs(base, self.dtype), self._factors.files, base.folder)
 
-    def tied(self) -> dict[str, str]:
+    def find_ties(self) -> dict[str, str]:
         return dict(self.record.tied)
 
     def compute(self, name: str) -> Tensor:
         base, kind = self._base[name], self.specs[name].dtype
-        delta = self._delta(self.record.tied.get(name, name))
+        delta = self._expand(self.record.tied.get(name, name))
         if delta is None or self.coefficient == 0:
             return cast(name, base, kind)
         exact = torch.float64 if kind == torch.float64 else delta.dtype
@@ -138,20 +147,20 @@ class LowRank(Computed):
             )
         return cast(name, expanded, kind)
 
-    def _delta(self, name: str) -> Tensor | None:
+    def _expand(self, name: str) -> Tensor | None:
         """The merged task vector at `α = 1`; None where nothing is added."""
-        found = {kind: self._factors.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
-        left, right, coordinates = (found[kind] for kind in (LEFT, RIGHT, COORDINATES))
+        factors = {kind: self._factors.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        left, right, coordinates = (factors[kind] for kind in (LEFT, RIGHT, COORDINATES))
         if left is not None and right is not None and coordinates is not None:
-            left, right, coordinates = (self._chosen(x, -1) for x in (left, right, coordinates))
+            left, right, coordinates = (self._choose(x, -1) for x in (left, right, coordinates))
             lifted = (left.double() * coordinates.double()) @ right.double().mT
             return lifted.to(left.dtype)
-        parts, divisor = found[PARTS], found[DIVISOR]
+        parts, divisor = factors[PARTS], factors[DIVISOR]
         if parts is None or divisor is None:
             return None
-        return self._chosen(parts, 0).sum(dim=0) / divisor
+        return self._choose(parts, 0).sum(dim=0) / divisor
 
-    def _chosen(self, values: Tensor, dim: int) -> Tensor:
+    def _choose(self, values: Tensor, dim: int) -> Tensor:
         """The chosen experts' equal shares of a dimension."""
         if self._tasks is None:
             return values
@@ -163,13 +172,13 @@ def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: i
     """Every tensor has all of its factors, of shapes that fit, or none."""
     known: set[str] = set()
     for name, spec in base.specs.items():
-        found = {kind: factors.specs.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
-        held = {kind: factor.shape for kind, factor in found.items() if factor is not None}
+        stored = {kind: factors.specs.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        held = {kind: factor.shape for kind, factor in stored.items() if factor is not None}
         atoms = held.get(COORDINATES, (0,))[0]
         matrix = {LEFT: (*spec.shape[:1], atoms), RIGHT: (*spec.shape[1:], atoms), COORDINATES: (atoms,)}
         whole = {PARTS: (experts, *spec.shape), DIVISOR: ()}
         fits = held == whole or (held == matrix and atoms % max(experts, 1) == 0)
-        real = all(factor.dtype.is_floating_point for factor in found.values() if factor is not None)
+        real = all(factor.dtype.is_floating_point for factor in stored.values() if factor is not None)
         if held and not (fits and real and spec.dtype.is_floating_point):
             raise InputError(f"{label}: the factors of {name} do not make a tensor of shape {list(spec.shape)}")
         known |= {name + kind for kind in held}
@@ -178,12 +187,12 @@ def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: i
 
 
 def _check_base(wanted: Mapping[str, Any], base: Checkpoint, label: str) -> None:
-    found = fingerprint(base)
-
-    def hashes(print_: Mapping[str, Any]) -> list[tuple[int, str]]:
-        files = print_.get("files", {}).values()
-        return sorted((file["bytes"], file.get("sha256") or file["sampled_sha256"]) for file in files)
-
-    known = hashes(wanted) and hashes(found)
-    if wanted["layout_sha256"] != found["layout_sha256"] or (known and hashes(wanted) != hashes(found)):
+    actual = fingerprint(base)
+    hashes, others = _list_hashes(wanted), _list_hashes(actual)
+    if wanted["layout_sha256"] != actual["layout_sha256"] or (hashes and others and hashes != others):
         raise InputError(f"{label} holds factors for another base ({wanted['label']}), not {base.label}")
+
+
+def _list_hashes(print_: Mapping[str, Any]) -> list[tuple[int, str]]:
+    files = print_.get("files", {}).values()
+    return sorted((file["bytes"], file.get("sha256") or file["sampled_sha256"]) for file in files)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints.adapters import adapter_of
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.libraries import OPEN_CLIP, library_of
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, listing
 
@@ -136,7 +136,7 @@ def _mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
     folders = (_folder(base), _folder(expert))
     if None in folders or folders[0] == folders[1]:
         return []
-    if library_of(base) is OPEN_CLIP:
+    if find_library(base) is OPEN_CLIP:
         own, theirs = (_open_clip_config(folder) for folder in folders if folder is not None)
         return _different(own, theirs) if own and theirs else []
     raw = [read_config(folder) for folder in folders]

@@ -54,7 +54,7 @@ def plan_tokenizer_files(source: Path) -> Files:
     return _find(source, _TOKENIZER)
 
 
-def tokenizer_files(source: Path) -> list[Path]:
+def find_tokenizer_files(source: Path) -> list[Path]:
     """The tokenizer's files and chat templates in a folder, in the order of their names."""
     return [source / name for name in plan_tokenizer_files(source)]
 
@@ -84,7 +84,7 @@ def plan_model_files(
     patterns = [*_LICENSES, *(p for each, own in _MODEL.items() if library in (each, None) for p in own)]
     if library is not OPEN_CLIP:
         patterns += _CODE if "auto_map" in json.dumps(config) else ()
-        patterns += (*_SENTENCES, *(f"{part}/{p}" for part in _parts(source) for p in _PART))
+        patterns += (*_SENTENCES, *(f"{part}/{p}" for part in _read_parts(source) for p in _PART))
     files = _find(source, patterns)
     # what is written is neither quantized nor in a file of another name
     stale = [config.pop(key, None) for key in ("quantization_config", "compression_config", NAMED_WEIGHTS)]
@@ -111,7 +111,7 @@ def write_files(files: Files, folder: Path) -> list[str]:
     return list(files)
 
 
-def sizes_of(files: Files) -> dict[str, int]:
+def measure_files(files: Files) -> dict[str, int]:
     """The bytes that planned files will have."""
     return {n: len(c.encode()) if isinstance(c, str) else c.stat().st_size for n, c in files.items()}
 
@@ -133,18 +133,20 @@ def copy_model_files(
     return write_files(plan_model_files(source, library, dtype, vocabulary, changed), folder)
 
 
-def parts_with_weights(source: Path) -> list[str]:
+def find_parts_with_weights(source: Path) -> list[str]:
     """Modules of sentence-transformers beside the model that hold weights of their own.
 
     Raises:
         InputError: `modules.json` is none, or names a folder elsewhere.
     """
     return [
-        name for name in _parts(source) if any(f.suffix in _PART_WEIGHTS for f in (source / name).iterdir())
+        part
+        for part in _read_parts(source)
+        if any(Path(name).suffix in _PART_WEIGHTS for name in os.listdir(source / part))
     ]
 
 
-def _parts(source: Path) -> list[str]:
+def _read_parts(source: Path) -> list[str]:
     file = source / _MODULES
     if not os.path.lexists(file):
         return []
@@ -191,12 +193,12 @@ def _adapt_open_clip(file: Path, vocabulary: int) -> str:
 
 def _find(source: Path, patterns: Iterable[str]) -> dict[str, Path | str]:
     """The files of a folder that match, in the order of their names."""
-    found: set[str] = set()
+    matching: set[str] = set()
     for pattern in patterns:
         inner, _, wanted = pattern.rpartition("/")
         held = os.listdir(source / inner) if (source / inner).is_dir() else []
-        found |= {os.path.join(inner, name) for name in held if fnmatchcase(name, wanted)}
-    names = sorted(name for name in found if not (source / name).is_dir())
+        matching |= {os.path.join(inner, name) for name in held if fnmatchcase(name, wanted)}
+    names = sorted(name for name in matching if not (source / name).is_dir())
     for name in names:
         check_file(source / name)
     _refuse_odd_links(source, names)

@@ -77,7 +77,7 @@ def _resolve(out: Path) -> Path:
 
 
 @contextmanager
-def new_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] | None = None) -> Iterator[Path]:
+def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] | None = None) -> Iterator[Path]:
     """A folder to fill, which becomes `out` when the context is left without an error.
 
     Where `out` is a link, the folder that it leads to is made or replaced, and the link stays.
@@ -139,13 +139,13 @@ def _make_partial(out: Path) -> tuple[Path, int]:
     making = out.with_name(f".{token}.making")
     making.mkdir()
     lock = os.open(making, os.O_RDONLY | os.O_DIRECTORY)
-    _take(lock)
-    partial = out.with_name(f"{_prefix(out)}{_boot()}.{token}.partial")
+    _take_lock(lock)
+    partial = out.with_name(f"{_make_prefix(out)}{_read_boot()}.{token}.partial")
     making.rename(partial)
     return partial, lock
 
 
-def _take(lock: int) -> bool:
+def _take_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process has it, or the filesystem knows no locks
@@ -157,14 +157,14 @@ _LONGEST = 150
 """Bytes of a name that hidden siblings repeat; what is longer is cut, and told apart by a hash."""
 
 
-def _prefix(out: Path) -> str:
+def _make_prefix(out: Path) -> str:
     name = os.fsencode(out.name)
     if len(name) <= _LONGEST:
         return f".{out.name}."
     return f".{name[:_LONGEST].decode(errors='ignore')}-{hashlib.sha256(name).hexdigest()[:12]}."
 
 
-def _boot() -> str:
+def _read_boot() -> str:
     """Which kernel since which start: as far as locks reach."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -175,7 +175,7 @@ def _boot() -> str:
 
 def _put_back(out: Path) -> None:
     """Give `out` back what a merge had moved away that was killed between two renames."""
-    for old in _siblings(out, ".old"):
+    for old in _find_siblings(out, ".old"):
         partial = old.with_suffix(".partial")
         if not out.exists() and (not partial.exists() or _is_abandoned(partial)):
             old.rename(out)
@@ -183,11 +183,11 @@ def _put_back(out: Path) -> None:
 
 def _clear_leftovers(out: Path) -> None:
     """Delete what merges that were killed left beside `out`, if it is sure that they were."""
-    for path in [*_siblings(out, ".old"), *_siblings(out, ".partial")]:
+    for path in [*_find_siblings(out, ".old"), *_find_siblings(out, ".partial")]:
         partial = path.with_suffix(".partial")
         if path.exists() and (not partial.exists() or _is_abandoned(partial)):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.exists() and f".{_boot()}." not in path.name:
+        elif path.exists() and f".{_read_boot()}." not in path.name:
             log.warning(
                 "%s was left by another machine, or before this one was started anew: remove it, unless a "
                 "merge into %s is under way there",
@@ -195,21 +195,21 @@ def _clear_leftovers(out: Path) -> None:
             )
 
 
-def _siblings(out: Path, suffix: str) -> list[Path]:
+def _find_siblings(out: Path, suffix: str) -> list[Path]:
     names = os.listdir(out.parent) if out.parent.is_dir() else []
-    return [out.with_name(n) for n in sorted(names) if n.startswith(_prefix(out)) and n.endswith(suffix)]
+    return [out.with_name(n) for n in sorted(names) if n.startswith(_make_prefix(out)) and n.endswith(suffix)]
 
 
 def _is_abandoned(partial: Path) -> bool:
     """Whether a process of this boot made it, and lives no more."""
-    if f".{_boot()}." not in partial.name:
+    if f".{_read_boot()}." not in partial.name:
         return False
     try:
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return False
     try:
-        return _take(lock)
+        return _take_lock(lock)
     finally:
         os.close(lock)
 

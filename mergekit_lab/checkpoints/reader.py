@@ -14,8 +14,8 @@ from torch import Tensor
 from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, adapter_folder, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, is_index, open_index, read_index
-from mergekit_lab.checkpoints.hub import RemoteHeaders, cached_snapshot, hub_id, snapshot
-from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, known_weights, other_weights
+from mergekit_lab.checkpoints.hub import RemoteHeaders, find_cached_snapshot, get_snapshot, parse_hub_id
+from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, find_other_weights, find_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.checkpoints.plain_files import check_file
 from mergekit_lab.errors import InputError
@@ -57,9 +57,9 @@ def open_checkpoint(
             f"{label or 'the source'} is a {type(source).__name__}: give a state dict, a path or a hub id"
         )
     label = label or str(source)
-    wanted = _hub_id(source)
-    if wanted and headers_only and cached_snapshot(*wanted) is None:
-        small = snapshot(*wanted, weights=False)
+    wanted = _parse_unless_local(source)
+    if wanted and headers_only and find_cached_snapshot(*wanted) is None:
+        small = get_snapshot(*wanted, weights=False)
         if not (small / ADAPTER_CONFIG).is_file():
             return RemoteHeaders(label, *wanted)
     path = adapter_folder(find_source(source), label)
@@ -84,15 +84,15 @@ def find_source(source: str | Path, weights: bool = True) -> Path:
     Args:
         weights: False is content with a snapshot's configuration and tokenizer.
     """
-    wanted = _hub_id(source)
-    return snapshot(*wanted, weights) if wanted else _path(source)
+    wanted = _parse_unless_local(source)
+    return get_snapshot(*wanted, weights) if wanted else _to_path(source)
 
 
-def _hub_id(source: str | Path) -> tuple[str, str | None] | None:
-    return hub_id(source) if isinstance(source, str) and not _path(source).exists() else None
+def _parse_unless_local(source: str | Path) -> tuple[str, str | None] | None:
+    return parse_hub_id(source) if isinstance(source, str) and not _to_path(source).exists() else None
 
 
-def _path(source: str | Path) -> Path:
+def _to_path(source: str | Path) -> Path:
     try:
         path = Path(source).expanduser()
         path.exists()
@@ -103,10 +103,10 @@ def _path(source: str | Path) -> Path:
 
 def _open_folder(label: str, path: Path, base: Checkpoint | None) -> Checkpoint:
     """What a library looks for, of two libraries' files the one with the base's names; else the only file."""
-    known = known_weights(path)
+    known = find_weights(path)
     if known:
         best = _open_file(label, known[0], path)
-        other = None if base is None else other_weights(best)
+        other = None if base is None else find_other_weights(best)
         if base is not None and other is not None:
             second = _open_file(label, other, path)
             if len(second.keys() & base.keys()) > len(best.keys() & base.keys()):

@@ -77,13 +77,13 @@ def plan_files(
 ) -> dict[str, int]:
     """The files that a `ShardedWriter` without metadata leaves, each with its bytes; see `plan_shards`."""
     shards = plan_shards(specs, max_bytes, stem)
-    files = {shard.file: len(_layout(shard.specs, _METADATA)[0]) + shard.nbytes for shard in shards}
+    files = {shard.file: len(_lay_out(shard.specs, _METADATA)[0]) + shard.nbytes for shard in shards}
     if len(shards) > 1:
-        files[_index_name(stem)] = len(_index_text(shards).encode())
+        files[_name_index(stem)] = len(_format_index(shards).encode())
     return files
 
 
-def _layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """What a file begins with, and where each tensor begins in it."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets: dict[str, int] = {}
@@ -101,11 +101,11 @@ def _layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tup
     return len(text).to_bytes(8, "little") + text, {n: 8 + len(text) + start for n, start in offsets.items()}
 
 
-def _index_name(stem: str) -> str:
+def _name_index(stem: str) -> str:
     return f"{stem}.safetensors.index.json"
 
 
-def _index_text(shards: Sequence[Shard]) -> str:
+def _format_index(shards: Sequence[Shard]) -> str:
     total = sum(shard.nbytes for shard in shards)
     weight_map = {name: shard.file for shard in shards for name in shard.specs}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -116,7 +116,7 @@ class _File:
     """One safetensors file of known content."""
 
     def __init__(self, path: Path, shard: Shard, metadata: Mapping[str, str]) -> None:
-        head, self._offsets = _layout(shard.specs, metadata)
+        head, self._offsets = _lay_out(shard.specs, metadata)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         os.ftruncate(self._file, len(head) + shard.nbytes)
         _write_at(self._file, memoryview(head), 0)
@@ -210,7 +210,7 @@ class ShardedWriter:
             flushed.result()
         self._flusher.shutdown()
         if len(self.shards) > 1:
-            (self._folder / _index_name(self._stem)).write_text(_index_text(self.shards))
+            (self._folder / _name_index(self._stem)).write_text(_format_index(self.shards))
 
     def abort(self) -> None:
         """Close all files as they are."""

@@ -73,7 +73,7 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     return content
 
 
-def vocabulary_size(config: dict[str, Any]) -> int | None:
+def read_vocabulary_size(config: dict[str, Any]) -> int | None:
     """Rows of the embedding that a configuration announces, its `text_config` included."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
@@ -104,7 +104,7 @@ def could_be_vocabulary(name: str) -> bool:
     return is_vocabulary_name(name) or bool(_ANY_HEAD.search(name) and not _OTHER.search(name))
 
 
-def tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bool) -> list[list[str]]:
+def find_tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bool) -> list[list[str]]:
     """Names that would be one weight: same shape and dtype, one row a token; the kept name first.
 
     Args:
@@ -116,29 +116,29 @@ def tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bool) -
     for name, spec in specs.items():
         if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and could_be_vocabulary(name):
             alike.setdefault(spec, []).append(name)
-    groups = [sorted(names, key=_preference) for names in alike.values()]
+    groups = [sorted(names, key=_rank) for names in alike.values()]
     if not tied:
         groups = [[name for name in group if _SHARED.search(name)] for group in groups]
         groups = [group for group in groups if group and group[0].endswith("shared.weight")]
     return [group for group in groups if len(group) > 1]
 
 
-def _preference(name: str) -> tuple[int, str]:
-    places = [place for place, part in enumerate(_KEPT_FIRST) if part in name and "embed_out." not in name]
-    return (places[0] if places else len(_KEPT_FIRST), name)
+def _rank(name: str) -> tuple[int, str]:
+    ranks = [rank for rank, part in enumerate(_KEPT_FIRST) if part in name and "embed_out." not in name]
+    return (ranks[0] if ranks else len(_KEPT_FIRST), name)
 
 
-def equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
+def find_equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
     """Names under which a folder holds the values of a tied weight again."""
     return {
         name: kept
-        for kept, *others in configured_groups(checkpoint)
+        for kept, *others in find_configured_groups(checkpoint)
         for name in others
         if torch.equal(checkpoint[name], checkpoint[kept])
     }
 
 
-def configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
+def find_configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
     """`tied_groups` as the configuration beside the files has them."""
     config = {**read_config(checkpoint.folder), **checkpoint.changed}
-    return tied_groups(checkpoint.specs, vocabulary_size(config), bool(ties_embeddings(config)))
+    return find_tied_groups(checkpoint.specs, read_vocabulary_size(config), bool(ties_embeddings(config)))

@@ -22,15 +22,15 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     Report,
     TensorSpec,
-    assumed_ties,
+    assume_ties,
     check_out,
+    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
-    disagreements,
+    format_size,
     plan_shards,
     refuse_quantized,
-    size_text,
 )
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.commands.write import input_files, plan_files_beside
@@ -61,12 +61,12 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _output_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantized, checkpoint)
-    result.problems += disagreements(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
+    result.problems += compare_specs(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
     result.problems += _problem(plan_files_beside, prepared, format)
     result.problems += _problem(prepared.method.check, tuple(prepared.experts))
     result.problems += _side_problems(prepared)
     merged = _merged_names(prepared, result)
-    specs, limit, stem = prepared.plan(list(assumed_ties(prepared.base)))
+    specs, limit, stem = prepared.plan(list(assume_ties(prepared.base)))
     kept = len(specs) - len(merged)
     stored = specs if format == "dense" else _factors(prepared, merged)
     try:
@@ -78,7 +78,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.section(
         "Result",
         [
-            f"{len(stored)} tensors in {len(shards)} files, {size_text(written)} of disk",
+            f"{len(stored)} tensors in {len(shards)} files, {format_size(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
             *explain_shapes(prepared.method, {name: prepared.base.specs[name].shape for name in merged}),
             _room(out, written, result),
@@ -129,7 +129,7 @@ def _side_problems(prepared: Prepared) -> list[str]:
         own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n}
         if own:
             sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
-            problems += disagreements(own, sides)
+            problems += compare_specs(own, sides)
         else:
             side = tuple(prepared.side[kind].values())
             problems += _problem(check_same_names, prepared.base, method, kind, side)
@@ -139,7 +139,7 @@ def _side_problems(prepared: Prepared) -> list[str]:
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
         found = select_tensors(
-            prepared.base.specs, assumed_ties(prepared.base), prepared.include, prepared.left_out
+            prepared.base.specs, assume_ties(prepared.base), prepared.include, prepared.left_out
         )
     except InputError as error:
         result.problems.append(str(error))
@@ -153,8 +153,10 @@ def _room(out: Path | None, written: int, result: Report) -> str:
         return "no out=… is set"
     free = free_bytes(out)
     if free < written:
-        result.problems.append(f"out={out} needs {size_text(written)} of disk and {size_text(free)} are free")
-    return f"{size_text(free)} of disk are free at {out}"
+        result.problems.append(
+            f"out={out} needs {format_size(written)} of disk and {format_size(free)} are free"
+        )
+    return f"{format_size(free)} of disk are free at {out}"
 
 
 _FIXED = 4 << 20
@@ -183,9 +185,9 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     if set(prepared.device) == {"cpu"}:
         device = "no device memory: the arithmetic is on the CPU"
     else:
-        device = f"device memory: about {size_text(_device_memory(prepared, sizes, item, whole) + counters)}"
+        device = f"device memory: about {format_size(_device_memory(prepared, sizes, item, whole) + counters)}"
     return [
-        f"host memory: at most {size_text(held)} above start-up (files that are mapped not counted)",
+        f"host memory: at most {format_size(held)} above start-up (files that are mapped not counted)",
         device,
     ]
 

@@ -18,15 +18,15 @@ from mergekit_lab.checkpoints import (
     LowRank,
     ShardedWriter,
     check_out,
+    find_library,
     follow_tokenizer,
-    library_of,
-    new_folder,
+    make_folder,
+    measure_files,
     open_checkpoint,
     plan_files,
     plan_model_files,
     plan_tokenizer_files,
     read_json,
-    sizes_of,
     write_files,
 )
 from mergekit_lab.commands.prepare import plan_output
@@ -72,33 +72,36 @@ def expand(
     origin = open_checkpoint(base, "the base")
     model = LowRank(folder, origin, str(low_rank), tasks, coefficient)
     check_out(out, overwrite, [*origin.files, *model.files])
-    specs, limit, stem = plan_output(origin, model.dtype, list(model.tied()), max_shard_bytes)
+    specs, limit, stem = plan_output(origin, model.dtype, list(model.find_ties()), max_shard_bytes)
     beside: dict[str, Path | str] = {}
     if origin.folder is not None:
-        beside |= plan_model_files(origin.folder, library_of(origin), model.dtype)
+        beside |= plan_model_files(origin.folder, find_library(origin), model.dtype)
         if tokenizer := plan_tokenizer_files(folder):
             beside = follow_tokenizer(folder, {**beside, **tokenizer})
         else:
             beside |= plan_tokenizer_files(origin.folder)
-    planned = plan_files(specs, limit, stem) | sizes_of(beside)
-    with new_folder(out, overwrite, planned) as made:
+    card = _make_card(folder, out.name, model, tasks)
+    planned = plan_files(specs, limit, stem) | measure_files(beside)
+    with make_folder(out, overwrite, planned) as made:
         with ShardedWriter(made, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
         write_files(beside, made)
-        _card(folder, out.name, model, tasks).write(made)
+        card.write(made)
     return out
 
 
-def _card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None) -> Card:
+def _make_card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | None) -> Card:
     """That of the merge, which says how the model came to be."""
+    record = read_json(folder / RECORD)
+    shares = "all experts" if tasks is None else ", ".join(tasks)
+    note = f"expanded from low-rank factors at coefficient {model.coefficient:g}: the shares of {shares}"
     try:
-        record = read_json(folder / RECORD)
-        shares = "all experts" if tasks is None else ", ".join(tasks)
-        note = f"expanded from low-rank factors at coefficient {model.coefficient:g}: the shares of {shares}"
-        return Card(**{**record, "title": title, "notes": [*record["notes"], note]})
-    except (TypeError, KeyError) as error:
-        raise InputError(f"{folder / RECORD} cannot be read ({error})") from None
+        card = Card(**{**record, "title": title, "notes": [*record["notes"], note]})
+        card.text()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / RECORD} is not what a merge writes ({error!r})") from None
+    return card
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ from mergekit_lab.checkpoints import (
     compare_configs,
     computed_buffers,
     describe_tokenizer,
+    find_library,
+    find_other_weights,
+    find_parts_with_weights,
     find_source,
-    library_of,
     open_checkpoint,
-    other_weights,
-    parts_with_weights,
+    plan_specs,
     read_tokens,
     reconcile,
     untie,
     vocabulary_rows,
-    written_specs,
 )
-from mergekit_lab.checkpoints.model_files import tokenizer_files
+from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
@@ -94,7 +94,7 @@ class Prepared:
     @property
     def library(self) -> Library | None:
         """What loads the result."""
-        return library_of(self.base)
+        return find_library(self.base)
 
     @property
     def left_out(self) -> list[str]:
@@ -119,8 +119,8 @@ def plan_output(
 ) -> Plan:
     """How a model with the base's tensors is written, so that the base's library loads it: transformers without
     second names of tied weights, open_clip in one file."""
-    library = library_of(base)
-    specs = written_specs(base, dtype, left_out if library is TRANSFORMERS else ())
+    library = find_library(base)
+    specs = plan_specs(base, dtype, left_out if library is TRANSFORMERS else ())
     if library is not None and not library.sharded:
         max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
     return Plan(specs, max_shard_bytes, (library or TRANSFORMERS).stem)
@@ -234,10 +234,10 @@ def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bo
 
 def _about_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
-    library, other, notes = library_of(base), other_weights(base), []
+    library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
         notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
-    parts = parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
+    parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
         notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
     return notes
@@ -245,7 +245,7 @@ def _about_folder(base: Checkpoint) -> list[str]:
 
 def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     """The expert, unless it is for the library whose file of the base was not read."""
-    other = other_weights(base)
+    other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(
             f"expert {expert.label!r} shares few names with the base, and beside what was read of that is "
@@ -263,7 +263,7 @@ def _tokenizer_folder(
     folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
         raise InputError(f"tokenizer_from={wanted} is no folder and no expert{suggestion(str(wanted), known)}")
-    if not tokenizer_files(folder):
+    if not find_tokenizer_files(folder):
         raise InputError(f"tokenizer_from={wanted}: the folder {folder} holds no tokenizer")
     return folder
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints import LIBRARIES, find_source, hub_id
+from mergekit_lab.checkpoints import LIBRARIES, find_source, parse_hub_id
 from mergekit_lab.errors import InputError, abbreviate, listing
 
 
@@ -84,7 +84,7 @@ def refuse_absent(sources: Mapping[str, Any]) -> None:
         InputError: a path that does not exist and is no hub id.
     """
     for name, source in sources.items():
-        if isinstance(source, Path) or (isinstance(source, str) and not hub_id(source)):
+        if isinstance(source, Path) or (isinstance(source, str) and not parse_hub_id(source)):
             find_source(source)
             if not Path(source).expanduser().exists():
                 raise InputError(f"{name}: {source} does not exist")

@@ -23,13 +23,13 @@ from mergekit_lab.checkpoints import (
     check_out,
     fingerprint,
     follow_tokenizer,
-    hub_id,
-    new_folder,
+    make_folder,
+    measure_files,
+    parse_hub_id,
     plan_files,
     plan_model_files,
     plan_tokenizer_files,
-    sizes_of,
-    versions,
+    read_versions,
     write_files,
 )
 from mergekit_lab.commands.prepare import Prepared
@@ -56,15 +56,15 @@ def write(
     check_format(prepared, format)
     notes: Notes = {}
     if format == "dense":
-        specs, limit, stem = prepared.plan(list(prepared.base.tied()))
+        specs, limit, stem = prepared.plan(list(prepared.base.find_ties()))
         tensors = merge_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
     else:
         specs, tensors = merge_factors(**_arguments(prepared), notes=notes)
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     beside = plan_files_beside(prepared, format)
-    planned = plan_files(specs, limit, stem) | sizes_of(beside)
+    planned = plan_files(specs, limit, stem) | measure_files(beside)
     _check_room(out, sum(planned.values()))
-    with new_folder(out, overwrite, planned) as folder:
+    with make_folder(out, overwrite, planned) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
             Progress(disable=not progress, transient=True) as bar,
@@ -111,7 +111,7 @@ def _low_rank_record(prepared: Prepared) -> LowRankRecord:
         experts=list(prepared.experts),
         coefficient=prepared.method.scale,
         dtype=None if prepared.dtype is None else str(prepared.dtype).removeprefix("torch."),
-        tied=prepared.base.tied(),
+        tied=prepared.base.find_ties(),
         base=fingerprint(prepared.origin, prepared.base_source),
     )
 
@@ -178,7 +178,7 @@ def _card(
         for kind, by_name in prepared.side.items()
     }
     every = [prepared.base_source, *prepared.sources.values()]
-    ids = list(dict.fromkeys(source.split("@")[0] for source in every if hub_id(source)))
+    ids = list(dict.fromkeys(source.split("@")[0] for source in every if parse_hub_id(source)))
     return Card(
         title=title,
         method=type(prepared.method).__name__,
@@ -195,7 +195,7 @@ def _card(
             "embeddings": prepared.embeddings,
             "tokenizer": prepared.tokenizer_source,
         },
-        versions=versions(),
+        versions=read_versions(),
         hub_ids=ids,
         notes=[*prepared.notes, *account],
         metrics=metrics,

@@ -108,7 +108,7 @@ def open_inputs(
         refuse_quantized(checkpoint)
     _check_alike(origin.specs, opened.values(), "expert", base=origin)
     _check_buffers(origin, opened.values())
-    tied = origin.tied()
+    tied = origin.find_ties()
     _check_tied(tied, opened.values())
     method.check(tuple(opened))
     require_choice("buffers", buffers, ("merge", "base"))

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mergekit_lab.backbones import Backbone, OpenClip
-from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.checkpoints import explain_unreachable
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.published_experts import expert_missing, expert_source
 from mergekit_lab.schema.check import build
@@ -34,7 +34,7 @@ def refuse_missing(*configs: DictConfig) -> None:
             everything that is missing, and the ways out.
     """
     found = [_lacking(cfg) for cfg in configs]
-    cause = unreachable() if any(missing for missing, _ in found) else None
+    cause = explain_unreachable() if any(missing for missing, _ in found) else None
     lacking = [[*(missing if cause else ()), *wrong] for missing, wrong in found]
     lines = list(dict.fromkeys(line for each in lacking for line in each))
     if not lines:

@@ -18,10 +18,10 @@ from typing import Any
 from mergekit_lab.backbones import OpenClip, as_image_tower
 from mergekit_lab.checkpoints import (
     Checkpoint,
-    cached_snapshot,
+    find_cached_snapshot,
     hash_file,
-    hub_id,
     open_checkpoint,
+    parse_hub_id,
     write_tensors,
 )
 from mergekit_lab.errors import InputError, listing
@@ -89,7 +89,7 @@ def expert_on_hub(source: str) -> tuple[str, str | None] | None:
     """
     if Path(source).expanduser().exists():
         return None
-    named = hub_id(source)
+    named = parse_hub_id(source)
     if named is None:
         raise InputError(f"the expert {source} is neither there nor a hub id (org/name, org/name@revision)")
     return named
@@ -98,7 +98,7 @@ def expert_on_hub(source: str) -> tuple[str, str | None] | None:
 def expert_missing(source: str) -> bool:
     """Whether an expert would have to be downloaded; raises as `expert_on_hub`."""
     named = expert_on_hub(source)
-    return named is not None and cached_snapshot(*named) is None
+    return named is not None and find_cached_snapshot(*named) is None
 
 
 def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:

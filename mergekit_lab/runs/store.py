@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.backbones import Backbone
-from mergekit_lab.checkpoints import new_folder, size_text
+from mergekit_lab.checkpoints import format_size, make_folder
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
@@ -72,10 +72,10 @@ def _list(store: Store, place: StoreSettings) -> None:
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
-        log.info("%s: %d, %s", kind, len(members), size_text(sum(map(size, members))))
+        log.info("%s: %d, %s", kind, len(members), format_size(sum(map(size, members))))
         if place.kind or place.key:
             for artifact in members:
-                told = (artifact.key, artifact.created, size_text(size(artifact)), _described(artifact))
+                told = (artifact.key, artifact.created, format_size(size(artifact)), _described(artifact))
                 log.info("  %s", printable("  ".join(told)))
     if not by_kind:
         log.info("nothing")
@@ -83,7 +83,7 @@ def _list(store: Store, place: StoreSettings) -> None:
 
 def _described(artifact: Artifact) -> str:
     content = artifact.content
-    told = [str(content[name]) for name in ("task", "split", "metric") if name in content]
+    told = [str(content[name]) for name in ("task", "part", "metric") if name in content]
     built = [content[n] for n in ("optimizer", "method") if isinstance(content.get(n), Mapping)]
     told += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
     told += [f"{name} {content[name]}" for name in ("coefficient", "seed") if name in content]
@@ -141,7 +141,7 @@ def _prune(run: Run, place: StoreSettings) -> None:
     ]
     if place.which == "others" and place.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
-    freed = size_text(sum(map(size, chosen)))
+    freed = format_size(sum(map(size, chosen)))
     if not place.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _described(artifact) or "half made")
@@ -170,7 +170,7 @@ def _export(store: Store, place: StoreSettings, cfg: DictConfig) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
     artifact = chosen[0]
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         companions = _companions(cfg, artifact, folder)
         for name in artifact.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

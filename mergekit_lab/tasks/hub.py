@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergekit_lab.checkpoints import cached_folder, unreachable
+from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks.sources import find_missing_shards, find_part_files, is_shard
 
@@ -21,7 +21,7 @@ _LAST = ".gitattributes"
 def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
     for revision in (None, _CONVERTED):
-        folder = cached_folder(repo, revision, "dataset")
+        folder = find_cached_folder(repo, revision, "dataset")
         if folder is None:
             continue
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
@@ -46,7 +46,7 @@ def download_data(
     """
     import huggingface_hub
 
-    cause = unreachable()
+    cause = explain_unreachable()
     if cause:
         raise InputError(f"the data set {repo} cannot be downloaded: {cause}")
     try:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mergekit_lab.checkpoints import unreachable
+from mergekit_lab.checkpoints import explain_unreachable
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.paths import default_store
 from mergekit_lab.ranges import require_choice, require_whole
@@ -290,7 +290,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
 def _hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
-    offline = unreachable()
+    offline = explain_unreachable()
     organization, repository, *configuration = name.split("/")
     options: dict[str, Any] = {"name": configuration[0]} if configuration else {}
     try:

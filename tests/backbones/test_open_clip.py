@@ -203,7 +203,7 @@ def test_unknown_names_are_refused_with_the_nearest(backbone, message):
 
 def test_without_a_network_the_message_comes_at_once_and_says_the_way_out(monkeypatch, tmp_path):
     def refused(*_, **__):
-        raise OSError("Network is unreachable")
+        raise OSError("Network is explain_unreachable")
 
     monkeypatch.setattr(socket, "create_connection", refused)
     monkeypatch.setattr("urllib.request.getproxies", dict)

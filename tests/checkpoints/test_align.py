@@ -26,8 +26,8 @@ def with_all_names(model, folder):
 def test_ties_are_found_in_files_that_write_every_name(make, tmp_path) -> None:
     once = open_checkpoint(save(make(), tmp_path / "once"))
     twice = open_checkpoint(with_all_names(make(), tmp_path / "twice"))
-    tied = twice.tied()
-    assert once.tied() == {}
+    tied = twice.find_ties()
+    assert once.find_ties() == {}
     assert set(twice) - set(once) == set(tied)
     assert set(tied.values()) <= set(once)
 
@@ -36,7 +36,7 @@ def test_an_untied_model_with_equal_values_is_not_tied(tmp_path) -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    assert open_checkpoint(save(model, tmp_path / "m")).tied() == {}
+    assert open_checkpoint(save(model, tmp_path / "m")).find_ties() == {}
 
 
 def test_second_names_are_left_out_or_added_as_the_base_has_them(tmp_path) -> None:
@@ -48,7 +48,7 @@ def test_second_names_are_left_out_or_added_as_the_base_has_them(tmp_path) -> No
     longer = align(twice, once)
     assert set(longer) == set(twice)
     assert torch.equal(longer[HEAD], once[EMBED])
-    assert longer.tied() == {HEAD: EMBED}
+    assert longer.find_ties() == {HEAD: EMBED}
 
 
 def test_an_expert_that_unties_is_refused(tmp_path) -> None:
@@ -150,7 +150,7 @@ def test_a_silent_configuration_ties_as_its_model_type_does(tmp_path) -> None:
         ("bert", bert, {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"}),
         ("llama", lambda: llama(tied=True), {}),
     ):
-        found = open_checkpoint(without_the_flag(with_all_names(make(), tmp_path / name))).tied()
+        found = open_checkpoint(without_the_flag(with_all_names(make(), tmp_path / name))).find_ties()
         assert tied.items() <= found.items()
         assert bool(found) == bool(tied)
 
@@ -182,7 +182,7 @@ def test_heads_are_known_by_what_models_call_them(embedding: str, head: str) -> 
     specs = open_checkpoint(
         {f"{n}.weight": torch.zeros(9, 4) for n in (head, embedding, "norm", "h.0.q")}
     ).specs
-    assert tied_weights.tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
+    assert tied_weights.find_tied_groups(specs, 9, True) == [[f"{embedding}.weight", f"{head}.weight"]]
 
 
 def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> None:
@@ -192,7 +192,7 @@ def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> Non
         config = json.loads((base / "config.json").read_text()) | said
         (base / "config.json").write_text(json.dumps(config))
         twice = open_checkpoint(base)
-        assert twice.tied() == {
+        assert twice.find_ties() == {
             f"{part}.embed_tokens.weight": "shared.weight" for part in ("decoder", "encoder")
         }
         once = open_checkpoint(save(tuned(t5_1_1(), 1), tmp_path / f"once-{number}"), "cars")

@@ -143,7 +143,7 @@ def test_headers_for_open_clip_are_read_from_afar_too_and_those_of_pickles_are_n
     ],
 )
 def test_which_strings_could_be_hub_ids(text, found) -> None:
-    assert hub.hub_id(text) == found
+    assert hub.parse_hub_id(text) == found
 
 
 def test_a_proxy_that_does_not_answer_is_a_network_that_is_not_there(monkeypatch) -> None:
@@ -151,5 +151,5 @@ def test_a_proxy_that_does_not_answer_is_a_network_that_is_not_there(monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     huggingface_hub.close_session()
-    assert "no connection to huggingface.co through the proxy" in (hub.unreachable() or "")
+    assert "no connection to huggingface.co through the proxy" in (hub.explain_unreachable() or "")
     huggingface_hub.close_session()

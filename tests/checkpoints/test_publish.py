@@ -21,7 +21,7 @@ from mergekit_lab.checkpoints import (
     check_out,
     copy_model_files,
     copy_tokenizer_files,
-    new_folder,
+    make_folder,
     plan_model_files,
     plan_tokenizer_files,
     publish,
@@ -36,7 +36,7 @@ def test_an_error_leaves_nothing(tmp_path) -> None:
         assert not (tmp_path / "out").exists()
         raise RuntimeError
 
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "out") as folder:
+    with pytest.raises(RuntimeError), make_folder(tmp_path / "out") as folder:
         fail(folder)
     assert list(tmp_path.iterdir()) == []
 
@@ -46,19 +46,19 @@ def test_overwriting_replaces_a_merge_and_nothing_else(exchanges: bool, tmp_path
     if not exchanges:
         monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
     out = tmp_path / "out"
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         (folder / RECORD).write_text("1")
         (folder / "old").write_text("")
-    with pytest.raises(InputError, match="set overwrite=true"), new_folder(out):
+    with pytest.raises(InputError, match="set overwrite=true"), make_folder(out):
         pass
-    with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
+    with pytest.raises(RuntimeError), make_folder(out, overwrite=True):
         raise RuntimeError
     assert (out / "old").exists()
-    with new_folder(out, overwrite=True) as folder:
+    with make_folder(out, overwrite=True) as folder:
         (folder / "new").write_text("")
     assert [p.name for p in out.iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(InputError, match="was not written by a merge"), new_folder(out, overwrite=True):
+    with pytest.raises(InputError, match="was not written by a merge"), make_folder(out, overwrite=True):
         pass
 
 
@@ -84,13 +84,13 @@ def test_places_that_must_not_be_written_are_refused(tmp_path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
 def test_there_is_no_moment_without_the_old_folder_or_the_new_one(tmp_path, monkeypatch) -> None:
     out = tmp_path / "out"
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         (folder / RECORD).write_text("old")
 
     def refuse(self, target):
         raise AssertionError(f"{self} was renamed")
 
-    with new_folder(out, overwrite=True) as folder:
+    with make_folder(out, overwrite=True) as folder:
         (folder / RECORD).write_text("new")
         monkeypatch.setattr(Path, "rename", refuse)
     assert (out / RECORD).read_text() == "new"
@@ -100,7 +100,7 @@ def test_there_is_no_moment_without_the_old_folder_or_the_new_one(tmp_path, monk
 BETWEEN = """
 import os, signal, sys
 from pathlib import Path
-from mergekit_lab.checkpoints import new_folder, publish
+from mergekit_lab.checkpoints import make_folder, publish
 publish._exchange = lambda one, other: False
 rename = Path.rename
 def die(self, target):
@@ -108,21 +108,21 @@ def die(self, target):
     if self.name == "out":
         os.kill(os.getpid(), signal.SIGKILL)
     return done
-with new_folder(Path(sys.argv[1]), overwrite=True) as folder:
+with make_folder(Path(sys.argv[1]), overwrite=True) as folder:
     (folder / "mergekit_lab.json").write_text("new")
     Path.rename = die
 """
 
 
 def test_what_a_merge_killed_between_two_renames_moved_away_is_put_back(tmp_path) -> None:
-    with new_folder(tmp_path / "out") as folder:
+    with make_folder(tmp_path / "out") as folder:
         (folder / RECORD).write_text("old")
     subprocess.run([sys.executable, "-c", BETWEEN, str(tmp_path / "out")], check=False)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError, match="set overwrite=true"), new_folder(tmp_path / "out"):
+    with pytest.raises(InputError, match="set overwrite=true"), make_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / RECORD).read_text() == "old"
-    with new_folder(tmp_path / "out", overwrite=True):
+    with make_folder(tmp_path / "out", overwrite=True):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -130,7 +130,7 @@ def test_what_a_merge_killed_between_two_renames_moved_away_is_put_back(tmp_path
 @pytest.mark.parametrize("also", ["made again", "gone"])
 def test_a_folder_that_is_removed_while_it_is_filled_is_not_published(also: str, tmp_path) -> None:
     out = tmp_path / "out"
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         (folder / RECORD).write_text("old")
 
     def fill(folder: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_folder_that_is_removed_while_it_is_filled_is_not_published(also: str,
 
     with (
         pytest.raises(InputError, match=r"what was there is as it was: .* was removed"),
-        new_folder(out, overwrite=True) as folder,
+        make_folder(out, overwrite=True) as folder,
     ):
         fill(folder)
     assert (out / RECORD).read_text() == "old"
@@ -188,7 +188,7 @@ def test_a_folder_without_what_was_planned_is_not_published(left: bytes | None, 
 
     with (
         pytest.raises(InputError, match=r"lost files or parts of them \(model\.safetensors\)"),
-        new_folder(tmp_path / "out", planned={"model.safetensors": 4, "other": 0}) as folder,
+        make_folder(tmp_path / "out", planned={"model.safetensors": 4, "other": 0}) as folder,
     ):
         fill(folder)
     assert list(tmp_path.iterdir()) == []
@@ -199,14 +199,14 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
 
     def disturb(first: Path) -> None:
         (first / "file").write_text("first")
-        with pytest.raises(InputError, match="has to stop"), new_folder(tmp_path / "out"):
+        with pytest.raises(InputError, match="has to stop"), make_folder(tmp_path / "out"):
             raise InputError("has to stop")
         assert (first / "file").read_text() == "first"
-        with new_folder(tmp_path / "out") as second:
+        with make_folder(tmp_path / "out") as second:
             (second / "file").write_text("second")
         assert (first / "file").read_text() == "first"
 
-    with pytest.raises(InputError, match="exists and is not empty"), new_folder(tmp_path / "out") as folder:
+    with pytest.raises(InputError, match="exists and is not empty"), make_folder(tmp_path / "out") as folder:
         disturb(folder)
     assert (tmp_path / "out/file").read_text() == "second"
 
@@ -215,12 +215,12 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
 def test_where_out_is_a_link_what_it_leads_to_is_written_and_the_link_stays(target: str, tmp_path) -> None:
     place, link = tmp_path / "disk/model", tmp_path / "out"
     if target == "merge":
-        with new_folder(place) as folder:
+        with make_folder(place) as folder:
             (folder / RECORD).write_text("old")
     elif target == "empty":
         place.mkdir(parents=True)
     link.symlink_to(place)
-    with new_folder(link, overwrite=target == "merge") as folder:
+    with make_folder(link, overwrite=target == "merge") as folder:
         (folder / RECORD).write_text("new")
     assert link.is_symlink()
     assert (place / RECORD).read_text() == "new"
@@ -231,9 +231,9 @@ def test_where_out_is_a_link_what_it_leads_to_is_written_and_the_link_stays(targ
 KILLED = """
 import sys, time, torch
 from pathlib import Path
-from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, new_folder
+from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, make_folder
 specs = {str(n): TensorSpec((1000,), torch.float32) for n in range(100)}
-with new_folder(Path(sys.argv[1])) as folder, ShardedWriter(folder, specs, 40_000) as writer:
+with make_folder(Path(sys.argv[1])) as folder, ShardedWriter(folder, specs, 40_000) as writer:
     for name in specs:
         writer.write(name, torch.ones(1000))
         print(name, flush=True)
@@ -250,7 +250,7 @@ def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_cl
         if line.strip() == "30":
             break
     (left,) = tmp_path.iterdir()
-    with pytest.raises(InputError, match="has to stop"), new_folder(out):
+    with pytest.raises(InputError, match="has to stop"), make_folder(out):
         raise InputError("has to stop")
     assert list(tmp_path.iterdir()) == [left]
     os.kill(process.pid, signal.SIGKILL)
@@ -259,18 +259,18 @@ def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_cl
     assert left.name.startswith(f".{name[:70]}")
     assert left.name.endswith(".partial")
     assert not list(left.glob("*.json"))
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         (folder / "done").write_text("")
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
-    with new_folder(tmp_path / "out") as folder:
+    with make_folder(tmp_path / "out") as folder:
         here = folder.name
     _, name, boot, token, kind = here.split(".")
     (tmp_path / f".{name}.{boot[::-1]}.{token}.{kind}").mkdir()
-    with new_folder(tmp_path / "out", overwrite=True):
+    with make_folder(tmp_path / "out", overwrite=True):
         pass
     assert len(list(tmp_path.iterdir())) == 2
     assert "left by another machine" in caplog.text
@@ -289,7 +289,7 @@ def test_where_the_working_folder_was_deleted_a_relative_name_is_refused(tmp_pat
     (tmp_path / "gone").rmdir()
     with pytest.raises(InputError, match="is no place for a folder"):
         check_out(Path("out"), False)
-    with new_folder(tmp_path / "out") as folder:
+    with make_folder(tmp_path / "out") as folder:
         (folder / "file").touch()
 
 

@@ -325,7 +325,7 @@ def test_a_file_that_is_nested_too_deep_is_named(name: str, content: str, tmp_pa
 def test_a_configuration_of_odd_types_ties_nothing(config, tmp_path, tensors) -> None:
     write_tensors(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert open_checkpoint(tmp_path).tied() == {}
+    assert open_checkpoint(tmp_path).find_ties() == {}
 
 
 @pytest.mark.parametrize("file", ["x" * 300 + ".safetensors", "x\0.safetensors", "é" * 200 + ".safetensors"])
@@ -361,7 +361,7 @@ def test_malicious_legacy_and_lightning_files_are_not_run(tmp_path) -> None:
 def test_weights_that_share_memory_are_tied(tmp_path) -> None:
     shared = torch.randn(4, 2)
     torch.save({"embed": shared, "other": shared.clone(), "head": shared}, tmp_path / "model.pt")
-    assert open_checkpoint(tmp_path / "model.pt").tied() == {"head": "embed"}
+    assert open_checkpoint(tmp_path / "model.pt").find_ties() == {"head": "embed"}
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse")

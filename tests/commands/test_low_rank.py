@@ -250,6 +250,7 @@ def small(tmp_path_factory):
         ("dtype", "load"), ("dtype", "int8"), ("dtype", ["float32"]),
         ("coefficient", "1"), ("coefficient", float("inf")),
         ("experts", "ab"), ("experts", [1]), ("tied", [1]), ("tied", {"a": 3}), ("base", 3), ("base", {}),
+        ("base", {"layout_sha256": "a", "label": "b", "files": [1]}),
     ],
 )  # fmt: skip
 def test_a_record_that_no_merge_wrote_is_refused(key: str, value, small, tmp_path) -> None:

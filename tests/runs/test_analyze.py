@@ -6,6 +6,7 @@ import shutil
 import struct
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,8 +159,8 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "where", "what", "pieces"),
     [
-        ("task_vectors", vectors.TaskVectors, "_spectrum", 2),
-        ("distribution", distribution.EntryDistribution, "_fitted", 3),
+        ("task_vectors", vectors.TaskVectors, "measure_spectrum", 2),
+        ("distribution", distribution.EntryDistribution, "measure_entries", 3),
         ("curvature_gain", sweeps, "merge_experts", 2),
     ],
 )
@@ -268,11 +269,11 @@ def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, 
 
 def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"loss": [NaN, 1.0]}\n')
-    (row,) = contract.resumed(file)
-    assert math.isnan(row["loss"][0])
-    contract.keep(file, {"loss": [math.inf]})
-    assert file.read_text() == '{"loss": [null, 1.0]}\n{"loss": [null]}\n'
+    file.write_text('[["a", 1], {"loss": [NaN, 1.0]}]\n["cut')
+    run = SimpleNamespace(cfg=SimpleNamespace(progress=False))
+    rows = contract.compute_each(run, [("a", 1), ("b", 2)], lambda cell: {"loss": [math.inf]}, file, "rows")
+    assert math.isnan(rows["a", 1]["loss"][0])
+    assert file.read_text() == '[["a", 1], {"loss": [null, 1.0]}]\n[["b", 2], {"loss": [null]}]\n'
     panel = contract.plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
     assert math.isnan(panel.values[0][1])
     assert panel.title == "loss (1 of 4 not finite)"
@@ -355,7 +356,7 @@ def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained,
     data = analyze(tmp_path, trained[1], "distribution", "analysis.share=0.9")
     assert list(data) == ["digits", "latin", "+sum"]
     for entry in data.values():
-        width = entry["places"][1] - entry["places"][0]
+        width = entry["bins"][1] - entry["bins"][0]
         assert sum(entry["density"]) * width == pytest.approx(0.9, abs=0.01)
         assert entry["fits"]["laplace"]["mean_log_likelihood"] > 0
     scales = [data[name]["fits"]["gaussian"]["scale"] for name in ("digits", "latin", "+sum")]

@@ -24,6 +24,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.preflight import list_missing, refuse_missing
+from mergekit_lab.runs.published_experts import expert_source
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages, decoding
@@ -164,7 +165,7 @@ def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(p
     file.touch()
     (file.parents[1] / "MNISTVal").mkdir()
     one = context(data, tmp_path, f"experts={tmp_path}/checkpoints", "backbone=clip_vit_b32")
-    assert one.expert_source("eurosat") == str(file)
+    assert expert_source(one.plain["experts"], one.backbone, one.tasks["eurosat"]) == str(file)
 
 
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
@@ -240,10 +241,13 @@ def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:
     hub = context(
         data, tmp_path / "store", "experts=hub:tanganke", "backbone=clip_vit_l14", "backbone.weights=null"
     )
-    assert hub.expert_source("eurosat") == "tanganke/clip-vit-large-patch14_eurosat"
+    assert (
+        expert_source(hub.plain["experts"], hub.backbone, hub.tasks["eurosat"])
+        == "tanganke/clip-vit-large-patch14_eurosat"
+    )
     other = context(data, tmp_path / "store", "experts=hub:tanganke", "backbone=glyph_clip")
     with pytest.raises(InputError, match="no experts of glyph-clip are published under a known name"):
-        other.expert_source("eurosat")
+        expert_source(other.plain["experts"], other.backbone, other.tasks["eurosat"])
 
 
 def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_not(
@@ -317,7 +321,7 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
         def list_repo_files(self, repo: str, **_: object) -> list[str]:
             return [str(file.relative_to(data / "eurosat")) for file in (data / "eurosat").rglob("*.parquet")]
 
-    monkeypatch.setattr("mergekit_lab.tasks.hub.unreachable", lambda: None)
+    monkeypatch.setattr("mergekit_lab.tasks.hub.explain_unreachable", lambda: None)
     monkeypatch.setattr("mergekit_lab.tasks.hub.cached_data", lambda *_: None)
     monkeypatch.setattr("mergekit_lab.tasks.images.cached_data", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -359,7 +363,7 @@ def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tm
 
 
 def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("mergekit_lab.runs.preflight.unreachable", lambda: "no network")
+    monkeypatch.setattr("mergekit_lab.runs.preflight.explain_unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     lacking = [composed([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]

@@ -69,7 +69,7 @@ def values_on_validation(store: Path, kind: str) -> list[float]:
     """Of all models of a kind."""
     kept = [json.loads(file.read_text()) for file in store.glob("evaluations/*/manifest.json")]
     models = {folder.name for folder in (store / kind).iterdir()}
-    wanted = [e for e in kept if e["content"]["split"] == "validation" and e["content"]["model"] in models]
+    wanted = [e for e in kept if e["content"]["part"] == "validation" and e["content"]["model"] in models]
     return [each["info"]["value"] for each in wanted]
 
 

@@ -131,7 +131,7 @@ TIES_NODE = "{_target_: mergekit_lab.merging.TIES}"
         "{_target_: theirs.Stranger}",
         "{_target_: theirs.silent}",
         "{_target_: mergekit_lab.merging.factor_method, method: 3}",
-        "{_target_: mergekit_lab.checkpoints.new_folder, out: here}",
+        "{_target_: mergekit_lab.checkpoints.make_folder, out: here}",
         "{_target_: mergekit_lab.backbones.Full}",
         "{_target_: subprocess.Popen, args: [ls]}",
         "{_target_: os.remove, path: here}",

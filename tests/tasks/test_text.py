@@ -133,7 +133,7 @@ def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
 def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
     import datasets
 
-    monkeypatch.setattr("mergekit_lab.tasks.text.unreachable", lambda: None)
+    monkeypatch.setattr("mergekit_lab.tasks.text.explain_unreachable", lambda: None)
 
     def offline(*args, **named):
         raise ConnectionError("no route")

@@ -62,11 +62,12 @@ class EntryDistribution(Analysis):
         def compute(name: str) -> Data:
             added = list(ends.values()) if name == SUM else [ends[name]]
             deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in changed]
-            return self._fit(torch.cat([delta.flatten().float() for delta in deltas]))
+            return self.measure_entries(torch.cat([delta.flatten().float() for delta in deltas]))
 
         return compute_each(run, [*ends, SUM], compute, resume / "cells.jsonl", "task vectors")
 
-    def _fit(self, entries: Tensor) -> Data:
+    def measure_entries(self, entries: Tensor) -> Data:
+        """Their histogram, and the distributions fitted to them."""
         reach = float(entries.abs().kthvalue(max(1, int(self.share * len(entries)))).values)
         reach = reach or float(entries.abs().max()) or 1.0
         width = 2 * reach / self.bins

@@ -80,7 +80,7 @@ class TaskVectors(Analysis):
             delta = {name: ends[task][name] - run.base_state[name] for name in inputs.merged}
             entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
             fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
-            return {"spectrum": self._spectrum(delta), "fits": fits}
+            return {"spectrum": self.measure_spectrum(delta), "fits": fits}
 
         parts = compute_each(run, [ALL, *ends], measure, resume / "cells.jsonl", "task vectors")
         return {
@@ -90,7 +90,7 @@ class TaskVectors(Analysis):
             "fits": {task: parts[task]["fits"] for task in ends},
         }
 
-    def _spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
+    def measure_spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
         """Singular values over the largest, the mean over matrices that have so many."""
         matrices = [d.float() for d in delta.values() if d.dim() == 2 and min(d.shape) > 1]
         sides = [min(d.shape) for d in matrices]
