@@ -1,5 +1,6 @@
 """Every backbone configuration states every field and names an architecture and weights that exist."""
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 import yaml
 from hydra.utils import get_class
 
+from mergekit_lab import backbones
 from mergekit_lab.backbones.clip_weights import REPOSITORIES, ClipWeights, register_architecture
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "backbone"
+ROOT = Path(__file__).resolve().parents[2] / "conf"
+CONF = ROOT / "backbone"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "backbones.OpenClip" in path.read_text()]
 
 
@@ -28,3 +31,15 @@ def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name, 
     tag = ClipWeights(*name).tag()
     assert tag["hf_hub"] == f"{repository}/"
     assert tag.get("quick_gelu", False) == (name[1] == "openai")
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [(backbones.Backbone, "backbone"), (backbones.Parametrization, "finetuning")]
+)
+def test_every_kind_is_exported_and_has_a_configuration(kind: type, group: str) -> None:
+    targets = "".join(path.read_text() for path in (ROOT / group).glob("*.yaml"))
+    for made in kind.__subclasses__():
+        if made.__module__.startswith("mergekit_lab.") and not inspect.isabstract(made):
+            assert made.__name__ in backbones.__all__, f"{made.__name__} is no name of mergekit_lab.backbones"
+            target = f"mergekit_lab.backbones.{made.__name__}\n"
+            assert target in targets, f"{made.__name__} has no file in conf/{group}"
