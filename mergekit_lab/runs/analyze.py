@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.figures import analysis_figure
+from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.context import Context
@@ -38,7 +38,7 @@ def stage_analyze(run: Context) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
     drawing = analysis.draw(with_nan(json.loads(text)))
-    paths = analysis_figure(drawing.title, drawing.panels, folder / name, **drawing.options)
+    paths = draw_analysis(drawing.title, drawing.panels, folder / name, **drawing.options)
     run.tracker.log_figure(name, paths[0])
     how = "found in the store" if found.reused else f"{found.info['wall_seconds']:.1f} s"
     log.info("%s: %s, %s", name, how, paths[0])
