@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.figures import Lines, Panel, Plane, analysis_figure
+from mergekit_lab.reporting.figures import Lines, Panel, Plane, draw_analysis
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -94,7 +94,7 @@ class Gallery:
         few.save(images / f"{name}.png", optimize=True)
 
     def draw(self, name: str, title: str, panels: Sequence[Panel], **options: Any) -> None:
-        self.keep(analysis_figure(title, panels, self.work / "figures" / name, **options)[0], name)
+        self.keep(draw_analysis(title, panels, self.work / "figures" / name, **options)[0], name)
 
 
 def _quoted(override: str) -> str:

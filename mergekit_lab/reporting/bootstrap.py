@@ -44,7 +44,7 @@ def add_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int 
         if not keys:
             continue
         members = [table.rows[i] for i in keys]
-        drawn = _averages(list(keys.values()), samples, draws, seed)
+        drawn = _draw_averages(list(keys.values()), samples, draws, seed)
         odd = [
             rows[i].name
             for i in everything
@@ -64,7 +64,7 @@ def add_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int 
                 from_, to = np.quantile(drawn[:, best] - drawn[:, i], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
                 close = bool(from_ <= 0 <= to)
             rows[position] = replace(rows[position], interval=(float(low[i]), float(high[i])), close=close)
-    return replace(table, rows=tuple(rows), notes=(*table.notes, *_notes(rows), *left_out))
+    return replace(table, rows=tuple(rows), notes=(*table.notes, *_write_notes(rows), *left_out))
 
 
 Keys = Mapping[tuple[int, str], str]
@@ -90,7 +90,7 @@ def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
     return max(alike.values(), key=len, default={})
 
 
-def _averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> Any:
+def _draw_averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> Any:
     """Of every draw and row the mean over seeds and tasks, `[draws, rows]`."""
     import numpy as np
 
@@ -102,7 +102,7 @@ def _averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> 
         values = np.stack([[samples[of_row[s, task]] for s in seeds] for of_row in keys]).astype(np.float32)
         flat = values.reshape(-1, values.shape[-1]).T
         for start in range(0, draws, _AT_ONCE):
-            weights = _weights(random, min(_AT_ONCE, draws - start), len(flat))
+            weights = _draw_weights(random, min(_AT_ONCE, draws - start), len(flat))
             means = (weights @ flat / weights.sum(axis=1, keepdims=True)).reshape(
                 len(weights), *values.shape[:2]
             )
@@ -111,7 +111,7 @@ def _averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> 
     return total / len(tasks)
 
 
-def _weights(random: Any, draws: int, size: int) -> Any:
+def _draw_weights(random: Any, draws: int, size: int) -> Any:
     """How often each of `size` samples is drawn, `[draws, size]` in float32."""
     import numpy as np
 
@@ -120,7 +120,7 @@ def _weights(random: Any, draws: int, size: int) -> Any:
     return random.multinomial(size, [1 / size] * size, size=draws).astype(np.float32)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _write_notes(rows: Sequence[Row]) -> list[str]:
     close: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for row in rows:
         if row.close:

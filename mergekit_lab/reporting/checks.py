@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Record, deduplicate
-from mergekit_lab.reporting.tables import AXES, percent
+from mergekit_lab.reporting.tables import AXES, to_percent
 
 HIGHEST_SHARE = 1.5
 """Of an expert's value; what keeps more has a weak expert beside it."""
@@ -15,12 +15,12 @@ def find_warnings(records: Iterable[Record]) -> list[str]:
     """One sentence for each thing that looks wrong, with the way out; empty where all is as expected."""
     kept = deduplicate(records)
     vary = [axis for axis in (*AXES, "seed") if len({getattr(record, axis) for record in kept}) > 1]
-    weak = [_say_weak(record, _group(record, vary)) for record in kept if record.kind == "expert"]
-    high = [_say_high(record, _group(record, vary)) for record in kept if record.kind != "expert"]
+    weak = [_say_weak(record, _name_group(record, vary)) for record in kept if record.kind == "expert"]
+    high = [_say_high(record, _name_group(record, vary)) for record in kept if record.kind != "expert"]
     return list(dict.fromkeys([*filter(None, weak), *_say_shared(kept, vary), *filter(None, high)]))
 
 
-def _group(record: Record, vary: Sequence[str]) -> str:
+def _name_group(record: Record, vary: Sequence[str]) -> str:
     values = [f"{axis} {getattr(record, axis)}" for axis in vary]
     return f" ({', '.join(values)})" if values else ""
 
@@ -29,8 +29,9 @@ def _say_weak(record: Record, group: str) -> str | None:
     if record.zero_shot_value is None or record.value >= record.zero_shot_value:
         return None
     return (
-        f"The expert of {record.task}{group} is worse on its own task than the base: {percent(record.value)} "
-        f"and {percent(record.zero_shot_value)} %. Is it this task's expert, and are the labels in its order?"
+        f"The expert of {record.task}{group} is worse on its own task than the base: "
+        f"{to_percent(record.value)} and {to_percent(record.zero_shot_value)} %. Is it this task's expert, and "
+        "are the labels in its order?"
     )
 
 
@@ -40,7 +41,7 @@ def _say_high(record: Record, group: str) -> str | None:
         return None
     return (
         f"{display_name(record.label)}{group} reaches {100 * share:.0f} % of the expert's value on "
-        f"{record.task}. The expert has {percent(record.expert_value or 0.0)} %: it is weak, or not this "
+        f"{record.task}. The expert has {to_percent(record.expert_value or 0.0)} %: it is weak, or not this "
         "task's, and normalized values mean little."
     )
 
@@ -49,7 +50,7 @@ def _say_shared(records: Sequence[Record], vary: Sequence[str]) -> list[str]:
     tasks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for record in records:
         if record.kind == "expert":
-            tasks[_group(record, vary), record.weights or record.model_key][record.task] = None
+            tasks[_name_group(record, vary), record.weights or record.model_key][record.task] = None
     return [
         f"The experts of {' and '.join(of_file)}{group} are one file: is each the expert of its own task?"
         for (group, _), of_file in tasks.items()

@@ -74,10 +74,10 @@ def cross_tabulate(records: Iterable[Record], table: str, measure: str = "normal
     shown = _distinguish(keep_first_metric(record for record in everything if record.part == part))
     shown = _narrow(shown, fixed, table)
     _refuse_open(shown, names, table)
-    rows, columns = (_values(shown, name) for name in names)
+    rows, columns = (_list_values(shown, name) for name in names)
     by_cell: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in shown:
-        by_cell[_value(record, names[0]), _value(record, names[1])].append(record)
+        by_cell[_read_value(record, names[0]), _read_value(record, names[1])].append(record)
     for (row, column), members in by_cell.items():
         _refuse_several(members, f"table={table}: {row}, {column}")
 
@@ -102,7 +102,7 @@ def cross_tabulate(records: Iterable[Record], table: str, measure: str = "normal
                 for pair in zip(cells, plain, strict=True)
             ]
     references = frozenset(r.label for r in shown if r.kind != "merged" and "merger" in names)
-    over = [what for what in ("task", "seed") if what not in names and len(_values(shown, what)) > 1]
+    over = [what for what in ("task", "seed") if what not in names and len(_list_values(shown, what)) > 1]
     mean_of = f"; mean over {' and '.join(f'{each}s' for each in over)}" if over else ""
     what = "Accuracy ÷ the expert's" if measure == "normalized" else "Value"
     what += " (and the value itself)" if notes else ""
@@ -159,10 +159,10 @@ def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str
 def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> list[Record]:
     kept = list(records)
     for name, value in fixed.items():
-        known = _values(kept, name)
+        known = _list_values(kept, name)
         if value not in known:
             raise InputError(f"table={table}: no record has {name} {value!r}{suggestion(value, known)}")
-        kept = [record for record in kept if _value(record, name) == value]
+        kept = [record for record in kept if _read_value(record, name) == value]
     return kept
 
 
@@ -179,7 +179,7 @@ def _distinguish(records: Sequence[Record]) -> list[Record]:
 
 def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) -> None:
     for axis in (*AXES, "merger"):
-        values = _values(records, axis)
+        values = _list_values(records, axis)
         if axis not in names and len(values) > 1:
             raise InputError(
                 f"table={table} leaves {axis} open, which has several values ({listing(values)}): make it one "
@@ -197,13 +197,13 @@ def _refuse_several(records: Sequence[Record], where: str) -> None:
             )
 
 
-def _value(record: Record, name: str) -> str:
+def _read_value(record: Record, name: str) -> str:
     return record.label if name == "merger" else str(getattr(record, name))
 
 
-def _values(records: Sequence[Record], name: str) -> tuple[str, ...]:
+def _list_values(records: Sequence[Record], name: str) -> tuple[str, ...]:
     """In order of appearance; models in the order of a table: zero-shot, experts, mergers, joint."""
     ordered = sorted(records, key=lambda r: KINDS.index(r.kind)) if name == "merger" else records
     if name == "seed":
         ordered = sorted(records, key=lambda r: r.seed)
-    return tuple(dict.fromkeys(_value(record, name) for record in ordered))
+    return tuple(dict.fromkeys(_read_value(record, name) for record in ordered))

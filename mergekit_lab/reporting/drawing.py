@@ -34,35 +34,35 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def title(group: Sequence[str], what: str) -> str:
+def make_title(group: Sequence[str], what: str) -> str:
     """What a figure shows, after the group it is of, if there is one."""
     return ": ".join(filter(None, (" / ".join(filter(None, group)), what)))
 
 
-def short(name: str, limit: int = 28) -> str:
+def shorten(name: str, limit: int = 28) -> str:
     """A name of at most `limit` characters."""
     return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
-def light(color: str) -> str:
+def lighten(color: str) -> str:
     """A paler one of the same hue; `color` is `#RRGGBB`."""
     return "#" + "".join(f"{round(255 - 0.45 * (255 - int(color[i : i + 2], 16))):02X}" for i in (1, 3, 5))
 
 
-def heading(figure: "Figure", text: str) -> None:
+def add_heading(figure: "Figure", text: str) -> None:
     """The figure's own title, above its axes on the left."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
-def legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> None:
+def add_legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) -> None:
     """One legend below all axes, in as few even lines as the figure's width has room for."""
-    names = [short(label) for label in labels]
+    names = [shorten(label) for label in labels]
     widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
     lines = math.ceil(len(names) / widest) or 1
     figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
 
 
-def log_labels(axis: Any) -> None:
+def label_log_axis(axis: Any) -> None:
     """Plain numbers on a logarithmic axis, whose own labels are formulas; call it when the data is there."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -72,7 +72,7 @@ def log_labels(axis: Any) -> None:
     axis.set_minor_formatter(lambda value, _: "")
 
 
-def percent_axis(axis: Any) -> None:
+def label_percent_axis(axis: Any) -> None:
     """Label shares as per cent."""
     axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}")
 
@@ -91,24 +91,24 @@ def name_files(
 
 
 @contextmanager
-def panels(
+def open_panels(
     groups: Sequence[tuple[str, ...]], text: str, height: float
 ) -> Iterator[tuple["Figure", Sequence["Axes"]]]:
     """A panel of `height` inches for every group, in up to three columns, on common axes."""
     columns = len(groups) if len(groups) < 3 else 2 if len(groups) < 5 else 3
     lines = math.ceil(len(groups) / columns)
-    with new_figure((8.5, 12.5, 16.0)[columns - 1], lines * height + 1.2) as figure:
-        heading(figure, text)
+    with open_figure((8.5, 12.5, 16.0)[columns - 1], lines * height + 1.2) as figure:
+        add_heading(figure, text)
         every = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
         for axes, group in zip(every, groups, strict=False):
-            axes.set_title(title(group, ""))
+            axes.set_title(make_title(group, ""))
         for axes in every[len(groups) :]:
             axes.set_axis_off()
         yield figure, every[: len(groups)]
 
 
 @contextmanager
-def new_figure(width: float, height: float) -> Iterator["Figure"]:
+def open_figure(width: float, height: float) -> Iterator["Figure"]:
     """A figure in the style of all, of a size in inches; no window, no state of pyplot."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -73,7 +73,7 @@ class Matrix:
 Panel = Plane | Lines | Matrix
 
 
-def analysis_figure(
+def draw_analysis(
     title: str,
     panels: Sequence[Panel],
     stem: Path,
@@ -99,25 +99,25 @@ def analysis_figure(
     planes = [panel for panel in panels if isinstance(panel, Plane)]
     common = spread_levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
     rows = -(-len(panels) // columns)
-    with drawing.new_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
-        drawing.heading(figure, title)
+    with drawing.open_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
+        drawing.add_heading(figure, title)
         every = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(every, panels, strict=False):
             axes.set_title(panel.title)
             if isinstance(panel, Plane):
                 grid = (alphas, alphas if others is None else others)
-                _plane(axes, panel, grid, axes_names, box, common)
+                _draw_plane(axes, panel, grid, axes_names, box, common)
             elif isinstance(panel, Lines):
-                _lines(axes, panel)
+                _draw_lines(axes, panel)
             else:
-                _matrix(axes, panel)
+                _draw_matrix(axes, panel)
         for axes in every[len(panels) :]:
             axes.set_axis_off()
         png = drawing.save(figure, stem.with_name(f"{stem.name}.png"))
     return [png, png.with_suffix(".svg")]
 
 
-def _plane(
+def _draw_plane(
     axes: Axes,
     panel: Plane,
     grid: tuple[Sequence[float], Sequence[float]],
@@ -134,7 +134,7 @@ def _plane(
     levels = common or spread_levels([value for row in panel.values for value in row])
     axes.set_facecolor(MISSING_COLOR)
     if not missing.all():
-        filled = axes.contourf(*grid, shown, levels=levels, cmap="viridis", norm=_even(levels))
+        filled = axes.contourf(*grid, shown, levels=levels, cmap="viridis", norm=_space_evenly(levels))
         axes.contour(*grid, shown, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
         axes.figure.colorbar(filled, ax=axes, shrink=0.85)
     rows, columns = missing.nonzero()
@@ -149,8 +149,8 @@ def _plane(
     for name, (x, y) in panel.points.items():
         axes.plot([x], [y], marker="o", markersize=5, color="white", markeredgecolor="black")
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), color="white", fontsize=8)
-    axes.set_xlabel(drawing.short(names[0]))
-    axes.set_ylabel(drawing.short(names[1]))
+    axes.set_xlabel(drawing.shorten(names[0]))
+    axes.set_ylabel(drawing.shorten(names[1]))
     axes.set_aspect("equal")
 
 
@@ -164,13 +164,13 @@ def spread_levels(values: Sequence[float]) -> list[float]:
     return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
 
 
-def _even(levels: Sequence[float]) -> Any:
+def _space_evenly(levels: Sequence[float]) -> Any:
     from matplotlib.colors import BoundaryNorm
 
     return BoundaryNorm(levels, 256)
 
 
-def _lines(axes: Axes, panel: Lines) -> None:
+def _draw_lines(axes: Axes, panel: Lines) -> None:
     mergers = all(name in NAMES for name in panel.curves)
     looks = (
         choose_looks(panel.curves)
@@ -182,18 +182,18 @@ def _lines(axes: Axes, panel: Lines) -> None:
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
         label = display_name(name) if mergers else name
-        axes.plot(x, y, markersize=4, label=drawing.short(label), **look)
+        axes.plot(x, y, markersize=4, label=drawing.shorten(label), **look)
     if panel.logarithmic_x:
         axes.set_xscale("log")
-        drawing.log_labels(axes.xaxis)
+        drawing.label_log_axis(axes.xaxis)
     elif panel.labels is None:
         whole = all(float(each).is_integer() for x, _ in panel.curves.values() for each in x)
         axes.locator_params(axis="x", nbins=6, integer=whole)
     if panel.logarithmic:
         axes.set_yscale("log")
-        drawing.log_labels(axes.yaxis)
+        drawing.label_log_axis(axes.yaxis)
     if panel.labels is not None:
-        names = [drawing.short(name, 14) for name in panel.labels]
+        names = [drawing.shorten(name, 14) for name in panel.labels]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
@@ -201,10 +201,10 @@ def _lines(axes: Axes, panel: Lines) -> None:
     axes.legend(fontsize=7 if len(panel.curves) > 4 else 8)
 
 
-def _matrix(axes: Axes, panel: Matrix) -> None:
+def _draw_matrix(axes: Axes, panel: Matrix) -> None:
     image = axes.imshow(panel.values, cmap="RdBu_r", vmin=panel.limits[0], vmax=panel.limits[1])
     axes.figure.colorbar(image, ax=axes, shrink=0.8)
-    names = [drawing.short(name, 14) for name in panel.names]
+    names = [drawing.shorten(name, 14) for name in panel.names]
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     if len(names) > 12:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers
 from mergekit_lab.reporting.records import Failure, Record, Timing
-from mergekit_lab.reporting.tables import Table, build_table, percent
+from mergekit_lab.reporting.tables import Table, build_table, to_percent
 from mergekit_lab.reporting.writing import to_csv, to_latex
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -68,7 +68,7 @@ def render_page(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"display": display_name, "duration": say_duration, "percent": percent}
+    jinja.filters |= {"display": display_name, "duration": say_duration, "percent": to_percent}
     table = page.table
     tables = {"": table, **_part_by_seed(table, page.records)}
     files = {"leaderboard.csv": to_csv(table), "leaderboard.tex": to_latex(table)}

@@ -23,21 +23,21 @@ the experts), `chosen` true at the point taken."""
 LINES_PER_FIGURE = 12
 
 
-def merger_figures(table: Table, folder: Path) -> list[Path]:
+def draw_mergers(table: Table, folder: Path) -> list[Path]:
     """Bars of average and normalized accuracy per merger, one panel a group: `mergers.png`."""
-    groups = [group for group in table.groups if any(_merged(table, group))]
+    groups = [group for group in table.groups if any(_list_merged(table, group))]
     if not groups:
         return []
     heading = "Average and normalized accuracy of the merged models (%)"
-    with drawing.panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
+    with drawing.open_panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
         for axes, group in zip(panels, groups, strict=True):
-            _bars(axes, table, group)
-        drawing.legend(figure, *_bar_legend(table))
+            _draw_bars(axes, table, group)
+        drawing.add_legend(figure, *_explain_bars(table))
         return [drawing.save(figure, folder / "mergers.png")]
 
 
-def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
-    rows = {row.label: row for row in _merged(table, group)}
+def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
+    rows = {row.label: row for row in _list_merged(table, group)}
     looks = choose_looks(table.mergers)
     top = max(
         [
@@ -56,7 +56,7 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
         look = looks[label]
         for cell, shift, color in (
             (rows[label].average, -0.2, look.color),
-            (rows[label].normalized, 0.2, drawing.light(look.color)),
+            (rows[label].normalized, 0.2, drawing.lighten(look.color)),
         ):
             if cell.mean is None:
                 continue
@@ -84,9 +84,11 @@ def _bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
             axes.axvline(
                 row.average.mean, color=REFERENCE.color, linewidth=1.2, linestyle=_REFERENCES[row.kind]
             )
-    axes.set_yticks(range(len(table.mergers)), [drawing.short(display_name(label)) for label in table.mergers])
+    axes.set_yticks(
+        range(len(table.mergers)), [drawing.shorten(display_name(label)) for label in table.mergers]
+    )
     axes.set_ylim(len(table.mergers) - 0.5, -0.5)
-    drawing.percent_axis(axes.xaxis)
+    drawing.label_percent_axis(axes.xaxis)
     axes.set_xlim(0, top * (1.18 if any(row.average.sd is not None for row in rows.values()) else 1.09))
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.grid(axis="x")
@@ -98,11 +100,11 @@ REFERENCE = Look("#333333", "", "-", "*")
 _REFERENCES: dict[str, Any] = {"zero_shot": ":", "expert": "-", "joint": "--"}
 
 
-def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
+def _explain_bars(table: Table) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=drawing.light("#5A5A5A"))]
+    handles: list[Any] = [Patch(color="#5A5A5A"), Patch(color=drawing.lighten("#5A5A5A"))]
     labels = ["average", "normalized (÷ experts)"]
     for row in table.rows:
         name = f"{row.name}, average"
@@ -114,7 +116,7 @@ def _bar_legend(table: Table) -> tuple[list[Any], list[str]]:
     return handles, labels
 
 
-def heat_maps(table: Table, folder: Path) -> list[Path]:
+def draw_heat_maps(table: Table, folder: Path) -> list[Path]:
     """Model × task with numbers, one file a group: `heatmap.png` or `heatmap-1-sam.png`, ….
 
     All of them share one color scale.
@@ -123,18 +125,20 @@ def heat_maps(table: Table, folder: Path) -> list[Path]:
     paths = []
     for path, group in drawing.name_files(folder, "heatmap", table.groups):
         rows = [row for row in table.rows if row.group == group]
-        width = 2.8 + 0.11 * max(len(drawing.short(row.name)) for row in rows) + 0.74 * len(table.tasks)
-        longest = max(len(drawing.short(task)) for task in table.tasks)
-        with drawing.new_figure(
+        width = 2.8 + 0.11 * max(len(drawing.shorten(row.name)) for row in rows) + 0.74 * len(table.tasks)
+        longest = max(len(drawing.shorten(task)) for task in table.tasks)
+        with drawing.open_figure(
             width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest
         ) as figure:
-            _heat(figure, rows, table.tasks, min(values), max(values))
-            drawing.heading(figure, drawing.title(group, f"Accuracy per task, {table.part} part (%)"))
+            _draw_heat_map(figure, rows, table.tasks, min(values), max(values))
+            drawing.add_heading(figure, drawing.make_title(group, f"Accuracy per task, {table.part} part (%)"))
             paths.append(drawing.save(figure, path))
     return paths
 
 
-def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: float, high: float) -> None:
+def _draw_heat_map(
+    figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: float, high: float
+) -> None:
     import matplotlib
 
     axes = figure.subplots()
@@ -153,10 +157,10 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
                 fontsize=9,
                 color="white" if dark else "black",
             )
-    axes.set_yticks(range(len(rows)), [drawing.short(row.name) for row in rows])
+    axes.set_yticks(range(len(rows)), [drawing.shorten(row.name) for row in rows])
     axes.set_xticks(
         range(len(tasks)),
-        [drawing.short(task) for task in tasks],
+        [drawing.shorten(task) for task in tasks],
         rotation=35,
         ha="right",
         rotation_mode="anchor",
@@ -168,33 +172,33 @@ def _heat(figure: "Figure", rows: Sequence[Row], tasks: Sequence[str], low: floa
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     bar: Any = figure.colorbar(image, ax=axes, pad=0.02)
-    drawing.percent_axis(bar.ax.yaxis)
+    drawing.label_percent_axis(bar.ax.yaxis)
     bar.outline.set_visible(False)
 
 
-def radar_figures(table: Table, folder: Path) -> list[Path]:
+def draw_radars(table: Table, folder: Path) -> list[Path]:
     """Of every merger the share of each expert's value that it keeps, tasks around a circle: `radar.png`.
 
     One file a group; the circle drawn dark is the experts. Needs three tasks.
     """
     if len(table.tasks) < 3:
         return []
-    groups = [group for group in table.groups if any(_merged(table, group))]
+    groups = [group for group in table.groups if any(_list_merged(table, group))]
     paths = []
     for path, group in drawing.name_files(folder, "radar", groups):
         experts = next((r for r in table.rows if r.group == group and r.kind == "expert"), None)
         if experts is None:
             continue
-        with drawing.new_figure(7.5, 6.6) as figure:
-            drawing.heading(figure, drawing.title(group, "Accuracy by task (% of the expert's)"))
+        with drawing.open_figure(7.5, 6.6) as figure:
+            drawing.add_heading(figure, drawing.make_title(group, "Accuracy by task (% of the expert's)"))
             axes = figure.subplots(subplot_kw={"projection": "polar"})
-            _radar(axes, table, list(_merged(table, group)), experts)
-            drawing.legend(figure, *axes.get_legend_handles_labels())
+            _draw_radar(axes, table, list(_list_merged(table, group)), experts)
+            drawing.add_legend(figure, *axes.get_legend_handles_labels())
             paths.append(drawing.save(figure, path))
     return paths
 
 
-def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
+def _draw_radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
     looks = choose_looks(table.mergers)
     angles = [2 * math.pi * i / len(table.tasks) for i in range(len(table.tasks) + 1)]
     axes.plot(angles, [1.0] * len(angles), color=REFERENCE.color, linewidth=1.2, label="experts")
@@ -207,12 +211,12 @@ def _radar(axes: Any, table: Table, rows: Sequence[Row], experts: Row) -> None:
         axes.plot(angles, [*shares, shares[0]], markersize=3.5, linewidth=1.3, label=row.name, **line)
     axes.set_theta_offset(math.pi / 2)
     axes.set_theta_direction(-1)
-    axes.set_xticks(angles[:-1], [drawing.short(task, 16) for task in table.tasks])
+    axes.set_xticks(angles[:-1], [drawing.shorten(task, 16) for task in table.tasks])
     axes.set_ylim(bottom=0)
-    drawing.percent_axis(axes.yaxis)
+    drawing.label_percent_axis(axes.yaxis)
 
 
-def cost_figure(table: Table, folder: Path) -> list[Path]:
+def draw_costs(table: Table, folder: Path) -> list[Path]:
     """Normalized accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
 
     Points are the mergers of all groups. One panel has seconds; another the peak of an accelerator's memory
@@ -230,32 +234,32 @@ def cost_figure(table: Table, folder: Path) -> list[Path]:
     costs = [(name, points) for name, points in costs if len(points) > 1]
     if not costs:
         return []
-    with drawing.new_figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
-        drawing.heading(figure, "Normalized accuracy (%) over what a model took")
+    with drawing.open_figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
+        drawing.add_heading(figure, "Normalized accuracy (%) over what a model took")
         for axes, (name, points) in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
-            _costs(axes, table, name, points)
+            _draw_cost(axes, table, name, points)
         return [drawing.save(figure, folder / "cost.png")]
 
 
-def _costs(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
+def _draw_cost(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
     placed = [(x, row.normalized.mean or 0.0, row) for x, row in points]
     looks = choose_looks(table.mergers)
     for x, y, row in placed:
         look = looks.get(row.label, REFERENCE)
         axes.scatter([x], [y], s=60, color=look.color, marker=look.marker, zorder=3)
-        label = drawing.short(" / ".join((*row.group, row.name)))
+        label = drawing.shorten(" / ".join((*row.group, row.name)))
         axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    front = pareto_front([(x, y) for x, y, _ in placed])
+    front = find_front([(x, y) for x, y, _ in placed])
     axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
     axes.set_xscale("log")
     axes.set_xlabel(name)
     axes.margins(x=0.15, y=0.1)
-    drawing.log_labels(axes.xaxis)
-    drawing.percent_axis(axes.yaxis)
+    drawing.label_log_axis(axes.xaxis)
+    drawing.label_percent_axis(axes.yaxis)
     axes.grid()
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (cost, value) those that no cheaper or equally cheap point equals or beats, by rising cost."""
     front: list[tuple[float, float]] = []
     for cost, value in sorted(set(points), key=lambda point: (point[0], -point[1])):
@@ -264,7 +268,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
+def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
     """Losses and validation accuracy over steps, a line an expert, at most `LINES_PER_FIGURE` a file.
 
     `groups` maps a title ("" for none) to its curves. Files: `training.png`, or `training-1-…png`, ….
@@ -285,8 +289,8 @@ def training_figures(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
             for measure in _MEASURES
             if any(measure in point for points in curves.values() for point in points)
         ]
-        with drawing.new_figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
-            _training(figure, title, curves, measures)
+        with drawing.open_figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
+            _draw_curves(figure, title, curves, measures)
             paths.append(drawing.save(figure, path))
     return paths
 
@@ -298,11 +302,11 @@ _MEASURES = {
 }
 
 
-def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[str]) -> None:
+def _draw_curves(figure: "Figure", title: str, curves: Curves, measures: Sequence[str]) -> None:
     panels = figure.subplots(1, max(len(measures), 1), squeeze=False)[0]
     lines: list[Any] = []
     if title:
-        drawing.heading(figure, title)
+        drawing.add_heading(figure, title)
     for axes, measure in zip(panels, measures, strict=False):
         lines = []
         for number, points in enumerate(curves.values()):
@@ -315,17 +319,17 @@ def _training(figure: "Figure", title: str, curves: Curves, measures: Sequence[s
                 **Look.numbered(number).line | {"marker": "o" if len(known) < 12 else ""},
             )
         if measure == "val_accuracy":
-            drawing.percent_axis(axes.yaxis)
+            drawing.label_percent_axis(axes.yaxis)
         elif all(point[measure] > 0 for points in curves.values() for point in points if measure in point):
             axes.set_yscale("log")
-            drawing.log_labels(axes.yaxis)
+            drawing.label_log_axis(axes.yaxis)
         axes.set_title(_MEASURES[measure])
         axes.set_xlabel("step")
         axes.grid()
-    drawing.legend(figure, lines, list(curves))
+    drawing.add_legend(figure, lines, list(curves))
 
 
-def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
+def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
     """Validation normalized accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
 
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
@@ -342,17 +346,19 @@ def coefficient_figures(groups: Mapping[str, Searches], order: Sequence[str], fo
     shown = [label for label in mergers if any(label in searches for searches in groups.values())]
     titles = [(title,) for title in groups]
     heading = "Normalized accuracy on validation (%) over the coefficient"
-    with drawing.panels(titles, heading, 3.3) as (figure, panels):
+    with drawing.open_panels(titles, heading, 3.3) as (figure, panels):
         handles: dict[str, Any] = {}
         looks = choose_looks(mergers)
         for axes, searches in zip(panels, groups.values(), strict=True):
             for label in (label for label in mergers if label in searches):
                 handles[label] = _draw_search(axes, searches[label], looks[label])
-            drawing.percent_axis(axes.yaxis)
+            drawing.label_percent_axis(axes.yaxis)
             axes.set_xlabel("coefficient α (ringed: chosen)")
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.grid()
-        drawing.legend(figure, [handles[label] for label in shown], [display_name(label) for label in shown])
+        drawing.add_legend(
+            figure, [handles[label] for label in shown], [display_name(label) for label in shown]
+        )
         return [drawing.save(figure, folder / "coefficients.png")]
 
 
@@ -379,5 +385,5 @@ def _draw_search(axes: "Axes", points: Sequence[Mapping[str, float]], look: Look
     return line
 
 
-def _merged(table: Table, group: tuple[str, ...]) -> Iterator[Row]:
+def _list_merged(table: Table, group: tuple[str, ...]) -> Iterator[Row]:
     return (row for row in table.rows if row.group == group and row.kind == "merged")

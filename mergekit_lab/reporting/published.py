@@ -24,7 +24,7 @@ from statistics import mean
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import write_text
-from mergekit_lab.reporting.writing import markdown_line, markdown_text
+from mergekit_lab.reporting.writing import escape_markdown, join_markdown
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def read_published(name: str) -> list[Published]:
     if source not in known:
         raise InputError(f"published: there is no source {source!r}{suggestion(source, known)}")
     lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
-    rows = [Published(**{**row, "value": float(row["value"])}) for row in csv.DictReader(_data(lines))]  # type: ignore[arg-type]
+    rows = [Published(**{**row, "value": float(row["value"])}) for row in csv.DictReader(_drop_comments(lines))]  # type: ignore[arg-type]
     tables = {row.table for row in rows}
     if table not in tables:
         raise InputError(f"published: {source} has no table {table!r}{suggestion(table, tables)}")
@@ -98,7 +98,7 @@ def find_conditions(name: str, optimizer: str = "", row: str = "") -> tuple[froz
     source, _, table = name.partition(" ")
     tasks: frozenset[str] | None = None
     settings: dict[str, str] = {}
-    for line in csv.DictReader(_data(_TABLES.read_text().splitlines())):
+    for line in csv.DictReader(_drop_comments(_TABLES.read_text().splitlines())):
         own = line["source"] == source
         if not (own or line["source"] == "*") or not {table, "*"} & {*line["tables"].split(";")}:
             continue
@@ -122,7 +122,7 @@ def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
     return kept
 
 
-def _data(lines: Iterable[str]) -> list[str]:
+def _drop_comments(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -209,7 +209,7 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
         for row in of_run:
             measured = rows.setdefault(replace(row, ours=None), {})
             if row.ours is not None:
-                measured.setdefault(_without_seed(config), []).append(row.ours)
+                measured.setdefault(_drop_seed(config), []).append(row.ours)
     united, ambiguous = [], []
     for row, measured in rows.items():
         means = sorted(mean(values) for values in measured.values())
@@ -229,7 +229,7 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     return united, notes
 
 
-def _without_seed(config: str) -> str:
+def _drop_seed(config: str) -> str:
     return "\n".join(line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
 
 
@@ -253,13 +253,17 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-def published_markdown(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
+def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
     """A section of the summary; empty where there is nothing to set beside."""
     if not rows and not notes:
         return ""
-    lines = [HEADER, ["---"] * 4 + ["---:"] * 3, *(map(markdown_text, texts) for texts in format_numbers(rows))]
+    lines = [
+        HEADER,
+        ["---"] * 4 + ["---:"] * 3,
+        *(map(escape_markdown, texts) for texts in format_numbers(rows)),
+    ]
     parts = [
-        "\n".join(map(markdown_line, lines)) if rows else "",
-        "\n".join(f"- {markdown_text(n)}" for n in notes),
+        "\n".join(map(join_markdown, lines)) if rows else "",
+        "\n".join(f"- {escape_markdown(n)}" for n in notes),
     ]
     return "\n\n".join([f"## {TITLE}", *filter(None, parts)])

@@ -187,7 +187,7 @@ def read_records(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(_record(json.loads(line)))
+            records.append(_parse_record(json.loads(line)))
         except ValueError as error:
             raise InputError(f"{path}, line {number}: {error}") from error
     return records
@@ -209,7 +209,7 @@ _OPTIONAL = {field.name for field in fields(Record) if field.default is None}
 """Files of earlier versions lack them."""
 
 
-def _record(entry: object) -> Record:
+def _parse_record(entry: object) -> Record:
     if not isinstance(entry, Mapping):
         raise InputError(f"a record is a JSON object, not {type(entry).__name__}")
     if "split" in entry and "part" not in entry:

@@ -19,12 +19,12 @@ from mergekit_lab.reporting.bootstrap import Samples, add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, cross_tabulate
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import Beside, published_markdown, unite
+from mergekit_lab.reporting.published import Beside, unite, write_published
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table, build_table
-from mergekit_lab.reporting.writing import markdown_text, to_csv, to_latex, to_markdown
+from mergekit_lab.reporting.writing import escape_markdown, to_csv, to_latex, to_markdown
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def compare(
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
     failed = [*failures, *(outcome for outcome in outcomes if isinstance(outcome, Failure))]
-    names = _short_names([run.folder for run in runs])
+    names = _shorten_names([run.folder for run in runs])
     return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title)
 
 
@@ -118,11 +118,10 @@ def _write_views(
     samples = {key: values for run in runs.values() for key, values in run.samples.items()}
     table = add_intervals(build_table(records), samples)
     groups = _title_groups(list(runs.values()))
-    curves = _group((group, name, run.curves) for group, (name, run) in zip(groups, runs.items(), strict=True))
-    searches = _group(
-        (group, name, run.searches) for group, (name, run) in zip(groups, runs.items(), strict=True)
-    )
-    figures = _draw(folder / "figures", table, curves, searches)
+    named = list(zip(groups, runs.items(), strict=True))
+    curves = _group_series((group, name, run.curves) for group, (name, run) in named)
+    searches = _group_series((group, name, run.searches) for group, (name, run) in named)
+    figures = _draw_figures(folder / "figures", table, curves, searches)
     published, notes = unite((run.config_yaml, run.published) for run in runs.values())
     page = html.Page(
         title,
@@ -168,7 +167,7 @@ def _add_timings(runs: Iterable[RunFiles]) -> dict[str, Timing]:
     return total
 
 
-def _draw(
+def _draw_figures(
     folder: Path, table: Table, curves: Mapping[str, Curves], searches: Mapping[str, Searches]
 ) -> list[html.Figure]:
     if folder.is_dir():
@@ -177,17 +176,18 @@ def _draw(
                 path.unlink()  # a report that has fewer figures than its predecessor must not show old ones
     heat_maps = [
         html.Figure(
-            path, f"Accuracy of every model on every task{_of(group)}; the numbers are in the leaderboard."
+            path,
+            f"Accuracy of every model on every task{_name_group(group)}; the numbers are in the leaderboard.",
         )
-        for path, group in zip(plots.heat_maps(table, folder), table.groups, strict=True)
+        for path, group in zip(plots.draw_heat_maps(table, folder), table.groups, strict=True)
     ]
-    training = plots.training_figures(curves, folder)
+    training = plots.draw_training(curves, folder)
     return [
         *(
             html.Figure(
                 path, "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
             )
-            for path in plots.merger_figures(table, folder)
+            for path in plots.draw_mergers(table, folder)
         ),
         *heat_maps,
         *(
@@ -196,7 +196,7 @@ def _draw(
                 "Validation accuracy, normalized by the experts', over the merging coefficient; "
                 "the chosen coefficients are ringed and stand in the leaderboard.",
             )
-            for path in plots.coefficient_figures(searches, table.mergers, folder)
+            for path in plots.draw_searches(searches, table.mergers, folder)
         ),
         *(
             html.Figure(
@@ -204,7 +204,7 @@ def _draw(
                 "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
                 "measured; nothing cheaper is better than those on the dashed line.",
             )
-            for path in plots.cost_figure(table, folder)
+            for path in plots.draw_costs(table, folder)
         ),
         *(
             html.Figure(
@@ -212,7 +212,7 @@ def _draw(
                 "Of every merger the share of each expert's accuracy that it keeps, tasks around a circle.",
                 folded=len(table.groups) > 1,
             )
-            for path in plots.radar_figures(table, folder)
+            for path in plots.draw_radars(table, folder)
         ),
         *(
             html.Figure(
@@ -238,7 +238,7 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
     ]
 
 
-def _of(group: tuple[str, ...]) -> str:
+def _name_group(group: tuple[str, ...]) -> str:
     return f" ({', '.join(group)})" if group else ""
 
 
@@ -248,13 +248,13 @@ def _write_summary(page: html.Page) -> str:
         f"{stage}: {html.say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
         for stage, timing in page.timings.items()
     ]
-    failures = [f"{f.run} {' '.join(f.overrides)}: {_first_line(f.error)}" for f in page.failures]
+    failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]
     parts = [
-        f"# {markdown_text(page.title)}",
-        markdown_text(page.summary),
+        f"# {escape_markdown(page.title)}",
+        escape_markdown(page.summary),
         _itemize(page.warnings, "## Warnings"),
         to_markdown(page.table).rstrip("\n") if page.table.rows else "",
-        published_markdown(page.published, page.published_notes),
+        write_published(page.published, page.published_notes),
         f"## Time and cache\n\n{html.say_cache(page.records)}".rstrip(),
         _itemize(timings),
         _itemize(failures, "## Failures"),
@@ -263,15 +263,15 @@ def _write_summary(page: html.Page) -> str:
 
 
 def _itemize(lines: Sequence[str], heading: str = "") -> str:
-    items = "\n".join(f"- {markdown_text(line)}" for line in lines)
+    items = "\n".join(f"- {escape_markdown(line)}" for line in lines)
     return "\n\n".join(filter(None, (heading, items))) if lines else ""
 
 
-def _first_line(text: str) -> str:
+def _take_first_line(text: str) -> str:
     return next((line for line in text.splitlines() if line.strip()), "no message")
 
 
-def _short_names(folders: Sequence[Path]) -> list[str]:
+def _shorten_names(folders: Sequence[Path]) -> list[str]:
     """The folders' names; their whole paths where two names are equal."""
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
@@ -297,7 +297,7 @@ def _title_groups(runs: Sequence[RunFiles]) -> list[str]:
     ]
 
 
-def _group(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _group_series(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Series by group and label; two of one label that differ are told apart by their run's name."""
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for group, run, series in runs:

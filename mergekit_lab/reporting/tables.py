@@ -38,8 +38,10 @@ class Cell:
         """Percent: "91.3", "91.3 ± 0.4", with the plain value "91.3 (78.2)"; "–" where there is none."""
         if self.mean is None:
             return MISSING
-        spread = f" ± {percent(self.sd)}" if self.sd is not None else ""
-        return percent(self.mean) + spread + (f" ({percent(self.plain)})" if self.plain is not None else "")
+        spread = f" ± {to_percent(self.sd)}" if self.sd is not None else ""
+        return (
+            to_percent(self.mean) + spread + (f" ({to_percent(self.plain)})" if self.plain is not None else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def build_table(records: Iterable[Record], part: str | None = None, *, like: Tab
     for members in groups.values():
         group = tuple(getattr(members[0], axis) for axis in axes)
         rows += _group_rows(group, members, tasks, conflicts)
-    notes = (*_notes(part, rows, metric, sorted({record.metric for record in of_part})), *conflicts)
+    notes = (*_write_notes(part, rows, metric, sorted({record.metric for record in of_part})), *conflicts)
     return Table(axes, tasks, tuple(rows), part, notes)
 
 
@@ -230,12 +232,12 @@ def _group_rows(
     needed = {record.task for record in members}
     rows = []
     for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
-        row = _row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
-        rows.append(replace(row, **_costs(row.kind, of_row, members)))
+        row = _make_row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
+        rows.append(replace(row, **_sum_costs(row.kind, of_row, members)))
     return _mark_rows(rows)
 
 
-def _costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
+def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
     """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
     if kind not in ("merged", "joint"):
         return {}
@@ -276,7 +278,7 @@ def distinguish_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
     }
 
 
-def _row(
+def _make_row(
     group: tuple[str, ...],
     kind: str,
     label: str,
@@ -331,11 +333,11 @@ def mark_best(column: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def _notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
+def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
     if not rows:
         return ["No evaluation was recorded."]
     seeds = sorted({seed for row in rows for seed in row.seeds})
-    over = f"; mean ± standard deviation over seeds {_numbers(seeds)}" if len(seeds) > 1 else ""
+    over = f"; mean ± standard deviation over seeds {_join_numbers(seeds)}" if len(seeds) > 1 else ""
     notes = [
         f"Percent on the {part} part{over}.",
         "Normalized: the mean over tasks of value ÷ the task's expert on the same part.",
@@ -352,18 +354,18 @@ def _notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence
         )
     notes += note_strengths([row.average.mean for row in rows if row.kind == "expert"])
     notes += [
-        f"{' / '.join((*row.group, row.name))} has only seeds {_numbers(row.seeds)}."
+        f"{' / '.join((*row.group, row.name))} has only seeds {_join_numbers(row.seeds)}."
         for row in rows
         if list(row.seeds) != seeds
     ]
     return notes
 
 
-def _numbers(values: Iterable[int]) -> str:
+def _join_numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def percent(value: float) -> str:
+def to_percent(value: float) -> str:
     """ "91.3" of 0.913."""
     return f"{100 * value:.1f}"
 
@@ -374,6 +376,6 @@ def note_strengths(averages: Iterable[float | None]) -> list[str]:
     if not known or known[-1] - known[0] < 0.01:
         return []
     return [
-        f"Experts differ in strength, from {percent(known[0])} to {percent(known[-1])} on average: normalized "
-        "values flatter the weaker ones, so compare the values themselves too."
+        f"Experts differ in strength, from {to_percent(known[0])} to {to_percent(known[-1])} on average: "
+        "normalized values flatter the weaker ones, so compare the values themselves too."
     ]

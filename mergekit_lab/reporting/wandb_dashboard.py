@@ -23,7 +23,7 @@ ANALYSES = (
 _FIGURES = ["mergers", "heatmap", "radar", "coefficients", "cost"]
 
 
-def dashboard(project: str, entity: str, groups: Sequence[str] = (), title: str = TITLE) -> Any:
+def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title: str = TITLE) -> Any:
     """The report as an object of wandb_workspaces, not saved yet.
 
     Args:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--title", default=TITLE)
     args = parser.parse_args()
     try:
-        print(dashboard(args.project, args.entity, args.group, args.title).save().url)
+        print(build_dashboard(args.project, args.entity, args.group, args.title).save().url)
     except InputError as error:
         sys.exit(str(error))
 

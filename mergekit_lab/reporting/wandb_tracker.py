@@ -196,7 +196,7 @@ class WandbTracker(Tracker):
 
         settings = wandb.setup().settings
         mode = self.mode or settings.mode
-        if mode != "online" or settings.api_key or _key_outside_settings(settings.base_url):
+        if mode != "online" or settings.api_key or _has_key_elsewhere(settings.base_url):
             return mode
         if self.mode == "online":
             self._warn("mode=online, but no API key is configured; the run is tracked offline")
@@ -210,21 +210,21 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     choices = config.get("choices", {})
     rest = {key: value for key, value in config.items() if key != "choices"}
-    leaves = {name: leaf for key, value in rest.items() for name, leaf in _leaves(str(key), value)}
+    leaves = {name: leaf for key, value in rest.items() for name, leaf in _list_leaves(str(key), value)}
     first = {key: value for axis in _AXES for key, value in leaves.items() if key.split(".")[0] == axis}
     ordered = {**choices, **first, **leaves, **choices}
     return {key: value for key, value in ordered.items() if not _SECRET.search(key)}
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _list_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}", inner)
+            yield from _list_leaves(f"{prefix}.{key}", inner)
     else:
         yield prefix, value
 
 
-def _key_outside_settings(base_url: str) -> bool:
+def _has_key_elsewhere(base_url: str) -> bool:
     """Where wandb looks besides its settings: an identity token, or the netrc entry of its server."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

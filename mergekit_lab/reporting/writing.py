@@ -21,20 +21,20 @@ def to_markdown(table: Table | CrossTable) -> str:
     """A GitHub-flavored table and its notes; the best of a column is bold."""
     sheet = table.sheet()
     lines = [
-        markdown_line(map(markdown_text, (*sheet.names, *sheet.columns, *sheet.texts))),
-        markdown_line(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
+        join_markdown(map(escape_markdown, (*sheet.names, *sheet.columns, *sheet.texts))),
+        join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
     ]
     for line in (line for group in sheet.groups for line in group):
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in line.cells]
-        lines.append(markdown_line([*map(markdown_text, line.names), *cells, *line.texts]))
-    return "\n".join([*lines, "", *(f"- {markdown_text(note)}" for note in sheet.notes)]) + "\n"
+        lines.append(join_markdown([*map(escape_markdown, line.names), *cells, *line.texts]))
+    return "\n".join([*lines, "", *(f"- {escape_markdown(note)}" for note in sheet.notes)]) + "\n"
 
 
-def markdown_line(cells: Iterable[str]) -> str:
+def join_markdown(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def markdown_text(text: str) -> str:
+def escape_markdown(text: str) -> str:
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)
     return text
@@ -77,7 +77,11 @@ def to_latex(table: Table | CrossTable) -> str:
     bodies = [
         "".join(
             " & ".join(
-                [*map(_latex_text, line.names), *map(_latex_cell, line.cells), *map(_latex_text, line.texts)]
+                [
+                    *map(_escape_latex, line.names),
+                    *map(_write_latex_cell, line.cells),
+                    *map(_escape_latex, line.texts),
+                ]
             )
             + " \\\\\n"
             for line in group
@@ -85,7 +89,7 @@ def to_latex(table: Table | CrossTable) -> str:
         for group in sheet.groups
     ]
     columns = "l" * len(sheet.names) + "r" * len((*sheet.columns, *sheet.texts))
-    heads = " & ".join(map(_latex_text, (*sheet.names, *sheet.columns, *sheet.texts)))
+    heads = " & ".join(map(_escape_latex, (*sheet.names, *sheet.columns, *sheet.texts)))
     comment = "".join(f"% {line}\n" for line in " ".join(sheet.notes).splitlines())
     return (
         f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{heads} \\\\\n\\midrule\n"
@@ -94,8 +98,8 @@ def to_latex(table: Table | CrossTable) -> str:
     )
 
 
-def _latex_cell(cell: Cell) -> str:
-    text = _latex_text(cell.text)
+def _write_latex_cell(cell: Cell) -> str:
+    text = _escape_latex(cell.text)
     return f"\\textbf{{{text}}}" if cell.best else f"\\underline{{{text}}}" if cell.second else text
 
 
@@ -106,7 +110,7 @@ _LATEX = {
 }  # fmt: skip
 
 
-def _latex_text(text: str) -> str:
+def _escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mergekit_lab.reporting.figures import analysis_figure
+from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.nodes import Node, declare
@@ -54,7 +54,7 @@ def stage_analyze(run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
     drawing = built.draw(with_nan(json.loads(text)))
-    paths = analysis_figure(drawing.title, drawing.panels, folder / name, **drawing.options)
+    paths = draw_analysis(drawing.title, drawing.panels, folder / name, **drawing.options)
     run.tracker.log_figure(name, paths[0])
     how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
     log.info("%s: %s, %s", name, how, paths[0])

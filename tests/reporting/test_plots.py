@@ -30,10 +30,10 @@ def size(path):
 @pytest.mark.parametrize(("tasks", "mergers", "optimizers"), [(1, 1, 1), (20, 15, 1), (2, 3, 4), (3, 0, 1)])
 def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizers):
     table = build_table(study(tasks, mergers, optimizers))
-    heat_maps = plots.heat_maps(table, tmp_path)
+    heat_maps = plots.draw_heat_maps(table, tmp_path)
     assert len(heat_maps) == optimizers
     assert all(size(path)[0] >= 5 * drawing.DPI for path in heat_maps)
-    bars = plots.merger_figures(table, tmp_path)
+    bars = plots.draw_mergers(table, tmp_path)
     assert [path.name for path in bars] == (["mergers.png"] if mergers else [])
     assert all(size(path)[1] > 40 * mergers for path in bars)
 
@@ -43,7 +43,7 @@ def test_every_size_of_study_is_drawn(tmp_path, study, tasks, mergers, optimizer
     [(2, 2, 1, []), (3, 0, 1, []), (3, 2, 1, ["radar.png"]), (4, 9, 2, ["radar-1-", "radar-2-"])],
 )
 def test_a_radar_needs_three_tasks_and_a_merger(tmp_path, study, tasks, mergers, optimizers, drawn):
-    found = plots.radar_figures(build_table(study(tasks, mergers, optimizers)), tmp_path)
+    found = plots.draw_radars(build_table(study(tasks, mergers, optimizers)), tmp_path)
     assert [path.name[: len(start)] for path, start in zip(found, drawn, strict=True)] == drawn
     assert all(min(size(path)) > 600 for path in found)
 
@@ -56,10 +56,10 @@ def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
     ]
     table = build_table(records)
     paths = [
-        *plots.heat_maps(table, tmp_path),
-        *plots.merger_figures(table, tmp_path),
-        *plots.coefficient_figures({"": {"_$x^{$": SEARCH}}, table.mergers, tmp_path),
-        *plots.training_figures({"$_{": {"_a$": CURVE}}, tmp_path),
+        *plots.draw_heat_maps(table, tmp_path),
+        *plots.draw_mergers(table, tmp_path),
+        *plots.draw_searches({"": {"_$x^{$": SEARCH}}, table.mergers, tmp_path),
+        *plots.draw_training({"$_{": {"_a$": CURVE}}, tmp_path),
     ]
     assert [path.name for path in paths] == [
         "heatmap-1-adamw.png",
@@ -73,21 +73,21 @@ def test_missing_cells_and_hostile_names_are_drawn(tmp_path, record):
 
 def test_many_curves_are_spread_over_files_of_a_dozen(tmp_path):
     curves = {f"expert{number}": CURVE for number in range(20)}
-    paths = plots.training_figures({"": curves}, tmp_path)
+    paths = plots.draw_training({"": curves}, tmp_path)
     assert [path.name for path in paths] == ["training-1.png", "training-2.png"]
 
 
 def test_each_group_has_its_own_curves(tmp_path):
-    paths = plots.training_figures({"": {"one": CURVE[1:2]}, "b": {"one": CURVE}}, tmp_path)
+    paths = plots.draw_training({"": {"one": CURVE[1:2]}, "b": {"one": CURVE}}, tmp_path)
     assert [path.name for path in paths] == ["training-1.png", "training-2-b.png"]
 
 
 def test_nothing_to_show_makes_no_file(tmp_path):
     table = build_table([])
-    assert not plots.heat_maps(table, tmp_path)
-    assert not plots.merger_figures(table, tmp_path)
-    assert not plots.training_figures({"": {"a": []}}, tmp_path)
-    assert not plots.coefficient_figures({"": {}}, (), tmp_path)
+    assert not plots.draw_heat_maps(table, tmp_path)
+    assert not plots.draw_mergers(table, tmp_path)
+    assert not plots.draw_training({"": {"a": []}}, tmp_path)
+    assert not plots.draw_searches({"": {}}, (), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -112,9 +112,9 @@ def test_a_method_has_one_color_in_every_figure_of_every_report(tmp_path, record
         records += [record(kind="expert", task=t) for t in "abc"]
         table = build_table(records)
         drawn.clear()
-        plots.merger_figures(table, tmp_path)
-        plots.radar_figures(table, tmp_path)
-        plots.coefficient_figures({"": {"ties": SEARCH}}, table.mergers, tmp_path)
+        plots.draw_mergers(table, tmp_path)
+        plots.draw_radars(table, tmp_path)
+        plots.draw_searches({"": {"ties": SEARCH}}, table.mergers, tmp_path)
         bars, radar, search = drawn
         (row,) = (i for i, text in enumerate(bars.axes[0].get_yticklabels()) if text.get_text() == "TIES")
         bar = next(b for b in bars.axes[0].patches if round(b.get_y() + b.get_height() / 2) == row)
@@ -135,15 +135,15 @@ def test_no_two_methods_look_alike_and_other_labels_look_the_same_in_every_repor
 
 
 def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path, drawn):
-    plots.training_figures({"": {"a": CURVE}}, tmp_path)
+    plots.draw_training({"": {"a": CURVE}}, tmp_path)
     assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "log", "linear"]
-    plots.training_figures({"": {"a": [{"step": 0, "train_loss": 0.0}]}}, tmp_path)
+    plots.draw_training({"": {"a": [{"step": 0, "train_loss": 0.0}]}}, tmp_path)
     assert drawn[1].axes[0].get_yscale() == "linear"
 
 
 def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same_each_time(tmp_path):
     def written(folder):
-        plots.training_figures({"A title": {"a": CURVE}}, tmp_path / folder)
+        plots.draw_training({"A title": {"a": CURVE}}, tmp_path / folder)
         return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
 
     files = written("one")
@@ -155,7 +155,7 @@ def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same
 
 
 def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path, drawn):
-    plots.coefficient_figures({"": {"ties": SEARCH}}, ["ties"], tmp_path)
+    plots.draw_searches({"": {"ties": SEARCH}}, ["ties"], tmp_path)
     line, ring = drawn[0].axes[0].lines
     assert list(line.get_xdata()) == [0.1, 0.5]
     assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([0.5], [0.9])
@@ -166,7 +166,7 @@ def test_every_label_is_in_the_legend_a_long_one_shortened():
     from matplotlib.lines import Line2D
 
     figure = Figure()
-    drawing.legend(figure, [Line2D([], [])] * 2, ["_x", "m" * 40])
+    drawing.add_legend(figure, [Line2D([], [])] * 2, ["_x", "m" * 40])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_x", "m" * 27 + "…"]
 
 
@@ -174,13 +174,13 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path, study):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plots.merger_figures(build_table(study(1, 1)), tmp_path)
+    plots.draw_mergers(build_table(study(1, 1)), tmp_path)
     assert dict(matplotlib.rcParams) == before
 
 
 def test_the_front_holds_what_nothing_cheaper_equals() -> None:
     points = [(1.0, 0.5), (2.0, 0.7), (2.0, 0.6), (3.0, 0.7), (4.0, 0.9), (5.0, 0.8)]
-    assert plots.pareto_front(points) == [(1.0, 0.5), (2.0, 0.7), (4.0, 0.9)]
+    assert plots.find_front(points) == [(1.0, 0.5), (2.0, 0.7), (4.0, 0.9)]
 
 
 def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, record) -> None:
@@ -201,20 +201,20 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
     assert {row.label: row.seconds for row in table.rows} == {
         "experts": None, "ties": 203.0, "tsvm": 220.0, "+joint": 350.0,
     }  # fmt: skip
-    assert [path.name for path in plots.cost_figure(table, tmp_path)] == ["cost.png"]
+    assert [path.name for path in plots.draw_costs(table, tmp_path)] == ["cost.png"]
     seconds_alone = size(tmp_path / "cost.png")
     measured = [replace(r, model_peak_memory_bytes=2**30) if r.kind == "merged" else r for r in records]
-    plots.cost_figure(build_table(measured), tmp_path)
+    plots.draw_costs(build_table(measured), tmp_path)
     assert size(tmp_path / "cost.png")[0] > 1.4 * seconds_alone[0]  # memory has a panel of its own
     unknown = [record(merger="x", model_seconds=None), record(merger="y", model_seconds=1.0)]
-    assert plots.cost_figure(build_table(unknown), tmp_path) == []
+    assert plots.draw_costs(build_table(unknown), tmp_path) == []
 
 
 def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_missing(tmp_path) -> None:
     gray = int(figures.MISSING_COLOR[1:3], 16)
 
     def missing(values: list[list[float]]) -> int:
-        (png, _) = figures.analysis_figure(
+        (png, _) = figures.draw_analysis(
             "title", [figures.Plane("panel", values)], tmp_path / "plane", alphas=[0.0, 1.0, 2.0]
         )
         return sum(number for number, pixel in Image.open(png).convert("RGB").getcolors(1 << 20)

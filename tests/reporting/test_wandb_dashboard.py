@@ -6,13 +6,13 @@ import pytest
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.reporting.wandb_dashboard import ANALYSES, dashboard
+from mergekit_lab.reporting.wandb_dashboard import ANALYSES, build_dashboard
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb_workspaces itself
 def test_the_dashboard_shows_what_the_tracker_logs() -> None:
     pytest.importorskip("wandb_workspaces")
-    made = dashboard("p", "team", ["quickstart"])
+    made = build_dashboard("p", "team", ["quickstart"])
     saved = json.dumps(made._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
     for name in ("best/normalized", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
         assert name in saved
@@ -26,4 +26,4 @@ def test_every_analysis_has_its_figure_there() -> None:
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.reports.v2", None)
     with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[dashboard\]'"):
-        dashboard("p", "team")
+        build_dashboard("p", "team")

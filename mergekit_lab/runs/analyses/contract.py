@@ -34,7 +34,7 @@ Cell = TypeVar("Cell")
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: panels, and what `analysis_figure` takes besides."""
+    """One figure: panels, and what `draw_analysis` takes besides."""
 
     title: str
     panels: list[Panel]
