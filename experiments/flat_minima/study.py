@@ -123,12 +123,12 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
 
     from mergekit_lab.runs.finetune import expert_node, fit_node, task_settings
     from mergekit_lab.runs.run import load_state
-    from mergekit_lab.runs.search import chosen_coefficient, search_node
+    from mergekit_lab.runs.search import read_coefficient, search_node
 
     by_label: dict[str, dict[str, float]] = {}
     for r in records:
         by_label.setdefault(r.label, {})[r.task] = r.value
-    coefficients = {label: chosen_coefficient(context, m) for label, m in context.mergers.items()}
+    coefficients = {label: read_coefficient(context, m) for label, m in context.mergers.items()}
     curves = {
         label: [
             (p["coefficient"], p["normalized"]) for p in context.need(search_node(context, label)).info["curve"]

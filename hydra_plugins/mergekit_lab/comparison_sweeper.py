@@ -174,7 +174,7 @@ class ComparisonSweeper(BasicSweeper):
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
         from mergekit_lab.runs.given_up import SHARED, give_up
-        from mergekit_lab.runs.plan import shared_training, unmade
+        from mergekit_lab.runs.plan import list_unmade, plan_shared_training
         from mergekit_lab.schema.check import list_stages
 
         here = isinstance(self.launcher, BasicLauncher)
@@ -187,7 +187,7 @@ class ComparisonSweeper(BasicSweeper):
             return
         runs = self._runs(jobs)
         numbers = list(runs)
-        works = shared_training(list(runs.values()))
+        works = plan_shared_training(list(runs.values()))
         if not works or len(jobs) < 2:
             return
         log.info(f"{len(works)} trainings first, for {len(jobs)} jobs")
@@ -206,7 +206,7 @@ class ComparisonSweeper(BasicSweeper):
             log.exception("not all trainings have returned")
         for place, work in enumerate(works):
             job = f"{SHARED}/{place}"
-            for node in unmade(runs[numbers[work.job]], work):
+            for node in list_unmade(runs[numbers[work.job]], work):
                 message = f"{node.label} ({node.kind} {node.key}) could not be made in {job}, once for all jobs"
                 give_up(node.name, f"{message} of this sweep that need it: {self._reason(job)}", self._given_up)
 

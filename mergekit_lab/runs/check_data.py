@@ -27,25 +27,25 @@ def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
             tasks were looked at.
     """
     tasks = [build(node, Task) for node in cfg.suite.tasks.values()]
-    found = []
+    checks = []
     for task in tasks:
         if not isinstance(task, ImageTask):
             log.info("%s: no images", task.name)
             continue
         log.info("%s: reading every image", task.name)
-        found.append(check_task(task))
-        print("\n".join(described(found[-1])))
+        checks.append(check_task(task))
+        print("\n".join(describe(checks[-1])))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(
-        json.dumps([asdict(check) for check in found], indent=1, ensure_ascii=False) + "\n"
+        json.dumps([asdict(check) for check in checks], indent=1, ensure_ascii=False) + "\n"
     )
     log.info("data check %s", folder / FILE)
-    if wrong := [line for check in found for line in check.wrong]:
+    if wrong := [line for check in checks for line in check.wrong]:
         raise InputError("; ".join(wrong) + f": {folder / FILE} names the first of them")
-    return found
+    return checks
 
 
-def described(check: DataCheck) -> Sequence[str]:
+def describe(check: DataCheck) -> Sequence[str]:
     """Lines for a reader."""
     lines = [f"{check.task}: {check.class_names} classes"]
     for part, c in check.parts.items():

@@ -28,8 +28,8 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     Raises:
         InputError: a folder that is not there, none that holds a run, or none whose run has a result.
     """
-    given = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
-    folders = [place for pattern in given for place in _run_folders(str(pattern))]
+    patterns = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
+    folders = [folder for pattern in patterns for folder in _find_runs(str(pattern))]
     paths = compare(folders, folder, title=f"Comparison of {say_count(len(folders), 'run')}")
     for failure in paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
@@ -40,24 +40,24 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     log.info("comparison %s\nreport %s", paths.summary, paths.html)
 
 
-def _run_folders(pattern: str) -> list[Path]:
+def _find_runs(pattern: str) -> list[Path]:
     """The folders of runs that a path or a glob names; of a sweep, its jobs."""
     path = Path(pattern).expanduser()
-    found = [path] if path.is_dir() else sorted(map(Path, glob(str(path))))
-    folders = [place for place in found if place.is_dir()]
+    paths = [path] if path.is_dir() else sorted(map(Path, glob(str(path))))
+    folders = [path for path in paths if path.is_dir()]
     if not folders:
         raise InputError(f"runs={pattern}: there is no such folder")
-    held = [job for place in folders for job in (_jobs_of(place) or [place] * _is_run(place))]
-    if not held:
+    runs = [job for folder in folders for job in (_find_jobs(folder) or [folder] * _is_run(folder))]
+    if not runs:
         raise InputError(f"runs={pattern}: {folders[0]} holds no run (no records.jsonl, no failure.json)")
-    return held
+    return runs
 
 
-def _jobs_of(folder: Path) -> list[Path]:
+def _find_jobs(folder: Path) -> list[Path]:
     """A sweep's jobs are numbered; those too that died before they could leave word."""
-    found = [place for place in folder.iterdir() if place.name.isdigit()]
-    jobs = [place for place in found if _is_run(place) or (place / ".hydra").is_dir()]
-    return sorted(jobs, key=lambda place: int(place.name))
+    numbered = [inside for inside in folder.iterdir() if inside.name.isdigit()]
+    jobs = [inside for inside in numbered if _is_run(inside) or (inside / ".hydra").is_dir()]
+    return sorted(jobs, key=lambda job: int(job.name))
 
 
 def _is_run(folder: Path) -> bool:

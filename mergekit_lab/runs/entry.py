@@ -94,9 +94,9 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     begun = time.monotonic()
     try:
         for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
-            with _tracked(run, job):
+            with _track(run, job):
                 for name in names:
-                    with run.timed(name), _enough_memory(name):
+                    with run.time_stage(name), _enough_memory(name):
                         STAGES[name](run)
         outcome = measure_outcome(run) if cfg.objective else None
     finally:
@@ -133,7 +133,7 @@ def _enough_memory(stage: str) -> Iterator[None]:
 
 
 @contextmanager
-def _tracked(run: Run, job: str) -> Iterator[None]:
+def _track(run: Run, job: str) -> Iterator[None]:
     """Trackers see a run of their own for every kind of work, in one group an experiment."""
     deciding = {name: value for name, value in run.plain.items() if name not in _DECIDES_NOTHING}
     run.tracker.start(

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.checkpoints import fetch_snapshot
 from mergekit_lab.errors import InputError
-from mergekit_lab.runs.preflight import list_missing, parts
-from mergekit_lab.runs.published_experts import expert_folder, expert_on_hub, expert_source
+from mergekit_lab.runs.preflight import build_parts, list_missing
+from mergekit_lab.runs.published_experts import find_expert, locate_experts, parse_expert_id
 from mergekit_lab.tasks import HubImages
 
 log = logging.getLogger(__name__)
@@ -35,27 +35,27 @@ def run_fetch(cfg: DictConfig) -> Path:
         InputError: something cannot be downloaded.
     """
     out = Path(cfg.fetch_to).expanduser()
-    backbone, tasks = parts(cfg)
+    backbone, tasks = build_parts(cfg)
     if wrong := list_missing(cfg)[1]:
         raise InputError("\n".join(wrong))
     use: list[str] = []
     steps: list[tuple[str, Callable[[], object]]] = []
     for task in tasks:
-        place = out / "data" / task.name
-        steps.append((f"{task.name}: {place}", partial(_fetch_data, task, place)))
+        target = out / "data" / task.name
+        steps.append((f"{task.name}: {target}", partial(_fetch_data, task, target)))
     if tasks:
         use.append("data_root=FOLDER/data")
         use += [f"sources.{task.name}=FOLDER/data/{task.name}" for task in tasks if task.source is not None]
     weights = backbone.source if isinstance(backbone, OpenClip) else None
     if weights is not None and not weights.shipped:
-        place = out / "weights" / backbone.architecture
-        steps.append((f"weights {weights.name}: {place}", partial(weights.save, place)))
+        target = out / "weights" / backbone.architecture
+        steps.append((f"weights {weights.name}: {target}", partial(weights.save, target)))
         use.append("backbone.weights=FOLDER/weights")
     if cfg.experts:
         for task in tasks:
-            source = expert_source(cfg.experts, backbone, task)
-            place = expert_folder(out / "experts", backbone) / task.name
-            steps.append((f"expert of {task.name}, {source}: {place}", partial(_fetch_expert, source, place)))
+            source = find_expert(cfg.experts, backbone, task)
+            target = locate_experts(out / "experts", backbone) / task.name
+            steps.append((f"expert of {task.name}, {source}: {target}", partial(_fetch_expert, source, target)))
         use.append("experts=FOLDER/experts")
     for what, fetch in steps:
         log.info("%s%s", "would fetch " if cfg.dry_run else "", what)
@@ -69,21 +69,21 @@ def run_fetch(cfg: DictConfig) -> Path:
     return out
 
 
-def _fetch_data(task: HubImages, place: Path) -> None:
+def _fetch_data(task: HubImages, target: Path) -> None:
     here = task.folder()
     if here is None:
-        task.download(place)
+        task.download(target)
     else:
-        shutil.copytree(here, place, dirs_exist_ok=True)
+        shutil.copytree(here, target, dirs_exist_ok=True)
 
 
-def _fetch_expert(source: str, place: Path) -> None:
-    named = expert_on_hub(source)
+def _fetch_expert(source: str, target: Path) -> None:
+    named = parse_expert_id(source)
     here = Path(source).expanduser()
     if named:
-        fetch_snapshot(*named, place)
+        fetch_snapshot(*named, target)
     elif here.is_file():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(here, place.with_name(place.name + here.suffix))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(here, target.with_name(target.name + here.suffix))
     else:
-        shutil.copytree(here, place, dirs_exist_ok=True)
+        shutil.copytree(here, target, dirs_exist_ok=True)

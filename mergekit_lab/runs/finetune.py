@@ -17,7 +17,7 @@ from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.published_experts import expert_source, import_expert, imported_content
+from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import evaluations_a_step, wants_fit
@@ -37,10 +37,10 @@ def expert_node(run: Run, task: str) -> Node:
     """The expert of a task: trained, or brought in where the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
-        source = expert_source(run.plain["experts"], run.backbone, run.tasks[task])
+        source = find_expert(run.plain["experts"], run.backbone, run.tasks[task])
         return Node(
             "experts", label, "finetune", task,
-            decide=lambda: imported_content(source, run.base_content, task)
+            decide=lambda: read_import_content(source, run.base_content, task)
             | {"finetuning": run.plain["finetuning"]} | _task_content(run, task),
             make=lambda workspace: import_expert(source, run.base_state, task, workspace.out),
         )  # fmt: skip
@@ -52,7 +52,7 @@ def expert_node(run: Run, task: str) -> Node:
             run, settings, run.plain["optimizer_of"].get(task) or _optimizer_content(run)
         ) | _task_content(run, task),
         make=lambda workspace: Training(
-            run, f"expert {number}/{len(run.tasks)} {task}", [task], optimizer, settings, _fitted(run)
+            run, f"expert {number}/{len(run.tasks)} {task}", [task], optimizer, settings, _read_fit(run)
         ).make(workspace),
         needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def joint_node(run: Run) -> Node:
         decide=lambda: _training_content(run, settings, _optimizer_content(run))
         | {"tasks": tasks, "data": run.data_content(tasks)} | _learning_content(run, tasks),
         make=lambda workspace: Training(
-            run, title, tasks, run.cfg.optimizer, settings, _fitted(run)
+            run, title, tasks, run.cfg.optimizer, settings, _read_fit(run)
         ).make(workspace),
         needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
@@ -232,7 +232,7 @@ def train_pilots(run: Run) -> None:
         _log_training(node, run.obtain(node))
 
 
-def _fitted(run: Run) -> Mapping[str, float] | None:
+def _read_fit(run: Run) -> Mapping[str, float] | None:
     return run.need(fit_node(run)).info if wants_fit(run.cfg.optimizer) else None
 
 

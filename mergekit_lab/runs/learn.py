@@ -47,7 +47,7 @@ def coefficients_node(run: Run, label: str) -> Node:
     )  # fmt: skip
 
 
-def learned_method(run: Run, label: str) -> AdaMerging:
+def load_learned_method(run: Run, label: str) -> AdaMerging:
     """The method with the coefficients that were learned."""
     return AdaMerging(weights=json.loads(run.need(coefficients_node(run, label)).file(_FILE).read_text()))
 

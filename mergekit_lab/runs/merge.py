@@ -14,12 +14,12 @@ import torch
 
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
-from mergekit_lab.runs.learn import coefficients_node, is_learned, learned_method
+from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.models import Model, peak_memory
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.runs.search import chosen_coefficient, chosen_fields, search_node
+from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
 from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
 
@@ -45,9 +45,9 @@ def _merged_content(run: Run, merger: Merger) -> dict[str, Any]:
     """Everything that decides it, what is chosen or learned included."""
     if merger.searched and not run.find(search_node(run, merger.label)):
         return {"search": search_node(run, merger.label).key}
-    content = merge_content(run, merger, {**merger.content, **chosen_fields(run, merger)})
+    content = merge_content(run, merger, {**merger.content, **read_fields(run, merger)})
     if merger.searched:
-        content["coefficient"] = chosen_coefficient(run, merger)
+        content["coefficient"] = read_coefficient(run, merger)
     if is_learned(merger):
         content["coefficients"] = coefficients_node(run, merger.label).key
     return content
@@ -87,7 +87,7 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
             label, len(artifact.info["curve"]), 100 * artifact.info["normalized"],
         )  # fmt: skip
     elif node.kind == "merged":
-        alpha = chosen_coefficient(run, run.mergers[label])
+        alpha = read_coefficient(run, run.mergers[label])
         how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
         log.info("%s: %s%s", label, how, "" if alpha is None else f", coefficient {alpha:g}")
     else:
@@ -100,12 +100,12 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
 
 
 def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
-    alpha = chosen_coefficient(run, merger)
-    method = merger.with_fields(chosen_fields(run, merger))
+    alpha = read_coefficient(run, merger)
+    method = merger.with_fields(read_fields(run, merger))
     if merger.searched and alpha is not None:
         method = method.at(alpha)
     if is_learned(merger):
-        method = learned_method(run, merger.label)
+        method = load_learned_method(run, merger.label)
     notes: dict[str, dict[str, object]] = {}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)

@@ -1,7 +1,7 @@
 """An artifact of a run before it is made: what decides it, what it is made of, and how.
 
 Every kind of artifact is declared by one function, which stands beside its maker: `expert_node`, `side_node`,
-`search_node`, `merged_node`, `evaluation_node`, …  `graph.wanted` lists all that a run wants. Plans, what
+`search_node`, `merged_node`, `evaluation_node`, …  `graph.list_nodes` lists all that a run wants. Plans, what
 is missing, shared trainings, lineage and times are walks over these nodes.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mergekit_lab.runs.curvature import curvature_nodes
 from mergekit_lab.runs.finetune import finetune_nodes, fit_node
-from mergekit_lab.runs.graph import wanted
+from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import wants_fit
@@ -55,7 +55,7 @@ class Plan:
         """The union of what all these runs would compute."""
         plan = Plan(runs[0].store, len(runs))
         for run in runs:
-            for node in wanted(run):
+            for node in list_nodes(run):
                 if plan.nodes.setdefault(node.name, node) is node and run.find(node):
                     plan.made.add(node.name)
         return plan
@@ -88,7 +88,7 @@ class Plan:
         )
 
 
-def shared_training(runs: Sequence[Run]) -> list[Work]:
+def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
     """The trainings that runs need and the store lacks, each once, the joint models first (they take longest).
 
     Where runs want the same expert, the one that wants most of its curvature makes it, and that too.
@@ -110,7 +110,7 @@ def shared_training(runs: Sequence[Run]) -> list[Work]:
     return [*joint.values(), *(work for _, work in experts.values())]
 
 
-def unmade(run: Run, work: Work) -> list[Node]:
+def list_unmade(run: Run, work: Work) -> list[Node]:
     """What a training job was to make, with the curvature that its run wants, and did not."""
     nodes = [*finetune_nodes(run), *curvature_nodes(run)]
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from mergekit_lab.backbones import Backbone, OpenClip
 from mergekit_lab.checkpoints import explain_unreachable
 from mergekit_lab.errors import InputError
-from mergekit_lab.runs.published_experts import expert_missing, expert_source
+from mergekit_lab.runs.published_experts import find_expert, must_download
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
 
@@ -33,9 +33,9 @@ def refuse_missing(*configs: DictConfig) -> None:
         InputError: something that was named does not exist, or the hub cannot be reached; the message lists
             everything that is missing, and the ways out.
     """
-    found = [_lacking(cfg) for cfg in configs]
-    cause = explain_unreachable() if any(missing for missing, _ in found) else None
-    lacking = [[*(missing if cause else ()), *wrong] for missing, wrong in found]
+    lists = [_list_lacking(cfg) for cfg in configs]
+    cause = explain_unreachable() if any(missing for missing, _ in lists) else None
+    lacking = [[*(missing if cause else ()), *wrong] for missing, wrong in lists]
     lines = list(dict.fromkeys(line for each in lacking for line in each))
     if not lines:
         return
@@ -55,7 +55,7 @@ def refuse_missing(*configs: DictConfig) -> None:
     log.warning("some jobs will be refused: %s", message)
 
 
-def _lacking(cfg: DictConfig) -> tuple[list[str], list[str]]:
+def _list_lacking(cfg: DictConfig) -> tuple[list[str], list[str]]:
     try:
         return list_missing(cfg)
     except InputError:
@@ -68,7 +68,7 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
     Raises:
         InputError: the backbone or a task cannot be built.
     """
-    backbone, tasks = parts(cfg)
+    backbone, tasks = build_parts(cfg)
     asked: list[Callable[[], str | None]] = [partial(_missing_data, task) for task in tasks]
     if isinstance(backbone, OpenClip) and backbone.source:
         asked.append(backbone.source.find_missing)
@@ -91,12 +91,12 @@ def _missing_data(task: HubImages) -> str | None:
     return task.describe_source() if task.folder() is None else None
 
 
-def _missing_expert(given: Any, backbone: Any, task: HubImages) -> str | None:
-    source = expert_source(given, backbone, task)
-    return f"expert {source} of the hub" if expert_missing(source) else None
+def _missing_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:
+    source = find_expert(experts, backbone, task)
+    return f"expert {source} of the hub" if must_download(source) else None
 
 
-def parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
+def build_parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
     """The backbone, and those tasks whose data comes from elsewhere."""
     tasks = [
         build(node, HubImages)

@@ -32,43 +32,43 @@ _FINETUNED = ("nonlinear_finetuned.pt", "finetuned.pt")
 HUB = "hub:"
 
 
-def expert_source(given: str | Mapping[str, str], backbone: Any, task: Task) -> str:
+def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> str:
     """What `open_checkpoint` takes for a task's expert: a hub id or a path.
 
     Raises:
         InputError: nothing is given for the task, or published under a name that is known.
     """
-    if isinstance(given, Mapping):
-        if task.name not in given:
-            raise InputError(f"experts names {listing(given)}, and none for the task {task.name!r}")
-        return given[task.name]
-    if given.startswith(HUB):
+    if isinstance(experts, Mapping):
+        if task.name not in experts:
+            raise InputError(f"experts names {listing(experts)}, and none for the task {task.name!r}")
+        return experts[task.name]
+    if experts.startswith(HUB):
         expert = getattr(task, "expert", None)
         if not isinstance(backbone, OpenClip) or expert is None:
             raise InputError(
                 f"no expert of {task.name!r} is known on the hub for this backbone: give "
                 f"experts={{{task.name}: SOURCE, …}}"
             )
-        return f"{given.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
-    folder = Path(given).expanduser()
+        return f"{experts.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
+    folder = Path(experts).expanduser()
     if not folder.is_dir():
-        raise InputError(f"experts={given}: there is no such folder; the hub's are hub:ORG")
+        raise InputError(f"experts={experts}: there is no such folder; the hub's are hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
-    inside = expert_folder(folder, backbone)
+    inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
     places = list(dict.fromkeys((inside, plain, folder)))
-    for place in (within / f"{name}{suffix}" for within in places for name in names for suffix in _SUFFIXES):
-        if place.exists():
-            return str(_finetuned(place) or place)
-    for place in (place for within in places if within.is_dir() for place in sorted(within.iterdir())):
-        if _plain(place.name).removesuffix("val") in map(_plain, names) and (file := _finetuned(place)):
+    for path in (within / f"{name}{suffix}" for within in places for name in names for suffix in _SUFFIXES):
+        if path.exists():
+            return str(_find_finetuned(path) or path)
+    for path in (path for within in places if within.is_dir() for path in sorted(within.iterdir())):
+        if _plain(path.name).removesuffix("val") in map(_plain, names) and (file := _find_finetuned(path)):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
     )
 
 
-def _finetuned(folder: Path) -> Path | None:
+def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
 
 
@@ -76,12 +76,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.lower())
 
 
-def expert_folder(root: Path, backbone: Any) -> Path:
+def locate_experts(root: Path, backbone: Any) -> Path:
     """Where experts of a backbone are in a folder with those of several."""
     return root / backbone.architecture if isinstance(backbone, OpenClip) else root
 
 
-def expert_on_hub(source: str) -> tuple[str, str | None] | None:
+def parse_expert_id(source: str) -> tuple[str, str | None] | None:
     """The repository and revision that an expert comes from; None of one that is a local path.
 
     Raises:
@@ -95,13 +95,13 @@ def expert_on_hub(source: str) -> tuple[str, str | None] | None:
     return named
 
 
-def expert_missing(source: str) -> bool:
-    """Whether an expert would have to be downloaded; raises as `expert_on_hub`."""
-    named = expert_on_hub(source)
+def must_download(source: str) -> bool:
+    """Whether an expert would have to be downloaded; raises as `parse_expert_id`."""
+    named = parse_expert_id(source)
     return named is not None and find_cached_snapshot(*named) is None
 
 
-def imported_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:
+def read_import_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:
     """The bytes that an imported expert comes from, not where they are.
 
     In the store its data and head name it too: on others its Fisher is another.

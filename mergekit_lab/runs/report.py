@@ -19,7 +19,7 @@ from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.runs.search import chosen_coefficient, search_node
+from mergekit_lab.runs.search import read_coefficient, search_node
 from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
 
@@ -99,7 +99,7 @@ def _record(
         optimizer=optimizer_name(run),
         kind=model.kind,
         merger=model.merger.label if model.merger else None,
-        coefficient=chosen_coefficient(run, model.merger) if model.merger else None,
+        coefficient=read_coefficient(run, model.merger) if model.merger else None,
         task=task,
         part="test",
         metric=run.tasks[task].metric,

@@ -275,7 +275,7 @@ class Run:
             self._pool = None
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
+    def time_stage(self, stage: str) -> Iterator[None]:
         """Record a stage's seconds, and how many of its artifacts were made."""
         begun = time.monotonic()
         self._counts = {"computed": 0, "reused": 0}

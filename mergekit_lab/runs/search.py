@@ -45,12 +45,12 @@ def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
     return content | run.search.content() | fields | scoring
 
 
-def chosen_fields(run: Run, merger: Merger) -> dict[str, Any]:
+def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
     """The values of a method's searched fields; empty where only the coefficient is, or nothing."""
     return dict(run.need(search_node(run, merger.label)).info.get("fields", {})) if merger.searched else {}
 
 
-def chosen_coefficient(run: Run, merger: Merger) -> float | None:
+def read_coefficient(run: Run, merger: Merger) -> float | None:
     """The merger's coefficient: the searched one, else the method's own; None where it has none."""
     if merger.searched:
         return float(run.need(search_node(run, merger.label)).info["coefficient"])

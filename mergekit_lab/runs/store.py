@@ -16,7 +16,7 @@ from mergekit_lab.checkpoints import format_size, make_folder
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
-from mergekit_lab.runs.graph import wanted
+from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import StoreSettings, build, check
 from mergekit_lab.store import Artifact, Store
@@ -35,93 +35,93 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         InputError: an action that needs something else, or damage that `verify` found.
     """
     check(cfg)
-    place = StoreSettings(**cfg.store)
-    store = Store(Path(place.root).expanduser() if place.root else default_store())
-    if cfg.dry_run and place.action in ("export", "import"):
-        log.info("dry_run: nothing is done by store.action=%s store.path=%s", place.action, _path(place))
-    elif place.action == "list":
-        _list(store, place)
-    elif place.action == "verify":
-        _verify(store, place, removes=place.confirm and not cfg.dry_run)
-    elif place.action == "export":
-        _export(store, place, cfg)
-    elif place.action == "import":
-        made = adopt(store, _path(place))
-        log.info("%s %s: %s", made.kind, made.key, "was there" if made.reused else "imported")
+    settings = StoreSettings(**cfg.store)
+    store = Store(Path(settings.root).expanduser() if settings.root else default_store())
+    if cfg.dry_run and settings.action in ("export", "import"):
+        log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
+    elif settings.action == "list":
+        _list(store, settings)
+    elif settings.action == "verify":
+        _verify(store, settings, removes=settings.confirm and not cfg.dry_run)
+    elif settings.action == "export":
+        _export(store, settings, cfg)
+    elif settings.action == "import":
+        artifact = adopt(store, _read_path(settings))
+        log.info("%s %s: %s", artifact.kind, artifact.key, "was there" if artifact.reused else "imported")
     else:
         run = Run(cfg, folder, choices)
-        {"explain": _explain, "prune": _prune}[place.action](run, place)
+        {"explain": _explain, "prune": _prune}[settings.action](run, settings)
 
 
-def _chosen(store: Store, place: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
+def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
     """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
-    found = [a for a in (*store.artifacts(), *others) if place.kind in (None, a.kind)]
-    if place.key is not None:
-        found = [a for a in found if a.key.startswith(place.key)]
-        if not found:
-            raise InputError(f"nothing in the store {store.root} has a key that begins with {place.key!r}")
-    if place.older_than is not None:
-        found = [a for a in found if older_than(a, place.older_than)]
-    return found
+    artifacts = [a for a in (*store.artifacts(), *others) if settings.kind in (None, a.kind)]
+    if settings.key is not None:
+        artifacts = [a for a in artifacts if a.key.startswith(settings.key)]
+        if not artifacts:
+            raise InputError(f"nothing in the store {store.root} has a key that begins with {settings.key!r}")
+    if settings.older_than is not None:
+        artifacts = [a for a in artifacts if older_than(a, settings.older_than)]
+    return artifacts
 
 
-def _list(store: Store, place: StoreSettings) -> None:
+def _list(store: Store, settings: StoreSettings) -> None:
     cut = list(half_made(store))
     by_kind: dict[str, list[Artifact]] = defaultdict(list)
-    for artifact in _chosen(store, place, cut):
+    for artifact in _select(store, settings, cut):
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
         log.info("%s: %d, %s", kind, len(members), format_size(sum(map(size, members))))
-        if place.kind or place.key:
+        if settings.kind or settings.key:
             for artifact in members:
-                told = (artifact.key, artifact.created, format_size(size(artifact)), _described(artifact))
-                log.info("  %s", printable("  ".join(told)))
+                columns = (artifact.key, artifact.created, format_size(size(artifact)), _describe(artifact))
+                log.info("  %s", printable("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
 
 
-def _described(artifact: Artifact) -> str:
+def _describe(artifact: Artifact) -> str:
     content = artifact.content
-    told = [str(content[name]) for name in ("task", "part", "metric") if name in content]
+    words = [str(content[name]) for name in ("task", "part", "metric") if name in content]
     built = [content[n] for n in ("optimizer", "method") if isinstance(content.get(n), Mapping)]
-    told += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
-    told += [f"{name} {content[name]}" for name in ("coefficient", "seed") if name in content]
-    return ", ".join(told)
+    words += [str(node.get("_target_", "")).rpartition(".")[2] for node in built]
+    words += [f"{name} {content[name]}" for name in ("coefficient", "seed") if name in content]
+    return ", ".join(words)
 
 
-def _verify(store: Store, place: StoreSettings, removes: bool) -> None:
+def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     """Name what is not as it was published, and take it out where that is confirmed."""
-    chosen = _chosen(store, place, list(unreadable(store)))
+    chosen = _select(store, settings, list(unreadable(store)))
     wrong = damages(chosen)
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
-    told = "\n".join(damage.message for damage in wrong)
+    messages = "\n".join(damage.message for damage in wrong)
     if not wrong:
         log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
     elif not removes:
         raise InputError(
             f"{len(folders)} artifacts in the store {store.root} are not sound: store.confirm=true removes "
-            f"them, and a run that wants them makes them again:\n{told}"
+            f"them, and a run that wants them makes them again:\n{messages}"
         )
     else:
         for folder in folders:
             remove(store, folder)
-        log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), told)
+        log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), messages)
 
 
-def _explain(run: Run, place: StoreSettings) -> None:
+def _explain(run: Run, settings: StoreSettings) -> None:
     """Why what this run wants was not found: what is nearest, and where it parts from it."""
-    missing = [node for node in wanted(run) if place.kind in (None, node.kind) and not run.find(node)]
+    missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
         log.info("all that this run wants is in the store %s", run.store.root)
     first = missing[0].kind  # the rest follows from it
     for node in [node for node in missing if node.kind == first]:
-        found = nearest(run.store, node.kind, node.content)
+        near = nearest(run.store, node.kind, node.content)
         what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"
-        if found is None:
+        if near is None:
             log.info("%s: the store has no %s", what, node.kind)
             continue
-        artifact, parts = found
+        artifact, parts = near
         if not parts:
             log.info("%s: %s has the same content, and is of another schema than this version's", what,
                      artifact.key[:_SHORT])  # fmt: skip
@@ -132,19 +132,19 @@ def _explain(run: Run, place: StoreSettings) -> None:
                  part.wanted, part.stored, more)  # fmt: skip
 
 
-def _prune(run: Run, place: StoreSettings) -> None:
-    names = {(node.kind, node.key) for node in wanted(run)}
+def _prune(run: Run, settings: StoreSettings) -> None:
+    names = {(node.kind, node.key) for node in list_nodes(run)}
     chosen = [
         artifact
-        for artifact in _chosen(run.store, place, list(half_made(run.store)))
-        if place.which == "all" or ((artifact.kind, artifact.key) in names) == (place.which == "run")
+        for artifact in _select(run.store, settings, list(half_made(run.store)))
+        if settings.which == "all" or ((artifact.kind, artifact.key) in names) == (settings.which == "run")
     ]
-    if place.which == "others" and place.kind is None:
+    if settings.which == "others" and settings.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
     freed = format_size(sum(map(size, chosen)))
-    if not place.confirm or run.cfg.dry_run:
+    if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
-            log.info("%s %s  %s", artifact.kind, artifact.key, _described(artifact) or "half made")
+            log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
         log.info("%d artifacts, %s: set store.confirm=true to remove them", len(chosen), freed)
         return
     for artifact in chosen:
@@ -152,20 +152,20 @@ def _prune(run: Run, place: StoreSettings) -> None:
     log.info("removed %d artifacts, %s", len(chosen), freed)
 
 
-def _path(place: StoreSettings) -> Path:
-    if place.path is None:
-        raise InputError(f"store.action={place.action} needs store.path=FOLDER")
-    return Path(place.path).expanduser()
+def _read_path(settings: StoreSettings) -> Path:
+    if settings.path is None:
+        raise InputError(f"store.action={settings.action} needs store.path=FOLDER")
+    return Path(settings.path).expanduser()
 
 
-def _export(store: Store, place: StoreSettings, cfg: DictConfig) -> None:
+def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
     the configuration names its backbone, what a library needs to load it."""
-    out = _path(place)
-    chosen = _chosen(store, place) if place.key else []
+    out = _read_path(settings)
+    chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
         raise InputError(
-            f"store.key={place.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
+            f"store.key={settings.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
@@ -202,6 +202,6 @@ def _card(artifact: Artifact) -> str:
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
     return (
         "---\nlibrary_name: mergekit_lab\n---\n"
-        f"# {artifact.kind}: {_described(artifact)}\n\nMade {artifact.created} by mergekit_lab; named "
+        f"# {artifact.kind}: {_describe(artifact)}\n\nMade {artifact.created} by mergekit_lab; named "
         f"{artifact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
     )

@@ -24,7 +24,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.preflight import list_missing, refuse_missing
-from mergekit_lab.runs.published_experts import expert_source
+from mergekit_lab.runs.published_experts import find_expert
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages, decoding
@@ -165,7 +165,7 @@ def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(p
     file.touch()
     (file.parents[1] / "MNISTVal").mkdir()
     one = context(data, tmp_path, f"experts={tmp_path}/checkpoints", "backbone=clip_vit_b32")
-    assert expert_source(one.plain["experts"], one.backbone, one.tasks["eurosat"]) == str(file)
+    assert find_expert(one.plain["experts"], one.backbone, one.tasks["eurosat"]) == str(file)
 
 
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
@@ -242,12 +242,12 @@ def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:
         data, tmp_path / "store", "experts=hub:tanganke", "backbone=clip_vit_l14", "backbone.weights=null"
     )
     assert (
-        expert_source(hub.plain["experts"], hub.backbone, hub.tasks["eurosat"])
+        find_expert(hub.plain["experts"], hub.backbone, hub.tasks["eurosat"])
         == "tanganke/clip-vit-large-patch14_eurosat"
     )
     other = context(data, tmp_path / "store", "experts=hub:tanganke", "backbone=glyph_clip")
     with pytest.raises(InputError, match="no experts of glyph-clip are published under a known name"):
-        expert_source(other.plain["experts"], other.backbone, other.tasks["eurosat"])
+        find_expert(other.plain["experts"], other.backbone, other.tasks["eurosat"])
 
 
 def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_not(

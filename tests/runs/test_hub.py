@@ -17,7 +17,7 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.programs import start
 from mergekit_lab.runs.preflight import list_missing
-from mergekit_lab.runs.published_experts import expert_missing, expert_source
+from mergekit_lab.runs.published_experts import find_expert, must_download
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
 from mergekit_lab.tasks.hub import cached_data, download_data
@@ -170,11 +170,11 @@ def test_an_expert_that_is_neither_a_path_nor_a_hub_id_is_named(source, tmp_path
 
 def test_an_expert_of_a_revision_is_asked_for_by_it(online, tmp_path) -> None:
     source = f"{EXPERT}@{COMMIT}"
-    assert expert_missing(source)
+    assert must_download(source)
     asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}"]
     start(composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
     assert (tmp_path / "f" / "experts" / NAME / "eurosat" / "model.safetensors").is_file()
-    assert not expert_missing(source)
+    assert not must_download(source)
 
 
 def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypatch) -> None:
@@ -214,7 +214,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
         backbone, task = build(carried.backbone, OpenClip), build(carried.suite.tasks.eurosat, HubImages)
         wanted = OpenClip(name, job[0].partition("=")[2])
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
-        found = expert_source(carried.experts, backbone, task)
+        found = find_expert(carried.experts, backbone, task)
         assert Path(found).parent.name == name
         assert backbone.source.published_name() == wanted.weights
 

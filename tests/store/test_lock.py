@@ -87,7 +87,9 @@ def test_a_lock_that_says_of_no_owner_is_taken_over_after_its_time(tmp_path, tex
     assert taken.wait(5)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)], ids=str)
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)], ids=["pipe", "folder", "link to itself"]
+)
 def test_an_owner_that_is_no_file_is_waited_for_no_longer_than_another(tmp_path, make) -> None:
     mark = leave(tmp_path / "lock")
     mark.unlink()
