@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
-from mergekit_lab.errors import InputError
+from mergekit_lab.memory import fit_memory
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
@@ -100,29 +100,28 @@ def _compute(
     Raises:
         InputError: one sample at a time is too much.
     """
-    chunk = settings.chunk
     causal = run.objective(task).causal
     by_moment = kind == "fisher" and settings.estimate == "first_moment"
-    while True:
+
+    def compute(chunk: int) -> dict[str, Tensor]:
         batches = _batches(run, kind, task, count, run.training.batch_size if by_moment else chunk)
-        try:
-            if kind == "gram":
-                return input_grams(whole, batches)
-            if by_moment:
-                moments = first_moment(whole, batches, causal=causal, chunk=chunk)
-                return {name: moment.square() for name, moment in moments.items()}
-            return diagonal_fisher(
-                whole, batches, causal=causal, sampled=settings.sampled, seed=run.seed, chunk=chunk
-            )
-        except torch.OutOfMemoryError as error:
-            if chunk == 1:
-                raise InputError(
-                    f"the {kind} of one sample of {task} does not fit the device's memory "
-                    f"({str(error).splitlines()[0]}): take a merger that needs none, or set device=cpu"
-                ) from None
-            chunk //= 2
-            log.warning("out of memory in the %s of %s: trying curvature.chunk=%d", kind, task, chunk)
-        torch.cuda.empty_cache()
+        if kind == "gram":
+            return input_grams(whole, batches)
+        if by_moment:
+            moments = first_moment(whole, batches, causal=causal, chunk=chunk)
+            return {name: moment.square() for name, moment in moments.items()}
+        return diagonal_fisher(
+            whole, batches, causal=causal, sampled=settings.sampled, seed=run.seed, chunk=chunk
+        )
+
+    values, _ = fit_memory(
+        compute,
+        settings.chunk,
+        what=f"the {kind} of {task}",
+        setting="curvature.chunk",
+        way_out="take a merger that needs none, or set device=cpu",
+    )
+    return values
 
 
 def find_prefix(whole: nn.Module, model: nn.Module) -> str:

@@ -6,15 +6,14 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.errors import InputError
+from mergekit_lab.memory import fit_memory
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.schema.run import optimizer_factory
@@ -76,24 +75,21 @@ class Training:
         Raises:
             InputError: one sample at a time is too much.
         """
-        settings = self.settings
-        while True:
-            try:
-                return self._train(workspace, settings)
-            except torch.OutOfMemoryError as error:
-                smaller = settings.smaller_micro_batches()
-                if smaller is None or self.run.trainer.strategy != "auto":
-                    raise InputError(
-                        f"training on {', '.join(self.tasks)} does not fit the device's memory with "
-                        f"training.accumulate={settings.accumulate} ({str(error).splitlines()[0]}): raise it, "
-                        "lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed"
-                    ) from None
-                log.warning(
-                    "out of memory with %d micro-batches a step: trying %d (training.accumulate=%d says so "
-                    "from the start)", settings.accumulate, smaller.accumulate, smaller.accumulate,
-                )  # fmt: skip
-                settings = smaller
-            torch.cuda.empty_cache()
+        info, _ = fit_memory(
+            lambda accumulate: self._train(workspace, replace(self.settings, accumulate=accumulate)),
+            self.settings.accumulate,
+            what=f"training on {', '.join(self.tasks)}",
+            setting="training.accumulate",
+            way_out="raise it, lower training.batch_size, or set trainer=fsdp or training.precision=bf16-mixed",
+            smaller=self._cut_finer,
+        )
+        return info
+
+    def _cut_finer(self, accumulate: int) -> int | None:
+        """More micro-batches a step; None where a batch cannot be cut, or processes share it."""
+        if self.run.trainer.strategy != "auto" or accumulate >= self.settings.batch_size:
+            return None
+        return min(2 * accumulate, self.settings.batch_size)
 
     def _train(self, workspace: Workspace, settings: TrainingSettings) -> Mapping[str, Any]:
         run = self.run

@@ -161,13 +161,6 @@ class TrainingSettings:
         warmup = self.warmup_steps * steps // self.steps
         return replace(self, budget="steps", gradient_evaluations=None, steps=steps, warmup_steps=warmup)
 
-    def smaller_micro_batches(self) -> TrainingSettings | None:
-        """The same with twice as many micro-batches, for a device that ran out of memory; None if there are as
-        many as samples."""
-        if self.accumulate >= self.batch_size:
-            return None
-        return replace(self, accumulate=min(2 * self.accumulate, self.batch_size))
-
     @staticmethod
     def combine(settings: Sequence[TrainingSettings]) -> TrainingSettings:
         """The budget of several models for one, as a model of all tasks has; of planned settings."""

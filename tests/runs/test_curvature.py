@@ -104,7 +104,9 @@ def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeyp
 
     shared = ["stage=curvature", f"curvature={kind}", "merger=average", "only=[digits]", "curvature.samples=7"]
     monkeypatch.setattr(room, function, crowded(0))
-    with pytest.raises(InputError, match=rf"the {kind} of one sample of digits does not fit .*device=cpu"):
+    with pytest.raises(
+        InputError, match=rf"the {kind} of digits does not fit .*curvature.chunk=1 .*device=cpu"
+    ):
         go(tmp_path / "a", store, *shared, "curvature.chunk=4")
     assert tried == [4, 2, 1]
     before = keys(store, f"{kind}s")
