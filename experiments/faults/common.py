@@ -18,9 +18,9 @@ from composing import composed
 from mergekit_lab import programs
 
 
-def run_once(folder: Path, store: Path, overrides: list[str]) -> None:
-    """One run, as the command line would begin it."""
-    cfg, choices = composed([*overrides, f"store.root={store}"])
+def run_once(folder: Path, store: Path | None, overrides: list[str]) -> None:
+    """One run, as the command line would begin it; commands on checkpoints have no store."""
+    cfg, choices = composed([*overrides, *([] if store is None else [f"store.root={store}"])])
     programs.start(cfg, folder, choices, [])
 
 
@@ -42,16 +42,25 @@ def start(work: Callable[[], None], log: Path) -> int:
 
 
 def finish(pid: int, seconds: float) -> int | None:
-    """The exit code of a process; None if it has not ended in time, and was killed."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    """The exit code of a process; None if it hung, and was killed.
+
+    It hangs when it has computed for so long, or waited for so long without computing; waiting for a busy
+    machine's processor is neither.
+    """
+    computed, since = 0.0, time.monotonic()
+    while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        if ticks != computed or fields[0] == "R":
+            computed, since = ticks, time.monotonic()
+        if computed > seconds or time.monotonic() - since > seconds:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            return None
         time.sleep(0.05)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return None
 
 
 def hash_weights(store: Path) -> dict[str, str]:

@@ -6,9 +6,9 @@ A tiny run is made once: a store, the run's folder, a training that was killed (
 export, and models to merge. Every try copies one of these, changes one file or folder of it as the seed says,
 and does with it what its users do. All runs are forks with a time limit. Equal seeds try equal things.
 
-`same` is the result of the undisturbed run, bit for bit; `same, found` that with a word of the fault on the way
-(by `store.action=verify`, or a refusal after which removing what verify named was enough); `refused` an error
-that says what is wrong; `other` a result that differs without a word, where nothing says what was there: a
+`same` is the result of the undisturbed run, bit for bit. `same, named` is that, and the fault was named on the
+way: by `store.action=verify`, or by a refusal after which it was enough to remove what verify named. `refused` is
+an error that says what is wrong. `other` is another result without a word, where nothing says what was there: a
 flipped bit in somebody else's model, or in a run's records. `WRONG`, `crash` and `hang` are failures.
 """
 
@@ -162,21 +162,21 @@ class Trial:
 
 
 def use_store(trial: Trial, wanted: dict) -> str:
-    found = trial.verify()
-    if found in ("crash", "hang"):
-        return found
+    verified = trial.verify()
+    if verified in ("crash", "hang"):
+        return verified
     ended = trial.run(*RUN)
     if ended == "refused":
         if (cleared := trial.verify("store.confirm=true")) != "done":
             return cleared if cleared in ("crash", "hang") else ended
-        found, ended = "refused", trial.run(*RUN)
+        verified, ended = "refused", trial.run(*RUN)
     if ended != "done":
         return ended
     same = (
         read_rows(trial.folder / "again") == wanted["rows"]
         and hash_weights(trial.folder / "store") == wanted["weights"]
     )
-    return "WRONG" if not same else "same, found" if found == "refused" else "same"
+    return "WRONG" if not same else "same, named" if verified == "refused" else "same"
 
 
 def use_cut(trial: Trial, wanted: dict) -> str:
@@ -193,14 +193,13 @@ def use_run(trial: Trial, wanted: dict) -> str:
     if read_rows(trial.folder / "run") != wanted["rows"]:
         return "WRONG"
     if compared == "refused":
-        return "same, found"
+        return "same, named"
     return "same" if read_rows(trial.folder / "page") == wanted["page"] else "other"
 
 
 def use_export(trial: Trial, wanted: dict) -> str:
     shutil.rmtree(trial.folder / "store")
-    given = trial.folder / "export"
-    ended = trial.run("stage=store", "store.action=import", f"store.path={given}", run="import")
+    ended = trial.run("stage=store", "store.action=import", f"store.path={trial.folder}/export", run="import")
     if ended != "done":
         return ended
     return "same" if list(hash_weights(trial.folder / "store").values()) == wanted["export"] else "WRONG"
@@ -208,7 +207,7 @@ def use_export(trial: Trial, wanted: dict) -> str:
 
 def use_models(trial: Trial, wanted: dict) -> str:
     models, out = trial.folder / "models", trial.folder / "merged"
-    ended = trial.run(*merge_arguments(models, out), run="merge")
+    ended = trial.do(lambda: run_once(trial.folder / "merge", None, merge_arguments(models, out)))
     if ended != "done":
         return ended
     return "same" if hash_file(out / "model.safetensors") == wanted["merged"] else "other"
@@ -236,7 +235,7 @@ def must(outcome: str, trial: Trial) -> None:
 
 def prepare(folder: Path, seconds: float) -> dict:
     """What tries copy, and what they are compared with."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     trial = Trial(folder, seconds)
     must(trial.run(*RUN, run="run"), trial)
     wanted = {"rows": read_rows(folder / "run"), "weights": hash_weights(folder / "store")}
@@ -247,7 +246,8 @@ def prepare(folder: Path, seconds: float) -> dict:
     must(trial.run(*export), trial)
     wanted["export"] = [hash_file(expert / "model.safetensors")]
     prepare_models(folder / "models", sorted((folder / "store/experts").iterdir()))
-    must(trial.run(*merge_arguments(folder / "models", folder / "merged"), run="merge"), trial)
+    merge = merge_arguments(folder / "models", folder / "merged")
+    must(trial.do(lambda: run_once(folder / "merge", None, merge)), trial)
     wanted["merged"] = hash_file(folder / "merged/model.safetensors")
     cut = start(lambda: run_once(folder / "cut-run", folder / "cut", RUN), folder / "log")
     while not any((folder / "cut").glob("work/*/*/resume/last.ckpt")):
@@ -266,7 +266,7 @@ def prepare_models(folder: Path, experts: list[Path]) -> None:
     base = open_checkpoint(folder / "a")
     (folder / "base").mkdir()
     (folder / "base/config.json").write_text(json.dumps({"hidden_size": 64}, indent=1))
-    with ShardedWriter(folder / "base", base.specs, max_bytes=200_000) as writer:
+    with ShardedWriter(folder / "base", base.specs, max_bytes=1_500_000) as writer:
         for name in base:
             writer.write(name, base[name])
     for name in ("base", "a", "b"):
@@ -301,7 +301,7 @@ def attempt(target: str, prepared: Path, folder: Path, wanted: dict, seed: int, 
 
 
 def print_table(rows: list[dict]) -> None:
-    outcomes = ["same", "same, found", "refused", "other", "WRONG", "crash", "hang"]
+    outcomes = ["same", "same, named", "refused", "other", "WRONG", "crash", "hang"]
     print(f"| what | mutation | {' | '.join(outcomes)} |\n|---|---|{'---|' * len(outcomes)}")
     groups = defaultdict(Counter)
     for row in rows:
@@ -315,7 +315,9 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", choices=list(USES), default=list(USES))
-    parser.add_argument("--seconds", type=float, default=120, help="after which something hangs")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of computing, or of waiting, that are a hang"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mutate"))
     parser.add_argument("--prepared", type=Path, help="of an earlier call, to begin at once")
     parser.add_argument("--out", type=Path, required=True)
@@ -327,8 +329,8 @@ def main() -> None:
         wanted = prepare(prepared, 10 * options.seconds)
         (prepared / "wanted.json").write_text(json.dumps(wanted))
     wanted = json.loads((prepared / "wanted.json").read_text())
-    for part in ("rows", "page"):
-        wanted[part] = [tuple(row) for row in wanted[part]]
+    for name in ("rows", "page"):
+        wanted[name] = [tuple(row) for row in wanted[name]]
     rows: list[dict] = []
     for number in range(options.tries):
         target = options.targets[number % len(options.targets)]

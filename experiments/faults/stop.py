@@ -53,15 +53,20 @@ PHASES = {
 def start(store: Path, folder: Path, *more: str) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     flags = [each for each in more if each.startswith("-")]
-    given = [*SHARED, f"store.root={store}", f"run_dir={folder}", *(each for each in more if each not in flags)]
-    command = [sys.executable, "-m", "mergekit_lab", *flags, *given]
-    with (folder / "told").open("a") as told:
-        return subprocess.Popen(command, stdout=told, stderr=told, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    arguments = [
+        *SHARED,
+        f"store.root={store}",
+        f"run_dir={folder}",
+        *(each for each in more if each not in flags),
+    ]
+    command = [sys.executable, "-m", "mergekit_lab", *flags, *arguments]
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def finished(run: subprocess.Popen, folder: Path) -> None:
+def wait_for(run: subprocess.Popen, folder: Path) -> None:
     if run.wait():
-        raise RuntimeError((folder / "told").read_text()[-2000:])
+        raise RuntimeError((folder / "log").read_text()[-2000:])
 
 
 @contextmanager
@@ -75,16 +80,16 @@ def busy(processes: int) -> Iterator[None]:
             other.kill()
 
 
-def try_once(place: Path, prepared: Path, phase: str, number: signal.Signals, after: float, load: int) -> dict:
+def try_once(folder: Path, prepared: Path, phase: str, number: signal.Signals, after: float, load: int) -> dict:
     kind, asked = PHASES[phase]
-    store, folder = place / "store", place / "run"
+    store, run_folder = folder / "store", folder / "run"
     trains = phase in ("training", "sweep")
     if not trains:
         shutil.copytree(prepared, store)
-    run = start(store, folder, *asked)
-    while not (any(folder.rglob("metrics.csv")) if trains else any(store.glob(f"work/{kind}/*"))):
+    run = start(store, run_folder, *asked)
+    while not (any(run_folder.rglob("metrics.csv")) if trains else any(store.glob(f"work/{kind}/*"))):
         if run.poll() is not None:
-            raise RuntimeError((folder / "told").read_text()[-2000:])
+            raise RuntimeError((run_folder / "log").read_text()[-2000:])
         time.sleep(0.01)
     with busy(load):
         time.sleep(after)
@@ -102,8 +107,8 @@ def try_once(place: Path, prepared: Path, phase: str, number: signal.Signals, af
         "checkpoint": bool(list(store.glob("work/experts/*/resume/last.ckpt"))),
         "locks left": len(list(store.glob("locks/*"))),
     }
-    finished(start(store, folder, *asked), folder)
-    row["resumed"] = "resuming from" in (folder / "told").read_text()
+    wait_for(start(store, run_folder, *asked), run_folder)
+    row["resumed"] = "resuming from" in (run_folder / "log").read_text()
     row["left over"] = len(list(store.glob("work/*/*"))) + len(list(store.glob("locks/*")))
     return row
 
@@ -116,34 +121,34 @@ def main() -> None:
     parser.add_argument(
         "--load", type=int, default=0, help="processes that compute beside the run that is told to stop"
     )
-    parser.add_argument("--place", type=Path, default=Path("/tmp/stop"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/stop"))
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # where a shell has it ignored, runs would ignore it too
-    shutil.rmtree(given.place, ignore_errors=True)
-    prepared = given.place / "prepared"
+    shutil.rmtree(options.folder, ignore_errors=True)
+    prepared = options.folder / "prepared"
     ready = ["stage=[finetune,merge]", "merger=average"]
-    finished(start(prepared, given.place / "first", *ready), given.place / "first")
-    moments, rows = random.Random(given.seed), []
-    for phase in given.phases:
+    wait_for(start(prepared, options.folder / "first", *ready), options.folder / "first")
+    moments, rows = random.Random(options.seed), []
+    for phase in options.phases:
         for number in (signal.SIGTERM, signal.SIGINT):
-            for turn in range(given.times):
-                place = given.place / f"{phase}-{number.name}-{turn}"
-                rows.append(try_once(place, prepared, phase, number, moments.uniform(0, 2), given.load))
+            for turn in range(options.times):
+                folder = options.folder / f"{phase}-{number.name}-{turn}"
+                rows.append(try_once(folder, prepared, phase, number, moments.uniform(0, 2), options.load))
                 print(rows[-1], flush=True)
-                shutil.rmtree(place)
+                shutil.rmtree(folder)
                 report = {
                     "date": str(date.today()),
                     "command": f"python experiments/faults/stop.py {' '.join(sys.argv[1:])}",
                     "torch": torch.__version__,
                     "cores": os.cpu_count(),
-                    "load": given.load,
+                    "load": options.load,
                     "rows": rows,
                 }
-                given.out.write_text(json.dumps(report, indent=1) + "\n")
-    for phase in given.phases:
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for phase in options.phases:
         mine = sorted(row["seconds"] for row in rows if row["phase"] == phase)
         print(f"{phase}: {len(mine)} times, median {mine[len(mine) // 2]} s, longest {mine[-1]} s")
 

@@ -86,9 +86,9 @@ class OptunaSweeper(ComparisonSweeper):
             self._train_first(jobs)
             self.validate_batch_is_legal(jobs)
             returns.append(self._launch(jobs, first))
-            for trial, found in zip(trials, returns[-1], strict=True):
-                well = found.status is JobStatus.COMPLETED
-                study.tell(trial, found.return_value if well else None,
+            for trial, job in zip(trials, returns[-1], strict=True):
+                well = job.status is JobStatus.COMPLETED
+                study.tell(trial, job.return_value if well else None,
                            state=None if well else optuna.trial.TrialState.FAIL)  # fmt: skip
         self._tell(study, returns)
         return returns
@@ -101,7 +101,7 @@ class OptunaSweeper(ComparisonSweeper):
         except Exception as error:
             if len(jobs) > 1:
                 log.warning(f"not all of {len(jobs)} trials have returned ({error}): one by one now")
-                return [found for n, job in enumerate(jobs) for found in self._launch([job], first + n)]
+                return [self._launch([job], first + n)[0] for n, job in enumerate(jobs)]
             log.warning(f"#{first} has not returned: {error}")
             failed = JobReturn(overrides=jobs[0], status=JobStatus.FAILED)
             failed.return_value = error
@@ -114,13 +114,13 @@ class OptunaSweeper(ComparisonSweeper):
         best = study.best_trial
         chosen = " ".join(f"{name}={value}" for name, value in best.params.items())
         log.info(f"best of {len(done)} trials: #{best.number}, {best.value:.4f}, {chosen}")
-        found = {
+        results = {
             "name": "optuna",
             "best_params": best.params,
             "best_value": best.value,
             "best_job": best.number,
         }
-        OmegaConf.save(OmegaConf.create(found), Path(self.config.hydra.sweep.dir) / RESULTS)
+        OmegaConf.save(OmegaConf.create(results), Path(self.config.hydra.sweep.dir) / RESULTS)
 
 
 def _distribution(override: Override) -> Any:
