@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> float | None:
         raise UserError(str(error)) from error
 
 
-def _told_in_one_line() -> None:
+def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
     from mergekit_lab.command_line import explain
 
@@ -50,17 +50,17 @@ def _told_in_one_line() -> None:
 
 
 if __name__ == "__main__":
-    from mergekit_lab.command_line import for_hydra
+    from mergekit_lab.command_line import translate
     from mergekit_lab.console import outlive_console
     from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
     gather_temporary_files()
-    sys.argv[1:] = for_hydra(sys.argv[1:])
+    sys.argv[1:] = translate(sys.argv[1:])
     raise_on_sigterm()
     try:
-        _told_in_one_line()
+        _run()
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         leave(130)

@@ -16,7 +16,7 @@ _EXPERIMENT = "+experiment="
 _CONFIG_DIR = ("--config-dir", "-cd")
 
 
-def for_hydra(arguments: list[str]) -> list[str]:
+def translate(arguments: list[str]) -> list[str]:
     """The command line as Hydra can read it.
 
     A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
@@ -60,8 +60,9 @@ def explain(error: Exception) -> str:
     if wrong := re.match(r"Could not override '([^']+)'", text):
         key = wrong[1].rpartition(".")[2]
         siblings = getattr(error.__cause__, "parent_node", None)
-        known = _top_level_names() if siblings is None else map(str, siblings)
-        return f"unknown key {wrong[1]!r}{suggestion(key, set(known) - {'hydra', 'command'})}"
+        names = _top_level_names() if siblings is None else map(str, siblings)
+        known = {name for name in names if name not in ("hydra", "command") and not name.startswith("_")}
+        return f"unknown key {wrong[1]!r}{suggestion(key, known)}"
     cause = error.__cause__ or error.__context__
     return f"{text}: {cause}" if text.startswith("Error merging override") and cause else text
 

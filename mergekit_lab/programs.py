@@ -36,7 +36,7 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
             run lie there, which a mistake leaves as they are.
     """
-    with _failures_left(cfg, folder, overrides):
+    with _leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
             with _without_garbage_collection():
                 command = load_command(cfg.command)
@@ -57,7 +57,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _failures_left(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
+def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
     """Leave `failure.json` and the configuration where the program fails."""
     finished = _holds_results(folder) and not _in_sweep()
     remove_failure(folder)

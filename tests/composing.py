@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from mergekit_lab.command_line import for_hydra
+from mergekit_lab.command_line import translate
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 
@@ -36,7 +36,7 @@ TINY = [
 def composed(overrides: list[str]):
     """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
     GlobalHydra.instance().clear()
-    options, overrides = partition(for_hydra(overrides))
+    options, overrides = partition(translate(overrides))
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose(options.get("--config-name", "main"), overrides, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)

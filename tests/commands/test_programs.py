@@ -8,7 +8,7 @@ from composing import composed, partition
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab import InputError
-from mergekit_lab.command_line import for_hydra
+from mergekit_lab.command_line import translate
 from mergekit_lab.commands import COMMANDS, command_class
 from mergekit_lab.programs import start
 from mergekit_lab.schema.check import check_against
@@ -54,7 +54,7 @@ def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) 
     ],
 )
 def test_the_command_line_says_which_configuration_is_read(arguments: list[str], name: str | None) -> None:
-    options, overrides = partition(for_hydra(arguments))
+    options, overrides = partition(translate(arguments))
     assert options.get("--config-name") == name
     kept = [each for each in arguments if name is None or not each.endswith(f"={name}")]
     assert overrides == kept
@@ -65,7 +65,7 @@ def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/experiment").mkdir(parents=True)
     (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\ncommand: merge_checkpoints\n")
-    found = for_hydra([*given, "+experiment=own"])
+    found = translate([*given, "+experiment=own"])
     assert "--config-name=merge_checkpoints" in found
     assert found[-1] == "+experiment=own"
 
