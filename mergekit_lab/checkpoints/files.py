@@ -163,7 +163,7 @@ def load_pickled(label: str, file: Path) -> dict[str, Any]:
     try:
         return _find_state_dict(label, file, _load(file))
     except pickle.UnpicklingError as error:
-        with contextlib.suppress(InputError, pickle.UnpicklingError):
+        with contextlib.suppress(pickle.UnpicklingError):
             return _find_state_dict(label, file, _load_around_foreign_classes(label, file))
         reason = str(error).split("\n")[0]
         raise InputError(
@@ -251,7 +251,7 @@ class _StorageSizes(pickle.Unpickler):
         return _Inert()
 
 
-_PLAIN = (type(None), bool, int, float, str, bytes, _Inert)
+_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def _load_around_foreign_classes(label: str, file: Path) -> Any:
@@ -265,8 +265,13 @@ def _load_around_foreign_classes(label: str, file: Path) -> Any:
         raise pickle.UnpicklingError(str(error)) from None
     if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
         raise pickle.UnpicklingError("it calls functions of Python itself")
-    with torch.serialization.safe_globals([(_Inert, name) for name in names]):
-        content = _load(file)
+    try:
+        with torch.serialization.safe_globals([(_Inert, name) for name in names]):
+            content = _load(file)
+    except Exception as error:
+        raise pickle.UnpicklingError(str(error)) from None
+    if isinstance(content, _Inert):
+        raise pickle.UnpicklingError("it holds nothing else")
     log.info("%s: %s holds objects that are not read (%s)", label, file.name, listing(names))
     return content
 
@@ -289,11 +294,16 @@ def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
             raise InputError(
                 f"{label}: {file} holds several models ({listing(twins)}): save the one that you mean"
             )
-    plain = [name for name, value in content.items() if isinstance(value, _PLAIN)]
+    plain = [name for name, value in content.items() if _is_no_weight(name, value)]
     if plain:
         named = listing(map(str, plain))
         log.info("%s: %s holds values that are no tensors and not merged (%s)", label, file.name, named)
     return {name: value for name, value in content.items() if name not in plain}
+
+
+def _is_no_weight(name: Any, value: Any) -> bool:
+    """Whether an entry of a state dict can be left out: a plain value, or what Transformer Engine adds."""
+    return isinstance(value, _PLAIN) or (isinstance(value, _Inert) and str(name).endswith("_extra_state"))
 
 
 def _holds_tensors(content: Mapping[Any, Any]) -> bool:

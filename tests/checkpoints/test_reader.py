@@ -153,8 +153,15 @@ def test_foreign_objects_beside_the_weights_are_left_out_unread(tmp_path, tensor
     extra = {"hyper_parameters": argparse.Namespace(path=tmp_path, settings=settings), "epoch": 1}
     torch.save({"state_dict": tensors, **extra}, tmp_path / "run.ckpt")
     assert_same(open_checkpoint(tmp_path / "run.ckpt"), tensors)
-    torch.save({**tensors, "_extra_state": settings}, tmp_path / "plain.pt")
+    torch.save({**tensors, "attention._extra_state": settings}, tmp_path / "plain.pt")
     assert_same(open_checkpoint(tmp_path / "plain.pt"), tensors)
+
+
+def test_a_foreign_object_in_the_stead_of_a_weight_is_refused(tmp_path, tensors) -> None:
+    """It could be a tensor of a class of its own."""
+    torch.save({"state_dict": {**tensors, "packed": Settings()}}, tmp_path / "run.ckpt")
+    with pytest.raises(InputError, match=r"not tensors \(packed\)"):
+        open_checkpoint(tmp_path / "run.ckpt")
 
 
 def test_a_truncated_file_is_named(tmp_path, tensors) -> None:
