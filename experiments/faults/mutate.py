@@ -7,9 +7,10 @@ export, and models to merge. Every try copies one of these, changes one file or 
 and does with it what its users do. All runs are forks with a time limit. Equal seeds try equal things.
 
 `same` is the result of the undisturbed run, bit for bit. `same, named` is that, and the fault was named on
-the way: by `store.action=verify`, or by a refusal after which it was enough to remove what verify named. `refused`
-is an error that says what is wrong. `other` is another result without a word, where nothing says what was there: a
-flipped bit in somebody else's model, or in a run's records. `WRONG`, `crash` and `hang` are failures.
+the way: by `store.action=verify`, or by a refusal after which it was enough to remove what verify named.
+`refused` is an error that says what is wrong. `other` is another result without a word, where nothing says
+what was there: a flipped bit in somebody else's model, or in a run's records. `WRONG`, `crash` and `hang`
+are failures.
 """
 
 import argparse

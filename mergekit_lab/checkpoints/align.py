@@ -1,6 +1,7 @@
 """Make experts' names the base's, where the difference says nothing about their values.
 
-Four differences are harmless: a prefix before every name (`model.`, `base_model.model.`) that one side has;
+Five differences are harmless: a prefix before every name (`model.`, `base_model.model.`) that one side has;
+names and stacks as a model of transformers has them in memory, beside those of its files;
 what wrappers of modules put into names (`module.`, `_orig_mod.`), and older spellings (`LayerNorm.gamma`);
 buffers that a model makes anew whenever it is built, and that some versions write; and a tied weight that one
 side writes under both of its names and the other under one. Everything else is left for the merge to refuse.
@@ -9,12 +10,14 @@ side writes under both of its names and the other under one. Everything else is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.in_memory import architecture_of, class_prefix, relaid
 from mergekit_lab.checkpoints.tied_weights import (
     find_tied_groups,
     read_config,
@@ -54,7 +57,7 @@ def align(
     Raises:
         InputError: a weight that the base ties has two values in the expert.
     """
-    expert = _renamed(base, expert, say)
+    expert = _in_the_bases_layout(base, _renamed(base, expert, say), expert, say)
     expert = _with_the_bases_buffers(base, expert, say)
     expert = _without_second_names(base, expert, read, say)
     return _with_second_names(base, expert, read, say)
@@ -96,7 +99,7 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
         return expert
     wanted = {_usual(name): name for name in base}
     found = {name: _usual(name) for name in expert}
-    drop, add = _prefixes(set(found.values()), wanted.keys())
+    drop, add = _prefixes(base, expert, found, wanted)
     placed = {name: add + usual.removeprefix(drop) for name, usual in found.items()}
     new = {
         name: name if name in base and not (drop or add) else wanted.get(at, at) for name, at in placed.items()
@@ -123,27 +126,75 @@ def _usual(name: str) -> str:
     return name
 
 
-def _prefixes(names: set[str], wanted: Iterable[str]) -> tuple[str, str]:
-    """What to leave out before every name, or to put there, so that most of the base's names are met."""
-    wanted = set(wanted)
-    options = [
-        ("", ""),
-        *((head, "") for head in _heads(names, len(names))),
-        *(("", head) for head in _heads(wanted, len(wanted) / 2)),
-    ]
-    return max(
-        options, key=lambda option: sum(option[1] + name.removeprefix(option[0]) in wanted for name in names)
-    )
+def _prefixes(
+    base: Checkpoint, expert: Checkpoint, found: Mapping[str, str], wanted: Mapping[str, str]
+) -> tuple[str, str]:
+    """What to leave out before every name, or to put there, so that most of the base's names are met.
+
+    Args:
+        found: the expert's names, each in its usual spelling.
+        wanted: the base's names by their usual spelling.
+
+    Raises:
+        InputError: two prefixes meet as many names, of as many shapes, and the expert's class does not tell.
+    """
+
+    def met(option: tuple[str, str]) -> tuple[int, int]:
+        """How many names are met, and how many of these with their shape."""
+        pairs = ((name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in found.items())
+        shapes = [expert.specs[n].shape == base.specs[at].shape for n, at in pairs if at is not None]
+        return len(shapes), sum(shapes)
+
+    usual = set(found.values())
+    dropped = [(head, "") for head in _heads(usual, len(usual))]
+    count = Counter(head for name in wanted for head, rest in _cuts(name) if rest in usual)
+    added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
+    options = {option: met(option) for option in (("", ""), *dropped, *added)}
+    best = max(options.values())
+    alike = [option for option, score in options.items() if score == best]
+    if alike[0] == ("", "") or 2 * best[0] < len(found) or len(alike) == 1:
+        return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
+    named = read_config(expert.folder).get("architectures")
+    prefix = class_prefix(str(named[0])) if isinstance(named, list) and named else None
+    told = [option for option in alike if prefix and f".{option[1]}".endswith(f".{prefix}.")]
+    if len(told) != 1:
+        heads = [add or drop for drop, add in alike]
+        raise InputError(
+            f"expert {expert.label!r} fits the base under several prefixes ({listing(heads)}), and nothing "
+            "tells which part it is: put the right one before its names, or its config.json beside it"
+        )
+    return told[0]
 
 
-def _heads(names: set[str], least: float) -> list[str]:
+def _heads(names: Iterable[str], least: float) -> list[str]:
     """Prefixes up to a dot that at least so many names have, the shortest first."""
-    count: dict[str, int] = {}
-    for name in names:
-        for found in re.finditer(r"\.", name):
-            head = name[: found.end()]
-            count[head] = count.get(head, 0) + 1
+    count = Counter(head for name in names for head, _ in _cuts(name))
     return sorted((head for head, n in count.items() if n >= least), key=len)
+
+
+def _cuts(name: str) -> list[tuple[str, str]]:
+    """A name cut after each of its dots."""
+    return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
+
+
+def _in_the_bases_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+    """The expert under the names of the base's files, or of its model in memory, where one has the former and
+    the other the latter; the stacks of a mixture's experts in the base's pieces, or the other way round."""
+    lacking = len(base.keys() - renamed.keys())
+    extra = [name for name in renamed if name not in base and not _is_computed(name, renamed.specs[name])]
+    if not lacking or not extra:
+        return renamed
+    named = read_config(expert.folder).get("architectures")
+    own = str(named[0]) if isinstance(named, list) and named else None
+    for holder, kind in ((base, own), (base, None), (expert, None)):
+        architecture = architecture_of(holder, kind)
+        if architecture is None:
+            continue
+        moved = relaid(expert, architecture.made_of(expert), base, architecture.made_of(base))
+        if len(base.keys() - moved.keys()) < lacking:
+            say(f"{expert.label}: names and layout as in the base, by {architecture.name} of transformers")
+            return moved
+    return renamed
 
 
 def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:

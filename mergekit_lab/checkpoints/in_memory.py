@@ -240,3 +240,45 @@ def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]
     view = View(checkpoint, specs, read, tied)
     view.untied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.untied.items()}
     return view
+
+
+def relaid(
+    checkpoint: Checkpoint, own: Mapping[str, Made], like: Checkpoint, theirs: Mapping[str, Made]
+) -> View:
+    """A checkpoint under another one's names, in its stacks or pieces.
+
+    Args:
+        own, theirs: how each tensor in memory is made of the tensors of `checkpoint`, and of those of `like`.
+            What is in one of them alone keeps its name.
+    """
+    specs: dict[str, TensorSpec] = {}
+    read: dict[str, Callable[[], Tensor]] = {}
+    source = View(checkpoint, checkpoint.specs, {})  # keeps the stack of which pieces are read one by one
+    new: dict[str, str] = {}
+
+    def piece(target: str, name: str) -> Tensor:
+        whole = own[target].make(source.__getitem__)
+        return theirs[target].take(whole, name, lambda other: like.specs[other].shape)
+
+    for target, made in own.items():
+        if target not in theirs:
+            continue
+        wanted, there = made.spec(checkpoint.specs), theirs[target]
+        same = [len(part) for part in made.sources] == [len(part) for part in there.sources]
+        if same and (made.name is None) == (there.name is None):
+            new |= zip(made.names, there.names, strict=True)
+        elif there.name is not None:
+            specs[there.name], read[there.name] = wanted, partial(made.make, checkpoint.__getitem__)
+            new |= dict.fromkeys(made.names, "")
+        elif made.name is not None:
+            for name in there.names:
+                specs[name] = TensorSpec(like.specs[name].shape, wanted.dtype)
+                read[name] = partial(piece, target, name)
+            new[made.name] = ""
+    for name, spec in checkpoint.specs.items():
+        moved = new.get(name, name)
+        if moved:
+            specs.setdefault(moved, spec)
+            read.setdefault(moved, partial(checkpoint.__getitem__, name))
+    tied = {new.get(n, n): new.get(k, k) for n, k in checkpoint.find_ties().items()}
+    return View(checkpoint, specs, read, tied)

@@ -139,6 +139,6 @@ def find_equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def find_configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
-    """`tied_groups` as the configuration beside the files has them."""
+    """`find_tied_groups` as the configuration beside the files has them."""
     config = {**read_config(checkpoint.folder), **checkpoint.changed}
     return find_tied_groups(checkpoint.specs, read_vocabulary_size(config), bool(ties_embeddings(config)))

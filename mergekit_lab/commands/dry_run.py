@@ -38,7 +38,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
-from mergekit_lab.merging.inputs import check_same_names, select_tensors
+from mergekit_lab.merging.inputs import check_same_names, concerning, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
@@ -61,12 +61,15 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _output_problems(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _problem(refuse_quantized, checkpoint)
-    result.problems += compare_specs(prepared.base.specs, {n: c.specs for n, c in prepared.experts.items()})
+    merged = _merged_names(prepared, result)
+    ties = assume_ties(prepared.base)
+    matters = concerning(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
+    experts = {name: matters(expert.specs) for name, expert in prepared.experts.items()}
+    result.problems += compare_specs(matters(prepared.base.specs), experts)
     result.problems += _problem(plan_files_beside, prepared, format)
     result.problems += _problem(prepared.method.check, tuple(prepared.experts))
-    result.problems += _side_problems(prepared)
-    merged = _merged_names(prepared, result)
-    specs, limit, stem = prepared.plan(list(assume_ties(prepared.base)))
+    result.problems += _side_problems(prepared, merged)
+    specs, limit, stem = prepared.plan(list(ties))
     kept = len(specs) - len(merged)
     stored = specs if format == "dense" else _factors(prepared, merged)
     try:
@@ -119,16 +122,19 @@ def _output_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> l
     return problems
 
 
-def _side_problems(prepared: Prepared) -> list[str]:
+def _side_problems(prepared: Prepared, merged: Sequence[str]) -> list[str]:
     problems = []
     method, base = prepared.method, prepared.base.specs
     for kind in method.side_inputs:
         if kind not in prepared.side:
             problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
             continue
-        own = {n: s for n, s in base.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n}
+        own = {n: base[n] for n in merged if method.name_side(kind, n) == n}
         if own:
-            sides = {f"the {kind} of {n}": c.specs for n, c in prepared.side[kind].items()}
+            sides = {
+                f"the {kind} of {n}": {k: s for k, s in c.specs.items() if k in own or k not in base}
+                for n, c in prepared.side[kind].items()
+            }
             problems += compare_specs(own, sides)
         else:
             side = tuple(prepared.side[kind].values())
@@ -138,9 +144,8 @@ def _side_problems(prepared: Prepared) -> list[str]:
 
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
-        found = select_tensors(
-            prepared.base.specs, assume_ties(prepared.base), prepared.include, prepared.left_out
-        )
+        ties, experts = assume_ties(prepared.base), prepared.experts.values()
+        found = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
     except InputError as error:
         result.problems.append(str(error))
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,21 +107,22 @@ def open_inputs(
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
         refuse_quantized(checkpoint)
-    _check_alike(origin.specs, opened.values(), "expert", base=origin)
-    _check_buffers(origin, opened.values())
     tied = origin.find_ties()
-    _check_tied(tied, opened.values())
-    method.check(tuple(opened))
+    merged = select_tensors(origin.specs, tied, include, exclude, opened.values())
     require_choice("buffers", buffers, ("merge", "base"))
-    merged = select_tensors(origin.specs, tied, include, exclude)
     if buffers == "base":
         merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
+    matters = concerning(origin.specs, tied, merged, include, exclude)
+    _check_alike(matters(origin.specs), opened.values(), "expert", matters, base=origin)
+    _check_buffers(matters(origin.specs), origin, opened.values())
+    _check_tied({n: k for n, k in tied.items() if k in merged}, opened.values())
+    method.check(tuple(opened))
     method.check_tensors(merged)
     double = any(s.dtype == torch.float64 for c in (origin, *opened.values()) for s in c.specs.values())
     return Inputs(
         base=origin,
         experts=opened,
-        side=_open_side(origin, method, tuple(opened), statistics),
+        side=_open_side(origin, method, tuple(opened), statistics, merged),
         name_side=method.name_side,
         tied=tied,
         merged=merged,
@@ -146,10 +148,12 @@ def select_tensors(
     tied: Mapping[str, str],
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str],
+    experts: Iterable[Checkpoint] = (),
 ) -> tuple[str, ...]:
     """The floating-point tensors that are merged, tied ones once.
 
-    Weights with several names are one: they are excluded if a name of theirs is, else included if one is.
+    Weights with several names are one: they are excluded if a name of theirs is, else included if one is. A
+    pattern may be for what only experts have.
 
     Raises:
         InputError: a pattern that matches no floating-point tensor, or nothing that is left to merge.
@@ -160,7 +164,8 @@ def select_tensors(
     for name, spec in specs.items():
         if spec.dtype.is_floating_point:
             names_of.setdefault(tied.get(name, name), []).append(name)
-    floating = [name for names in names_of.values() for name in names]
+    floating = {name for names in names_of.values() for name in names}
+    floating |= {name for expert in experts for name in expert if name not in specs}
     for pattern in (*(include or ()), *exclude):
         if not any(fnmatchcase(name, pattern) for name in floating):
             raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
@@ -178,17 +183,39 @@ def select_tensors(
     return chosen
 
 
+Specs = Mapping[str, TensorSpec]
+
+
+def concerning(
+    base: Specs,
+    tied: Mapping[str, str],
+    merged: Iterable[str],
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
+) -> Callable[[Specs], dict[str, TensorSpec]]:
+    """Keeps of a checkpoint's tensors those about which base and experts must agree: what is merged, and
+    whatever else no pattern leaves out. What is not merged need not be there."""
+    chosen = set(merged)
+
+    def matters(name: str) -> bool:
+        if name in base and base[name].dtype.is_floating_point:
+            return tied.get(name, name) in chosen
+        return is_selected(name, include, exclude)
+
+    return lambda specs: {name: spec for name, spec in specs.items() if matters(name)}
+
+
 def _check_alike(
-    wanted: Mapping[str, TensorSpec],
+    wanted: Specs,
     others: Iterable[Checkpoint],
     what: str,
-    optional: Iterable[str] = (),
+    matters: Callable[[Specs], Specs],
     base: Checkpoint | None = None,
 ) -> None:
     """Names, kinds and shapes must agree; the error names every offender of a checkpoint, and says if only the
     names differ from the base's."""
     for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), other.specs.keys() - {*wanted, *optional}
+        missing, extra = wanted.keys() - other.specs.keys(), matters(other.specs).keys() - wanted.keys()
         shared = [name for name in wanted if name in other.specs]
         shapes = [
             f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
@@ -223,10 +250,10 @@ def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in checkpoint.specs.items()}
 
 
-def _check_buffers(base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
+def _check_buffers(wanted: Specs, base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
     names = [
         name
-        for name, spec in base.specs.items()
+        for name, spec in wanted.items()
         if not spec.dtype.is_floating_point and not name.endswith(_COUNTER)
     ]
     for expert in experts:
@@ -272,7 +299,11 @@ def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
 
 
 def _open_side(
-    base: Checkpoint, method: Method, experts: Sequence[str], statistics: Mapping[str, Sources] | None
+    base: Checkpoint,
+    method: Method,
+    experts: Sequence[str],
+    statistics: Mapping[str, Sources] | None,
+    merged: Sequence[str],
 ) -> dict[str, tuple[Checkpoint, ...]]:
     by_kind = dict(statistics or {})
     known = {*_KINDS, *method.side_inputs}
@@ -294,14 +325,16 @@ def _open_side(
                 f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
             )
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
-        dense = {
-            n: s for n, s in base.specs.items() if s.dtype.is_floating_point and method.name_side(kind, n) == n
-        }
-        if dense:
-            _check_alike(dense, opened[kind], f"the {kind}", optional=base.specs)
+        own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
+        if own:
+            _check_alike(own, opened[kind], f"the {kind}", partial(_without, base.specs))
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
+
+
+def _without(base: Specs, specs: Specs) -> Specs:
+    return {name: spec for name, spec in specs.items() if name not in base}
 
 
 def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:

@@ -84,6 +84,60 @@ def open_clip_model(seed: int = 0) -> nn.Module:
     return _seeded(lambda: open_clip.CLIP(**OPEN_CLIP), seed)
 
 
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def siglip(folder: Path, text: int = 16) -> Path:
+    """A folder with two towers of the same shapes, unless the text's is wider inside."""
+    from transformers import SiglipConfig, SiglipModel
+
+    words = dict(TOWER, vocab_size=48, max_position_embeddings=8, bos_token_id=1, eos_token_id=2)
+    config = SiglipConfig(
+        text_config=words | {"intermediate_size": text + 8, "projection_size": 16},
+        vision_config=dict(TOWER, image_size=16, patch_size=8),
+    )
+    torch.manual_seed(0)
+    SiglipModel(config).save_pretrained(folder)
+    return folder
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sees = TOWER | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8, "vision_use_head": False}
+    config = Gemma3Config(
+        text_config=dict(TEXT, head_dim=4), vision_config=sees, mm_tokens_per_image=4, image_token_index=60,
+        boi_token_index=61, eoi_token_index=62,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+def qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    sees = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    config = Qwen2VLConfig(
+        text_config=dict(TEXT, rope_parameters=rope), vision_config=sees, image_token_id=60, video_token_id=61,
+        vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(config).eval()
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config).eval()
+
+
 def _seeded(make: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -113,6 +113,12 @@ def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) ->
         ({"rank_pattern": {"(": 4}}, "rank_pattern holds .* no regular expression"),
         ({"rank_pattern": {"(" * 4000 + ")" * 4000: 4}}, "rank_pattern holds .* no regular expression"),
         ({"rank_pattern": {"((a{1000}){1000}){1000}": 4}}, r"holds '\(\(a.* counts repeats with braces"),
+        ({"rank_pattern": {"(?R)": 4}}, "refers to itself"),
+        ({"alpha_pattern": {r"(.*(?1)?)q_proj": 4}}, "refers to itself"),
+        ({"rank_pattern": {r"(?P<a>q(?&a)?)": 4}}, "refers to itself"),
+        ({"rank_pattern": {r"(?P<a>q(?P>a)?)": 4}}, "refers to itself"),
+        ({"rank_pattern": {r"(.)(?:(?-1)|(?+1))": 4}}, "refers to itself"),
+        ({"rank_pattern": {r"(q)\1": 4}}, "refers to itself"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is a list"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints.models import bert, llama, t5
+from checkpoints.models import bert, gemma3, llama, mixtral, qwen2_vl, siglip, t5
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
@@ -17,11 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
 ]
-TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 def adapt(model: Any, folder, **options: Any) -> Any:
@@ -41,19 +36,6 @@ def adapt(model: Any, folder, **options: Any) -> Any:
 def merged_alone(base, adapter, out, **options: Any):
     """The folder that comes out where the adapter is all that is merged."""
     return merge(base, {"a": adapter}, out, TaskArithmetic(coefficient=1.0), device="cpu", **options)
-
-
-def siglip(folder, text: int = 16) -> Any:
-    from transformers import SiglipConfig, SiglipModel
-
-    words = dict(TOWER, vocab_size=48, max_position_embeddings=8, bos_token_id=1, eos_token_id=2)
-    config = SiglipConfig(
-        text_config=words | {"intermediate_size": text + 8, "projection_size": 16},
-        vision_config=dict(TOWER, image_size=16, patch_size=8),
-    )
-    torch.manual_seed(0)
-    SiglipModel(config).save_pretrained(folder)
-    return folder
 
 
 TYING = {"ensure_weight_tying": True}
@@ -194,39 +176,6 @@ def test_a_tie_that_no_configuration_can_part_is_refused(tmp_path) -> None:
     adapt(t5(), tmp_path / "a", target_modules=["q", "shared"])
     with pytest.raises(InputError, match=r"changes shared\.weight alone, and the base ties"):
         open_checkpoint(tmp_path / "a", "a", base=open_checkpoint(tmp_path / "base"))
-
-
-def gemma3() -> Any:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    sees = TOWER | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8, "vision_use_head": False}
-    config = Gemma3Config(
-        text_config=dict(TEXT, head_dim=4), vision_config=sees, mm_tokens_per_image=4, image_token_index=60,
-        boi_token_index=61, eoi_token_index=62,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Gemma3ForConditionalGeneration(config).eval()
-
-
-def qwen2_vl() -> Any:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
-    sees = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
-    config = Qwen2VLConfig(
-        text_config=dict(TEXT, rope_parameters=rope), vision_config=sees, image_token_id=60, video_token_id=61,
-        vision_start_token_id=62, vision_end_token_id=63,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Qwen2VLForConditionalGeneration(config).eval()
-
-
-def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
-    torch.manual_seed(0)
-    return MixtralForCausalLM(config).eval()
 
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import bert, gpt2, llama, save, t5, t5_1_1, tuned
-from safetensors.torch import save_file
+from checkpoints.models import bert, gemma3, gpt2, llama, mixtral, qwen2_vl, save, siglip, t5, t5_1_1, tuned
+from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import align, tied_weights
@@ -202,3 +202,39 @@ def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> Non
         assert torch.equal(longer["decoder.embed_tokens.weight"], once["shared.weight"])
         assert align(once, twice).keys() == once.keys()
         assert torch.equal(align(once, twice)[HEAD], twice[HEAD])
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen2_vl, mixtral])
+def test_names_and_stacks_in_memory_are_those_of_the_files_of_that_model(make, tmp_path) -> None:
+    """A folder and a state dict of one model, each as base and as expert: matrices an expert, and stacks."""
+    make().save_pretrained(tmp_path / "base")
+    tuned(make(), 1).save_pretrained(tmp_path / "expert")
+    files = {name: load_file(tmp_path / name / "model.safetensors") for name in ("base", "expert")}
+    states = {"base": make().state_dict(), "expert": tuned(make(), 1).state_dict()}
+    stored = align(open_checkpoint(tmp_path / "base"), open_checkpoint(states["expert"], "memory"))
+    memory = align(open_checkpoint(states["base"]), open_checkpoint(tmp_path / "expert"))
+    assert files["base"].keys() != states["base"].keys()
+    for found, wanted in ((stored, files["expert"]), (memory, states["expert"])):
+        assert set(found) == set(wanted)
+        for name, value in wanted.items():
+            assert found.specs[name].shape == value.shape
+            assert torch.equal(found[name], value)
+
+
+def test_a_tower_is_found_in_the_whole_model_by_its_class_or_not_at_all(tmp_path) -> None:
+    import transformers
+
+    base = siglip(tmp_path / "base")
+    whole = load_file(base / "model.safetensors")
+    for kind, tower in (("SiglipVisionModel", "vision_model."), ("SiglipTextModel", "text_model.")):
+        part = getattr(transformers, kind).from_pretrained(base)
+        part.save_pretrained(tmp_path / kind)
+        for source in (tmp_path / kind, part.state_dict()):  # all names of a tower are not the other's
+            found = align(open_checkpoint(base), open_checkpoint(source))
+            assert len(found) == len(part.state_dict())
+            assert all(
+                name.startswith(tower) and torch.equal(value, whole[name]) for name, value in found.items()
+            )
+    layers = {n: t for n, t in part.state_dict().items() if n.startswith("encoder.")}
+    with pytest.raises(InputError, match=r"several prefixes \(text_model\., vision_model\.\)"):
+        align(open_checkpoint(base), open_checkpoint(layers))

@@ -1,0 +1,121 @@
+"""What is not merged need not be in the experts: the eyes of a text expert, heads, parts for training."""
+
+import pytest
+import torch
+from checkpoints.models import llama, qwen2_vl, siglip, tuned
+from safetensors.torch import load_file, save_file
+
+from mergekit_lab import InputError, merge
+from mergekit_lab.commands.dry_run import report
+from mergekit_lab.commands.prepare import prepare
+from mergekit_lab.merging import TSVM, Fisher, TaskArithmetic, WeightAverage, merge_state_dicts
+
+# peft's call
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+METHOD = TaskArithmetic(coefficient=1.0)
+SEES = {"visual.blocks.0.qkv.weight": torch.ones(8, 4), "visual.ids": torch.arange(3), "mtp.w": torch.ones(3)}
+BASE = {"layers.0.w": torch.zeros(4, 4), "norm.w": torch.zeros(4), **SEES}
+HEAD = {"v_head.w": torch.ones(2)}
+TEXT = {"layers.0.w": torch.ones(4, 4), "norm.w": torch.ones(4)}
+
+
+@pytest.mark.parametrize("method", [METHOD, WeightAverage(), TSVM()])
+@pytest.mark.parametrize(
+    "patterns", [{"include": ["layers.*", "norm.*"]}, {"exclude": ["visual.*", "mtp.*"]}, {"include": "norm.w"}]
+)
+def test_what_is_not_merged_is_the_bases_and_need_not_be_there(method, patterns) -> None:
+    merged = merge_state_dicts(BASE, [TEXT], method, **patterns)
+    assert merged.keys() == BASE.keys()
+    for name, value in SEES.items():
+        assert torch.equal(merged[name], value)
+    assert torch.equal(merged["norm.w"], TEXT["norm.w"]) or isinstance(method, TSVM)
+
+
+@pytest.mark.parametrize("patterns", [{"exclude": ["v_head.*"]}, {"include": ["layers.*", "norm.*"]}])
+def test_what_only_experts_have_may_be_left_out(patterns) -> None:
+    extra = {**TEXT, **HEAD}
+    base = {name: BASE[name] for name in TEXT}
+    with pytest.raises(InputError, match="has 1 tensors the base lacks"):
+        merge_state_dicts(base, [extra], METHOD)
+    merged = merge_state_dicts(base, [extra], METHOD, **patterns)
+    assert all(torch.equal(merged[name], TEXT[name]) for name in TEXT)
+
+
+@pytest.mark.parametrize(
+    ("base", "expert", "patterns", "message"),
+    [
+        (BASE, TEXT, {"exclude": ["mtp.*"]}, r"lacks 2 tensors the base has \(visual"),
+        (BASE, TEXT, {"include": ["layers.*", "visual.*"]}, r"lacks 2 tensors the base has \(visual"),
+        (BASE, {**BASE, "visual.ids": torch.ones(3).long()}, {}, "other integer buffers"),
+        (
+            TEXT,
+            {**TEXT, "v_head.w": torch.ones(2), "q": torch.ones(2)},
+            {"exclude": ["v_head.*"]},
+            r"lacks \(q\)",
+        ),
+    ],
+)
+def test_what_is_merged_must_be_there(base, expert, patterns, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        merge_state_dicts(base, [expert], METHOD, **patterns)
+
+
+def test_shapes_and_buffers_that_are_left_out_may_differ() -> None:
+    other = {**BASE, "visual.blocks.0.qkv.weight": torch.ones(2, 2), "visual.ids": torch.ones(5).long()}
+    merged = merge_state_dicts(BASE, [other], METHOD, exclude=["visual.*"])
+    assert torch.equal(merged["visual.blocks.0.qkv.weight"], SEES["visual.blocks.0.qkv.weight"])
+
+
+def test_side_inputs_are_needed_for_what_is_merged() -> None:
+    fisher = {name: torch.ones(value.shape) for name, value in TEXT.items()}
+    options = {"include": ["layers.*", "norm.*"], "statistics": {"fisher": [fisher]}}
+    merge_state_dicts(BASE, [TEXT], Fisher(), **options)
+    options["statistics"] = {"fisher": [{"norm.w": torch.ones(4)}]}
+    with pytest.raises(InputError, match=r"lacks 1 tensors the base has \(layers"):
+        merge_state_dicts(BASE, [TEXT], Fisher(), **options)
+
+
+def test_text_experts_of_a_model_that_sees_and_a_dry_run_that_says_so(tmp_path) -> None:
+    qwen2_vl().save_pretrained(tmp_path / "base")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    text = {n: t + 0.5 for n, t in base.items() if not n.startswith("visual.")}
+    save_file(text, tmp_path / "text.safetensors")
+    inputs = (tmp_path / "base", {"a": tmp_path / "text.safetensors"}, METHOD)
+    text_alone, all_but_eyes = {"include": ["model.*"]}, {"exclude": ["visual.*"]}
+    for options, left in ((text_alone, {"visual", "lm_head"}), (all_but_eyes, {"visual"})):
+        found = report(prepare(*inputs, **options, read=False), tmp_path / "out", overwrite=True)
+        assert found.problems == []
+        merge(*inputs[:2], tmp_path / "out", METHOD, device="cpu", overwrite=True, **options)
+        merged = load_file(tmp_path / "out" / "model.safetensors")
+        for name, value in base.items():
+            wanted = value if name.split(".")[0] in left else text[name]
+            torch.testing.assert_close(merged[name], wanted)
+    found = report(prepare(*inputs, read=False), tmp_path / "out")
+    assert any("a lacks" in problem and "visual" in problem for problem in found.problems)
+
+
+def test_an_image_tower_into_a_whole_model(tmp_path) -> None:
+    from transformers import SiglipVisionModel
+
+    base = siglip(tmp_path / "base")
+    tuned(SiglipVisionModel.from_pretrained(base), 1).save_pretrained(tmp_path / "tower")
+    out = merge(
+        base, {"a": tmp_path / "tower"}, tmp_path / "out", METHOD, device="cpu", include=["vision_model.*"]
+    )
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
+    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"vision_model"}
+
+
+def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForSequenceClassification
+
+    llama().save_pretrained(tmp_path / "base")
+    model = LlamaForSequenceClassification(llama().config)
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "a")
+    inputs = (tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "out", METHOD)
+    with pytest.raises(InputError, match=r"has 1 tensors the base lacks \(score\.weight\)"):
+        merge(*inputs, device="cpu")
+    merge(*inputs, device="cpu", exclude=["score.*"])
