@@ -1,8 +1,8 @@
 """How a backbone learns a task and is scored on it: all that training, evaluation and analyses know of data.
 
 A `Backbone` gives models and, for a task, an `Objective`. Samples are named by a part of the task and their
-positions in it, so that whoever chooses them (an order of training, a chunk of an evaluation) knows neither images
-nor text. What becomes of them is the objective's own affair: reading, tokenizing, augmenting, decoding.
+positions in it. Whoever chooses them (an order of training, a chunk of an evaluation) knows neither images nor
+text. What becomes of them is the objective's own affair: reading, tokenizing, augmenting, decoding.
 
 Legend: N samples of a batch, M items of a batch: what its loss is averaged over (images, answer tokens).
 """
