@@ -90,8 +90,8 @@ class ClipWeights:
         if not tag:
             raise self._unknown()
         if _cached(tag) is None:
-            place = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
-            return f"weights {self.name!r} of {self.architecture} ({place}), or backbone.weights=FILE"
+            origin = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
+            return f"weights {self.name!r} of {self.architecture} ({origin}), or backbone.weights=FILE"
         return None
 
     def file(self) -> Path:

@@ -1,8 +1,8 @@
 """How a backbone learns a task and is scored on it: all that training, evaluation and analyses know of data.
 
 A `Backbone` gives models and, for a task, an `Objective`. Samples are named by a part of the task and their
-places in it, so that whoever chooses them (an order of training, a chunk of an evaluation) knows neither images
-nor text. What becomes of them is the objective's own affair: reading, tokenizing, augmenting, decoding.
+positions in it. Whoever chooses them (an order of training, a chunk of an evaluation) knows neither images nor
+text. What becomes of them is the objective's own affair: reading, tokenizing, augmenting, decoding.
 
 Legend: N samples of a batch, M items of a batch: what its loss is averaged over (images, answer tokens).
 """
@@ -54,10 +54,10 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def batch(self, part: Part, index: Tensor) -> Batch:
-        """The samples at these places of a part, on the CPU, for `loss`; a function of its arguments alone."""
+        """These samples of a part, on the CPU, for `loss`; a function of its arguments alone."""
 
     def training_batch(self, index: Tensor) -> Batch:
-        """The training samples at these places, for `augment`."""
+        """These training samples, for `augment`."""
         return self.batch("train", index)
 
     def augment(self, batch: Batch, seed: int) -> Batch:

@@ -58,7 +58,7 @@ class ModelFolder:
 
 
 def find_model(source: str | None, weights: bool = True) -> ModelFolder:
-    """A source as a local place.
+    """A source as a local folder.
 
     Args:
         source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or

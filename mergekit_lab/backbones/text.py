@@ -332,7 +332,7 @@ def _shift(model: nn.Module, labels: Tensor) -> Tensor:
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
-    """The logits at some places of every row, `[N, len(used), V]`; where possible, the others are left out."""
+    """The logits at some positions of every row, `[N, len(used), V]`; others are left out where possible."""
     keeps = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
     found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
     return found if keeps else found[:, used]

@@ -53,7 +53,7 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """Labels drawn from the model, in the places of the given ones; ignored places stay ignored.
+    """Labels drawn from the model where there are some; ignored tokens stay ignored.
 
     Draws are for answers alone, one after another, so that padding and the size of a batch do not matter.
     """

@@ -70,8 +70,8 @@ def index_rows(rows: Rows) -> Index:
     digests = np.zeros((len(rows), 16), np.uint8)
     sizes = np.zeros((len(rows), 2), np.int64)
 
-    def work(places: range, images: list[bytes]) -> None:
-        for row, encoded in zip(places, images, strict=True):
+    def work(span: range, images: list[bytes]) -> None:
+        for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
             sizes[row] = _header(encoded)
 
@@ -163,15 +163,15 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
     """
     ends = np.cumsum(3 * sizes.prod(1))
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    place = {int(row): position for position, row in enumerate(chosen)}
-    wanted = [c for c, span in enumerate(rows.chunks) if any(row in place for row in span)]
+    position = {int(row): n for n, row in enumerate(chosen)}
+    wanted = [c for c, span in enumerate(rows.chunks) if any(row in position for row in span)]
     with file.open("wb") as made:
         made.truncate(int(ends[-1]) if len(ends) else 0)
     out = np.memmap(file, np.uint8, "r+") if len(ends) and ends[-1] else np.zeros(0, np.uint8)
 
-    def work(places: range, images: list[bytes]) -> None:
-        for row, encoded in zip(places, images, strict=True):
-            if (at := place.get(row)) is None:
+    def work(span: range, images: list[bytes]) -> None:
+        for row, encoded in zip(span, images, strict=True):
+            if (at := position.get(row)) is None:
                 continue
             height, width = map(int, sizes[at])
             try:
@@ -217,9 +217,9 @@ class Packed(NamedTuple):
         planes = (3 * area).cumsum(0)[:, None] - area[:, None] * torch.arange(3, 0, -1, device=pixels.device)
         rows = planes[:, :, None] + torch.arange(self.height, device=pixels.device) * width[:, None, None]
         if len(pixels) < 1 << 30:
-            rows = rows.int()  # half the memory, most of which places take
-        places = rows[..., None] + torch.arange(self.width, device=pixels.device, dtype=rows.dtype)
-        return pixels.index_select(0, places.view(-1).clamp_(max=len(pixels) - 1)).view(shape)
+            rows = rows.int()  # half the memory, most of which positions take
+        positions = rows[..., None] + torch.arange(self.width, device=pixels.device, dtype=rows.dtype)
+        return pixels.index_select(0, positions.view(-1).clamp_(max=len(pixels) - 1)).view(shape)
 
 
 class Pictures:

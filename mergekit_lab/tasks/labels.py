@@ -45,8 +45,8 @@ class Labeling:
         """The task's label numbers by those of a part, int64 `[labels of the part]`.
 
         Names decide where every name of the source is one of the task's. Else the source's numbers are taken;
-        where it has none, or its names are numbers, the place among the names of all parts is: by value where
-        they are numbers, by the alphabet where not.
+        where it has none, or its names are numbers, the position among the names of all parts is: by value
+        where they are numbers, by the alphabet where not.
         """
         names, named = self._rows[part].label_names, self._rows[part].by_name
         if names is None:

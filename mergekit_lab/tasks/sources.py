@@ -37,8 +37,8 @@ class Rows(ABC):
     Attributes:
         labels: int64 `[N]`, the source's own numbers.
         label_names: what the source calls its labels, in their order; None where it does not say.
-        by_name: whether the source has names alone. Then `labels` are places in `label_names`, which holds what
-            occurs in this part: the same number may be another class in another part.
+        by_name: whether the source has names alone. Then `labels` are positions in `label_names`, which holds
+            what occurs in this part: the same number may be another class in another part.
         chunks: ranges of rows that are read together; they cover all rows in order.
         files: the files that decide the rows; their sizes and times say whether they are still the same.
     """

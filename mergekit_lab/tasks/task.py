@@ -47,11 +47,11 @@ class ImageSamples:
         return len(self.labels)
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The images and labels at these places."""
+        """The images and labels of these samples."""
         return self.images[index], self.labels[index]
 
     def packed(self, index: Tensor) -> Packed:
-        """The pictures at these places before any crop."""
+        """The pictures of these samples before any crop."""
         if isinstance(self.images, Pictures):
             return self.images.packed(index)
         images = self.images[index]
@@ -114,10 +114,7 @@ class ImageTask(Task):
     classes: ClassVar[tuple[str, ...]]
     templates: ClassVar[tuple[str, ...]]
     rendered: ClassVar[bool] = False
-
-    @property
-    def metric(self) -> str:
-        return "accuracy"
+    metric: ClassVar[str] = "accuracy"
 
     @abstractmethod
     def make(self, part: Part) -> ImageSamples:

@@ -46,7 +46,7 @@ def test_every_copy_is_fresh_float32_and_trainable_to_the_last_parameter(images)
     assert second.visual.proj.abs().max() > 0
 
 
-def test_features_are_what_open_clip_gives_for_the_same_normalised_picture(images):
+def test_features_are_what_open_clip_gives_for_the_same_normalized_picture(images):
     model = room._model(SHIPPED._key)
     mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (model.visual.image_mean, model.visual.image_std))
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_another_size_is_resized(images):
     assert near > far
 
 
-def test_a_head_is_the_normalised_mean_of_normalised_prompts_times_the_temperature():
+def test_a_head_is_the_normalized_mean_of_normalized_prompts_times_the_temperature():
     classes, templates = ("alpha", "beta"), ("greek small letter {}", "a picture of the greek small letter {}")
     model, tokenizer = room._model(SHIPPED._key), open_clip.get_tokenizer("glyph_clip")
     head = SHIPPED.make_zero_shot_head(classes, templates)

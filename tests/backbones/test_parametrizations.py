@@ -93,7 +93,7 @@ def test_an_expert_is_a_checkpoint_of_the_bases_names_that_computes_what_was_tra
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_the_start_every_parametrisation_computes_what_the_base_does(kind, which) -> None:
+def test_at_the_start_every_parametrization_computes_what_the_base_does(kind, which) -> None:
     make, draw, run = MODELS[which]
     with torch.no_grad():
         base, model = run(make(), draw()), run(KINDS[kind].make_trainable(make()).eval(), draw())
@@ -222,7 +222,7 @@ def test_factors_are_drawn_from_the_seed_and_leave_the_global_generator_alone() 
     assert not any(torch.equal(first[n], other[n]) for n in drawn)
 
 
-def test_experts_of_all_parametrisations_merge_with_each_other() -> None:
+def test_experts_of_all_parametrizations_merge_with_each_other() -> None:
     states = {kind: trained(kind, *(MODELS["llama"][i] for i in (0, 2)), tokens())[1] for kind in KINDS}
     base = llama().state_dict()
     merged = merge_state_dicts(base, states, TIES(density=0.5))

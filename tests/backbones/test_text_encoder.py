@@ -47,7 +47,7 @@ def alone(model, text):
         return functional.normalize(model(input_ids=ids).last_hidden_state[0].mean(dim=0), dim=0)
 
 
-def test_a_head_is_the_normalised_mean_embedding_of_each_choices_training_texts(folder) -> None:
+def test_a_head_is_the_normalized_mean_embedding_of_each_choices_training_texts(folder) -> None:
     objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).objective(Colors())
     model, samples = TextEncoder(source=str(folder)).model(), Colors().samples("train")
     for place, choice in enumerate(Colors().choices):

@@ -21,7 +21,7 @@ def test_faces_leave_out_fonts_whose_code_points_do_not_name_what_they_draw():
     assert ord("<") not in characters(faces(["roman"])[0])
 
 
-def test_ink_is_centred_and_inside_the_canvas():
+def test_ink_is_centered_and_inside_the_canvas():
     for bitmap in stack([(face, code) for face in FACES for code in map(ord, "iWgQ")]):
         rows, columns = (bitmap.amax(dim) > 0 for dim in (1, 0))
         for line in (rows, columns):
@@ -92,5 +92,5 @@ def test_every_part_of_a_look_changes_the_picture(change):
 
 
 def test_an_unknown_look_is_refused_with_the_nearest_name():
-    with pytest.raises(InputError, match="no look 'blueprit'; did you mean 'blueprint'"):
+    with pytest.raises(InputError, match="look is 'blueprit'; did you mean 'blueprint'"):
         Greek(look="blueprit")

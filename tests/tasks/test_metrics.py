@@ -13,6 +13,7 @@ from mergekit_lab.tasks.metrics import (
     lenient_accuracy,
     matthews,
     rouge_l,
+    rouge_l_trace,
     sari,
     sari_of,
     spearman,
@@ -62,6 +63,28 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:
     )  # Lin 2004, section 3.1
     assert rouge_l(["a b", "c"], ["a b", "d"]) == pytest.approx(0.5)
     assert rouge_l(["the cat"], ["the cat sat on the mat"]) == pytest.approx(2 * 1 * (2 / 6) / (1 + 2 / 6))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "value"),
+    [
+        ("the cat sat on the mat. it was warm.", "the cat was on the mat. it slept.", 0.7999999950222222),
+        ("police killed the gunman", "police kill the gunman", 0.749999995),
+        ("the gunman kill police", "police kill the gunman", 0.4999999950000001),
+        ("The Council met. It voted 5 to 2.", "the council met. The vote was 5 to 2.", 0.5882352891349482),
+        ("a b c a b", "b a c b a", 0.6666666616666668),
+        ("one . two", "two. one . three", 0.7999999952000001),
+        ("Der Rat stimmt zu", "Der Rat stimmt dem Antrag zu. Er gilt ab Mai.", 0.5714285673469389),
+        ("yes", "no", 0.0),
+    ],
+)
+def test_traces_rouge_l_is_that_of_the_package_it_takes(prediction: str, reference: str, value: float) -> None:
+    """Values of `rouge` 1.0.1 from PyPI, `get_scores` of rouge-l."""
+    assert rouge_l_trace([prediction], [reference]) == pytest.approx(value, abs=1e-15)
+
+
+def test_a_prediction_without_words_has_no_rouge() -> None:
+    assert rouge_l_trace(["", "..."], ["a", "a"]) == 0.0
 
 
 def test_strict_accuracy_wants_the_very_text_and_lenient_forgives() -> None:
