@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Site
-from mergekit_lab.merging.selection import Largest, Pass, select_largest
+from mergekit_lab.merging.selection import Largest, Pass, select_each
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.ranges import require
 
@@ -76,7 +76,7 @@ def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> M
     """
     kept = int(density * entries)
     upto = min(entries, kept + int(gamma * entries))
-    return Middle(select_largest([blocks], upto, entries), select_largest([blocks], upto - kept, entries))
+    return Middle(*select_each([blocks], [upto, upto - kept], entries))
 
 
 def keep_middle(deltas: Tensor, density: float, gamma: float) -> Tensor:

@@ -99,7 +99,9 @@ def assign_probabilities(delta: Tensor, density: float, epsilon: float) -> Tenso
     last = rows.shape[1] - 1
     if last <= 0:
         return torch.full_like(delta, density, dtype=torch.float64)
-    ranks = rows.argsort(dim=1, stable=True).argsort(dim=1).to(torch.float64)
+    order = rows.argsort(dim=1, stable=True)
+    ranks = torch.empty_like(rows, dtype=torch.float64)
+    ranks.scatter_(1, order, torch.arange(last + 1, dtype=ranks.dtype, device=ranks.device).expand_as(ranks))
     return (density - epsilon + ranks / last * (2 * epsilon)).view(delta.shape)
 
 

@@ -73,14 +73,29 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
         entries: how many an expert has over all blocks.
         with_ties: keep all entries as large as the last kept one; otherwise those of lowest flat index.
     """
+    return select_each(shares, [kept], entries, with_ties)[0]
+
+
+def select_each(
+    shares: Sequence[Pass], kept: Sequence[int], entries: int, with_ties: bool = False
+) -> list[Largest]:
+    """`select_largest` for several numbers of entries, in the same passes."""
     example = next(shares[0]())
+    experts, dtype = len(example), example.dtype
+    nothing = Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
+    everything = Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
+    sought = [count for count in kept if 0 < count < entries]
+    some = iter(_select(shares, sought, entries, with_ties, example) if sought else ())
+    return [nothing if count <= 0 else everything if count >= entries else next(some) for count in kept]
+
+
+def _select(
+    shares: Sequence[Pass], kept: Sequence[int], entries: int, with_ties: bool, example: Tensor
+) -> list[Largest]:
+    """The experts' rows once for each number of entries: `K·T`."""
     experts, dtype, device = len(example), example.dtype, example.device
-    if kept <= 0:
-        return Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
-    if kept >= entries:
-        return Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
-    prefix, known = torch.zeros(experts, dtype=torch.int64, device=device), 0
-    room = equal = torch.full((experts, 1), kept, device=device)
+    room = equal = torch.tensor(kept, device=device).repeat_interleave(experts)[:, None]
+    prefix, known = torch.zeros_like(room[:, 0]), 0
     for width in _plan_widths(dtype, entries):
         counted = run_at_once(partial(_count, prefix, known, width), shares)
         counts = reduce(Tensor.add_, (each.to(device) for each in counted))
@@ -95,10 +110,17 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     bits, left, alike = torch.stack([prefix, room[:, 0], equal[:, 0]]).cpu()
     exact = bits.to(BITS[dtype]).view(dtype)
     below = torch.nextafter(exact, torch.tensor(-math.inf, dtype=dtype))
-    cuts = [math.inf] * experts
-    if not with_ties and not torch.equal(left, alike):
-        cuts = _find_cuts(shares[0], exact.tolist(), left.tolist(), alike.tolist())
-    return Largest(exact.tolist(), below.tolist(), cuts)
+    each = zip(*(x.split(experts) for x in (exact, below, left, alike)), strict=True)
+    return [
+        Largest(
+            thresholds.tolist(),
+            beneath.tolist(),
+            [math.inf] * experts
+            if with_ties or torch.equal(rooms, equals)
+            else _find_cuts(shares[0], thresholds.tolist(), rooms.tolist(), equals.tolist()),
+        )
+        for thresholds, beneath, rooms, equals in each
+    ]
 
 
 WIDE = 1 << 22
@@ -116,13 +138,16 @@ def _plan_widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
 
 
 def _count(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
-    """`DigitCounts.total` of a pass, on the device of its blocks."""
-    digits: DigitCounts | None = None
+    """`DigitCounts.total` of a pass for `prefix` `[K·T]`, on the device of its blocks."""
+    digits: list[DigitCounts] = []
     for block in blocks():
-        digits = digits or DigitCounts(prefix.to(block.device), known, width)
-        digits.add(block)
-    assert digits is not None
-    return digits.total()
+        if not digits:
+            prefixes = prefix.to(block.device).split(len(block))
+            digits = [DigitCounts(each, known, width) for each in (prefixes if known else prefixes[:1])]
+        for each in digits:
+            each.add(block)
+    totals = torch.cat([each.total() for each in digits])
+    return totals if known else totals.repeat(len(prefix) // len(totals), 1)
 
 
 def _find_cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: list[int]) -> list[float]:

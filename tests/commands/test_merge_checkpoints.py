@@ -319,7 +319,7 @@ def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> No
     rows = [
         "inner.preset | mergekit",
         "inner.density | 0.4",
-        "drop | 0.3",
+        "density | 0.7",
         "seed | 0",
         "inner.coefficient | 1.0",
     ]
