@@ -16,8 +16,7 @@ def find_warnings(records: Iterable[Record]) -> list[str]:
     kept = deduplicate(records)
     vary = [axis for axis in (*AXES, "seed") if len({getattr(record, axis) for record in kept}) > 1]
     weak = [_say_weak(record, _name_group(record, vary)) for record in kept if record.kind == "expert"]
-    high = [_say_high(record, _name_group(record, vary)) for record in kept if record.kind != "expert"]
-    return list(dict.fromkeys([*filter(None, weak), *_say_shared(kept, vary), *filter(None, high)]))
+    return list(dict.fromkeys([*filter(None, weak), *_say_shared(kept, vary), *_say_high(kept, vary)]))
 
 
 def _name_group(record: Record, vary: Sequence[str]) -> str:
@@ -35,15 +34,18 @@ def _say_weak(record: Record, group: str) -> str | None:
     )
 
 
-def _say_high(record: Record, group: str) -> str | None:
-    share = record.normalized
-    if share is None or share <= HIGHEST_SHARE:
-        return None
-    return (
-        f"{display_name(record.label)}{group} reaches {100 * share:.0f} % of the expert's value on "
-        f"{record.task}. The expert has {to_percent(record.expert_value or 0.0)} %: it is weak, or not this "
-        "task's, and normalized values mean little."
-    )
+def _say_high(records: Sequence[Record], vary: Sequence[str]) -> list[str]:
+    high: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.kind != "expert" and (record.normalized or 0.0) > HIGHEST_SHARE:
+            high[record.task, _name_group(record, vary)].append(record)
+    return [
+        f"On {task}{group} {', '.join(display_name(r.label) for r in of_task)} reach up to "
+        f"{100 * max(r.normalized or 0.0 for r in of_task):.0f} % of the expert's value, which is "
+        f"{to_percent(of_task[0].expert_value or 0.0)} %: the expert is weak, or not this task's, and "
+        "normalized values mean little."
+        for (task, group), of_task in high.items()
+    ]
 
 
 def _say_shared(records: Sequence[Record], vary: Sequence[str]) -> list[str]:

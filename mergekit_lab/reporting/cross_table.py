@@ -160,6 +160,8 @@ def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> 
     kept = list(records)
     for name, value in fixed.items():
         known = _list_values(kept, name)
+        if name == "merger":  # by its label, or as tables show it
+            value = {display_name(label): label for label in known}.get(value, value)
         if value not in known:
             raise InputError(f"table={table}: no record has {name} {value!r}{suggestion(value, known)}")
         kept = [record for record in kept if _read_value(record, name) == value]

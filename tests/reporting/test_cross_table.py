@@ -69,6 +69,12 @@ def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
     assert cross_tabulate(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
 
 
+def test_a_merger_is_fixed_by_its_label_or_by_the_name_that_tables_show(record) -> None:
+    records = [record(merger=m, task=t) for m in ("tsvm", "ties") for t in "ab"]
+    by_label, by_name = (cross_tabulate(records, f"seed×task@merger:{m}") for m in ("tsvm", "TSV-M"))
+    assert by_label.cells == by_name.cells
+
+
 def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
     values = {"sgd": 0.8, "adamw": 0.9, "sam": 0.7}
     records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
