@@ -97,5 +97,5 @@ _PATTERN_SECONDS = 10.0
 """Of a processor, for all patterns of one kind; a thousand of them with a thousand modules take three."""
 _LONGEST_PATTERN = 10_000
 _RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d|&|P>|P=|\(|\(?DEFINE)|\\[1-9gL]")
-"""Groups that call groups or the whole pattern, conditions, and references back: names of modules need none, and
+"""Groups that call groups or the whole pattern, conditions, references back: names of modules need none, and
 what the first expand to has no bound."""
