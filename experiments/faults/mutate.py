@@ -24,17 +24,23 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
+import torch
 from common import finish, hash_weights, read_rows, run_once, start
 from composing import TINY
 
 from mergekit_lab.checkpoints import ShardedWriter, hash_file, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
+from mergekit_lab.owners import identify_process
+from mergekit_lab.store import Store, content_key
+from mergekit_lab.store.store import Workspace
+from mergekit_lab.store.upkeep import damages, half_made, remove, size, unreadable
 
 RUN = [*TINY, "merger=task_arithmetic", "joint=false", "training.steps=12", "training.validations=4"]
-HASHED = ("store", "export", "cut")
+HASHED = ("small", "store", "export", "cut")
 """What nobody may change without a word: manifests hold hashes."""
 
 
@@ -220,7 +226,73 @@ def merge_arguments(models: Path, out: Path) -> list[str]:
             f"experts=[{experts}]", "merger=average", f"out={out}"]  # fmt: skip
 
 
+SMALL = [{"task": "small", "seed": seed} for seed in range(3)]
+
+
+def make_small(seed: int) -> Callable[[Workspace], dict]:
+    def make(workspace: Workspace) -> dict:
+        with suppress(OSError, ValueError):  # as training, which begins again
+            json.loads((workspace.resume / "last.ckpt").read_bytes())
+        write_tensors(workspace.out / "model.safetensors", {"w": torch.full((8, 8), float(seed))})
+        return {"value": seed / 8}
+
+    return make
+
+
+def prepare_small(root: Path) -> None:
+    """A store as runs leave it, one of them killed, of a few tensors: a try takes a blink of computing."""
+    for kind in ("experts", "evaluations"):
+        for content in SMALL[:2]:
+            Store(root).obtain(kind, content, make_small(content["seed"]))
+    cut = f"experts/{content_key(SMALL[2])}"
+    (root / "work" / cut / "resume").mkdir(parents=True)
+    (root / "work" / cut / "resume/last.ckpt").write_text('{"step": 3}')
+    (root / "locks" / cut.replace("/", "-")).mkdir()
+    owner = identify_process() | {"started": "1"}
+    (root / "locks" / cut.replace("/", "-") / "abc").write_text(json.dumps(owner))
+
+
+def use_small(trial: Trial, wanted: dict) -> str:
+    """Through the store's own functions: what lists, verifies, prunes and finds."""
+    store, results = Store(trial.folder / "small", stale_after=0.5), trial.folder / "results"
+
+    def look(removes: bool) -> None:
+        everything = [*store.artifacts(), *unreadable(store), *half_made(store)]
+        sizes = [size(artifact) for artifact in everything]
+        wrong = damages([*store.artifacts(), *unreadable(store)])
+        assert len(sizes) == len(everything)
+        for damage in wrong if removes else ():
+            remove(store, damage.folder)
+        if wrong and not removes:
+            raise InputError("; ".join(damage.message for damage in wrong))
+
+    def use() -> None:
+        values = []
+        for content in SMALL:
+            artifact = store.obtain("experts", content, make_small(content["seed"]))
+            evaluation = store.obtain("evaluations", content, make_small(content["seed"]))
+            values.append((float(open_checkpoint(artifact.file("model.safetensors"))["w"].mean()),
+                           evaluation.info["value"]))  # fmt: skip
+        results.write_text(json.dumps(values))
+
+    verified = trial.do(lambda: look(removes=False))
+    if verified in ("crash", "hang"):
+        return verified
+    ended = trial.do(use)
+    if ended == "refused":
+        cleared = trial.do(lambda: look(removes=True))
+        if cleared != "done":
+            return cleared
+        verified, ended = "refused", trial.do(use)
+    if ended != "done":
+        return ended
+    if json.loads(results.read_text()) != [[content["seed"], content["seed"] / 8] for content in SMALL]:
+        return "WRONG"
+    return "same, named" if verified == "refused" else "same"
+
+
 USES = {
+    "small": use_small,
     "store": use_store,
     "cut": use_cut,
     "run": use_run,
@@ -277,6 +349,7 @@ def prepare_models(folder: Path, experts: list[Path]) -> None:
 
 
 COPIED = {
+    "small": (),
     "store": ("store",),
     "cut": (),
     "run": ("store", "run"),
@@ -289,6 +362,8 @@ def attempt(target: str, prepared: Path, folder: Path, wanted: dict, seed: int, 
     folder.mkdir()
     for name in COPIED[target]:
         shutil.copytree(prepared / name, folder / name, symlinks=True)
+    if target == "small":
+        prepare_small(folder / "small")
     if target == "cut":
         shutil.copytree(prepared / "cut", folder / "store", symlinks=True)
     trial, begun = Trial(folder, seconds), time.monotonic()
@@ -298,7 +373,7 @@ def attempt(target: str, prepared: Path, folder: Path, wanted: dict, seed: int, 
     if outcome == "other" and target in HASHED:
         outcome = "WRONG"
     return {"seed": seed, "target": target, "mutation": mutation, "path": path, "outcome": outcome,
-            "message": trial.message[-600:], "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
+            "message": trial.message[-300:], "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
 
 
 def print_table(rows: list[dict]) -> None:
@@ -311,14 +386,20 @@ def print_table(rows: list[dict]) -> None:
         print(f"| {target} | {mutation} | {' | '.join(str(counts[o] or '') for o in outcomes)} |")
 
 
+def read_wanted(prepared: Path, seconds: float) -> dict:
+    file = prepared / "wanted.json"
+    if not file.exists():
+        file.write_text(json.dumps(prepare(prepared, 10 * seconds)))
+    wanted = json.loads(file.read_text())
+    return wanted | {name: [tuple(row) for row in wanted[name]] for name in ("rows", "page")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", choices=list(USES), default=list(USES))
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of computing, or of waiting, that are a hang"
-    )
+    parser.add_argument("--seconds", type=float, default=60, help="of computing or waiting: a hang")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mutate"))
     parser.add_argument("--prepared", type=Path, help="of an earlier call, to begin at once")
     parser.add_argument("--out", type=Path, required=True)
@@ -326,12 +407,7 @@ def main() -> None:
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     prepared = options.prepared or options.folder / "prepared"
-    if not (prepared / "wanted.json").exists():
-        wanted = prepare(prepared, 10 * options.seconds)
-        (prepared / "wanted.json").write_text(json.dumps(wanted))
-    wanted = json.loads((prepared / "wanted.json").read_text())
-    for name in ("rows", "page"):
-        wanted[name] = [tuple(row) for row in wanted[name]]
+    wanted = {} if options.targets == ["small"] else read_wanted(prepared, options.seconds)
     rows: list[dict] = []
     for number in range(options.tries):
         target = options.targets[number % len(options.targets)]
@@ -342,9 +418,9 @@ def main() -> None:
         report = {
             "date": str(date.today()),
             "command": f"python experiments/faults/mutate.py {' '.join(sys.argv[1:])}",
-            "rows": rows,
         }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        options.out.write_text(f'{json.dumps(report)[:-1]}, "rows": [\n{lines}\n]}}\n')
         if row["outcome"] not in ("WRONG", "crash", "hang"):
             shutil.rmtree(folder, ignore_errors=True)
     print_table(rows)
