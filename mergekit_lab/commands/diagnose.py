@@ -85,6 +85,7 @@ def _measured(given: Diagnose) -> tuple[Interference, Sequence[str]]:
         include=given.include,
         exclude=given.exclude,
         embeddings=given.embeddings,
+        allow_config_mismatch=["*"],  # nothing is merged: notes will do
     )
     inputs = open_inputs(
         prepared.base, prepared.experts, prepared.method, include=prepared.include, exclude=prepared.left_out
