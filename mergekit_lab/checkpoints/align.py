@@ -151,8 +151,10 @@ def _prefixes(
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
     options = {option: met(option) for option in (("", ""), *dropped, *added)}
     best = max(options.values())
+    if options["", ""][0] == best[0]:
+        return "", ""
     alike = [option for option, score in options.items() if score == best]
-    if alike[0] == ("", "") or 2 * best[0] < len(found) or len(alike) == 1:
+    if len(alike) == 1 or 2 * best[0] < len(found):
         return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     prefix = class_prefix(str(named[0])) if isinstance(named, list) and named else None

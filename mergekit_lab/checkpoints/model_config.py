@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from mergekit_lab.checkpoints.adapters import adapter_of
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import listing
 
 _IGNORED = re.compile(
     # names, versions, where it comes from
@@ -67,7 +68,8 @@ class Mismatch(NamedTuple):
         return f"{self.key} is {_shown(self.expert)} ({_shown(self.base)} in the base)"
 
     def is_allowed(self, keys: Iterable[str]) -> bool:
-        return any(key == self.key or key in self.key.split(".") for key in keys)
+        own = (self.key, *self.key.split("."))
+        return any(fnmatchcase(name, key) for key in keys for name in own)
 
 
 class Compared(NamedTuple):
@@ -86,7 +88,7 @@ def compare_configs(
     """Compare every expert's configuration with the base's.
 
     Args:
-        allowed: keys that may differ, whole (`rope_parameters.rope_theta`) or in part (`rope_theta`).
+        allowed: keys that may differ, whole (`rope_parameters.rope_theta`) or in part (`rope_theta`); patterns.
         is_merged: whether a tensor is; labels matter only where a head is merged.
     """
     compared = Compared([], [])
@@ -113,23 +115,6 @@ def compare_configs(
                 f"{'; '.join(map(str, noted))}"
             )
     return compared
-
-
-def check_configs(
-    base: Checkpoint,
-    experts: Mapping[str, Checkpoint],
-    allowed: Sequence[str] = (),
-    is_merged: Callable[[str], bool] = lambda name: True,
-) -> list[str]:
-    """The notes of `compare_configs`.
-
-    Raises:
-        InputError: a key that decides what weights compute differs and is not allowed to.
-    """
-    notes, problems = compare_configs(base, experts, allowed, is_merged)
-    if problems:
-        raise InputError("\n".join(problems))
-    return notes
 
 
 def _mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:

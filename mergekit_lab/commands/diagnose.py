@@ -90,6 +90,7 @@ class Diagnose:
             exclude=self.exclude,
             device=self.device,
             embeddings=self.embeddings,
+            allow_config_mismatch=["*"],  # nothing is merged: notes will do
         )
         inputs = open_inputs(
             prepared.base,

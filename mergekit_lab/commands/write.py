@@ -101,6 +101,9 @@ def check_format(prepared: Prepared, format: str) -> None:
         require_factors(prepared.method)
         if prepared.vocabulary is not None:
             raise InputError("format=low_rank adds to the base as it is: its vocabulary cannot grow")
+        if prepared.base.untied:
+            untied = listing(prepared.base.untied)
+            raise InputError(f"format=low_rank adds to the base as it is, and an expert unties {untied}")
 
 
 _FORMATS = ("dense", "low_rank")

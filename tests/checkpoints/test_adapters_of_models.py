@@ -10,7 +10,7 @@ from checkpoints.models import bert, gemma3, llama, mixtral, qwen2_vl, siglip, t
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
-from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging import TSVM, TaskArithmetic
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft's call
@@ -169,6 +169,13 @@ def test_experts_that_stay_tied_are_merged_with_one_that_does_not(tmp_path) -> N
         wanted = embedding + 0.5 * (full["model.embed_tokens.weight"] - embedding)
         torch.testing.assert_close(merged["lm_head.weight"], wanted)
         assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
+def test_factors_on_the_base_as_it_is_cannot_untie_it(tmp_path) -> None:
+    llama(tied=True).save_pretrained(tmp_path / "base")
+    adapt(llama(tied=True), tmp_path / "a", target_modules=["embed_tokens"])
+    with pytest.raises(InputError, match=r"an expert unties lm_head\.weight"):
+        merge(tmp_path / "base", [tmp_path / "a"], tmp_path / "out", TSVM(), device="cpu", format="low_rank")
 
 
 def test_a_tie_that_no_configuration_can_part_is_refused(tmp_path) -> None:

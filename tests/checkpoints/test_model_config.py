@@ -53,6 +53,7 @@ def test_a_key_that_decides_what_weights_compute_is_refused(changes, key: str, t
     expert = with_config(tuned(llama(), 1), tmp_path / "a", **changes)
     (problem,) = compared(tmp_path / "base", expert).problems
     assert f"{key} is" in problem
+    assert f"{key} is" in compared(tmp_path / "base", expert, ["*"]).notes[0]
     inputs = (tmp_path / "base", {"a": expert})
     with pytest.raises(InputError, match=r"allow_config_mismatch=\["):
         merge(*inputs, tmp_path / "out", METHOD, device="cpu")
