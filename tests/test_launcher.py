@@ -6,15 +6,27 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import (
     BatchedSweeperTestSuite,
     IntegrationTestSuite,
     LauncherTestSuite,
 )
+from hydra.version import VersionBase
+from packaging.version import Version
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Hydra versions:UserWarning")  # the suites name no version
 COMPARISON = ["hydra/sweeper=comparison"]
 ON_THE_CPU = ["hydra.launcher.devices=[cpu]"]
+
+
+@pytest.fixture(autouse=True)
+def _version_of_the_suites():
+    """Other tests name a version of Hydra for their process, with which jobs do not change their folder."""
+    before = Singleton.get_state()
+    VersionBase.instance().setbase(Version("1.1"))
+    yield
+    Singleton.set_state(before)
 
 
 @pytest.mark.parametrize(

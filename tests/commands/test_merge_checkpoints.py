@@ -170,7 +170,7 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     assert "the base is the model for open_clip; model.safetensors beside it" in _card(out)
     assert "| base | base/open_clip_model.safetensors |" in _card(out)
     with pytest.raises(InputError, match=r"shares few names with the base.*give base=.*open_clip_model"):
-        mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD)
+        mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD_OF_ONE)
 
 
 def _card(out: Path) -> str:
@@ -287,7 +287,7 @@ def test_other_vocabularies_merge_as_chosen_and_load_with_their_tokenizer(choice
     tokens = [f"t{n}" for n in range(38)]
     experts["chat"] = write_tensors_of(tuned(llama(vocabulary=38), 3), tmp_path / "chat", tokens)
     with pytest.raises(InputError, match="embeddings=intersect"):
-        mergekit_lab.merge(base, experts, tmp_path / "out", METHOD)
+        mergekit_lab.merge(base, experts, tmp_path / "out", WeightAverage())
     assert not (tmp_path / "out").exists()
     out = mergekit_lab.merge(
         base, experts, tmp_path / "out", WeightAverage(), embeddings=choice, device="cpu", dtype="float32"

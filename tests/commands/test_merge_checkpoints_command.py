@@ -232,7 +232,7 @@ def test_what_can_be_judged_before_the_hub_is_asked_is(arguments, message, tmp_p
     def ask(*_: object) -> None:
         pytest.fail("the hub was asked first")
 
-    monkeypatch.setattr("mergekit_lab.checkpoints.reader.snapshot", ask)
+    monkeypatch.setattr("mergekit_lab.checkpoints.reader.get_snapshot", ask)
     monkeypatch.chdir(tmp_path)
     Path("full").mkdir()
     for name in ("full/thesis.tex", "file.txt"):

@@ -172,7 +172,6 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     [
         ([], r"PROBLEM: the vocabularies differ in (.|\n)*embeddings=intersect (.|\n)*embeddings=base "),
         (["embeddings=base", "tokenizer_from=nowhere"], "PROBLEM: tokenizer_from=nowhere is no folder"),
-        (["embeddings=pads"], "PROBLEM: embeddings is 'pads'; did you mean 'pad'"),
     ],
 )
 def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:

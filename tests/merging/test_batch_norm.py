@@ -57,7 +57,7 @@ def test_other_buffers_that_differ_and_unknown_wishes_are_refused() -> None:
     base["ids"], *others = (torch.arange(3) + shift for shift in (0, 0, 1))
     for expert, value in zip(experts, others, strict=True):
         expert["ids"] = value
-    with pytest.raises(InputError, match=r"other integer buffers than the base \(ids\)"):
+    with pytest.raises(InputError, match=r"than the base \(ids\)"):
         merge_state_dicts(base, experts, WeightAverage())
     with pytest.raises(InputError, match=r"buffers is 'bases'.*did you mean 'base'"):
         merge_state_dicts(*models(), WeightAverage(), buffers="bases")

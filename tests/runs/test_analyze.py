@@ -241,7 +241,7 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
         ("task_vectors", "analysis.values=0", "analysis.values is 0; it must be"),
         ("curvature_gain", "merger=tsvm", "no merger of this run is an EpiMer: set merger=epimer"),
         ("landscape", "analysis.points=1", "with 1 points"),
-        ("ctl", "analysis.part=tset", "analysis.part is 'tset'; it must be one of 'train'"),
+        ("ctl", "analysis.part=tset", "analysis.part is 'tset'; did you mean 'test'"),
         ("barrier", "analysis.merger=ties", "analysis.merger is 'ties'; this run has task_arithmetic"),
         ("hessian", "analysis.tasks=[mnist]", "analysis.tasks names 'mnist'"),
         ("alpha_sweep", "merger=average", "no merger of this run has a coefficient"),

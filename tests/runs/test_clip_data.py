@@ -55,7 +55,7 @@ def context(data: Path, store: Path, *more: str) -> Run:
 def test_images_are_decoded_once_and_mapped_from_the_store_afterwards(data, tmp_path, monkeypatch) -> None:
     first = context(data, tmp_path / "store").tasks["eurosat"]
     seen = {part: first.samples(part) for part in ("train", "validation", "test")}
-    monkeypatch.setattr(decoding, "decoded", lambda _: pytest.fail("decoded again"))
+    monkeypatch.setattr(decoding, "decode", lambda _: pytest.fail("decoded again"))
     monkeypatch.setattr("mergekit_lab.tasks.images.index_rows", lambda _: pytest.fail("hashed again"))
     again = context(data, tmp_path / "store").tasks["eurosat"]
     assert again.fingerprint() == first.fingerprint()
@@ -98,12 +98,12 @@ def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tm
             raise KeyboardInterrupt
         return real(encoded)
 
-    real = decoding.decoded
-    monkeypatch.setattr(decoding, "decoded", breaks)
+    real = decoding.decode
+    monkeypatch.setattr(decoding, "decode", breaks)
     with pytest.raises(KeyboardInterrupt):
         context(data, tmp_path / "store").tasks["eurosat"].samples("test")
     assert not list((tmp_path / "store").glob("images/*/manifest.json"))
-    monkeypatch.setattr(decoding, "decoded", real)
+    monkeypatch.setattr(decoding, "decode", real)
     whole = context(data, tmp_path / "store").tasks["eurosat"].samples("test")
     fresh = context(data, tmp_path / "fresh").tasks["eurosat"].samples("test")
     assert torch.equal(whole.images, fresh.images)
@@ -112,7 +112,7 @@ def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tm
 def test_heads_are_kept_by_backbone_task_and_prompts(data, tmp_path, monkeypatch) -> None:
     glyphs = ["backbone=glyph_clip", f"sources.eurosat={data}/eurosat"]
     first = context(data, tmp_path / "store", *glyphs).objective("eurosat").head
-    monkeypatch.setattr(OpenClip, "zero_shot_head", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(OpenClip, "make_zero_shot_head", lambda *_: pytest.fail("made again"))
     again = context(data, tmp_path / "store", *glyphs).objective("eurosat").head
     assert torch.equal(first, again)
     other = context(data, tmp_path / "store", *glyphs, "suite.tasks.eurosat.prompts=photo")

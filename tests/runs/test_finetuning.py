@@ -174,7 +174,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
         (["finetuning.rank=3"], "rank"),
         (["finetuning=lora", "finetuning.rank=0"], r"finetuning\.rank is 0"),
         (["finetuning._target_=mergekit_lab.backbones.OpenClip", "+finetuning.architecture=a",
-          "+finetuning.weights=null"], "not a parametrization"),
+          "+finetuning.weights=null"], "must be a Parametrization"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_before_any_work(overrides, match: str, tmp_path) -> None:
