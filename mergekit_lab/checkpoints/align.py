@@ -146,6 +146,8 @@ def _prefixes(
         return len(shapes), sum(shapes)
 
     usual = set(found.values())
+    if usual <= wanted.keys():
+        return "", ""
     dropped = [(head, "") for head in _heads(usual, len(usual))]
     count = Counter(head for name in wanted for head, rest in _cuts(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
