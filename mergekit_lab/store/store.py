@@ -169,7 +169,12 @@ class Store:
         key = content_key(content)
         folder = self.root / kind / key
         try:
-            return read_artifact(folder) if folder.is_dir() else None
+            if not folder.is_dir():
+                return None
+            artifact = read_artifact(folder)
+            if content_key(artifact.content, artifact.schema) != key:
+                raise ValueError("it is another artifact's")
+            return artifact
         except FileNotFoundError:
             return None
         except PermissionError as error:

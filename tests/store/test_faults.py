@@ -190,12 +190,14 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     assert again.files == made.files
 
 
-def test_a_manifest_of_another_artifact_is_found_by_verify(tmp_path) -> None:
+def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
     (found,) = damages(store.artifacts())
     assert f"{made.key} has the manifest of another artifact" in found.message
+    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
+        store.find("experts", CONTENT | {"seed": 0})
 
 
 def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
