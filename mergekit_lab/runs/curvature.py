@@ -41,7 +41,7 @@ def side_node(run: Run, kind: str, task: str) -> Node:
 
 
 def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
-    read = ("samples", "fraction", "sampled") if kind == "fisher" else ("samples", "fraction")
+    read = ("samples", "fraction", "batch", *(["sampled"] if kind == "fisher" else []))
     settings = run.plain["curvature"]
     content = {name: settings[name] for name in read if settings[name] is not None}
     if kind == "fisher" and settings["estimate"] != "per_sample":

@@ -13,7 +13,7 @@ from mergekit_lab.backbones import OpenClip
 from mergekit_lab.reporting import Beside, Record, set_beside
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, analysis_node
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import expert_node, task_settings
 from mergekit_lab.runs.merge import merged_node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -68,8 +68,9 @@ class _Measured:
 
     Columns: `average` and `normalized` are percent over tasks; `steps_per_second` and `gigabytes` are of
     training an expert, means over tasks; `merge_seconds` is what making a merged model took. Rows:
-    `training_seconds` is what experts took; `ks_distance` (in percent) and `mean_log_likelihood` are of a
-    Laplace distribution fitted to task vectors, if the analysis task_vectors has been made.
+    `training_seconds` is what an expert's steps take, without loading, validation and writing; `ks_distance`
+    (in percent) and `mean_log_likelihood` are of a Laplace distribution fitted to task vectors, if the analysis
+    task_vectors has been made.
     """
 
     def __init__(self, run: Run, records: list[Record]) -> None:
@@ -96,7 +97,8 @@ class _Measured:
 
     def _of_expert(self, task: str, what: str) -> float | None:
         if what == "training_seconds":
-            return float(self.run.need(expert_node(self.run, task)).info["wall_seconds"])
+            speed = self._cost(task, "steps_per_second")
+            return task_settings(self.run, task).steps / speed if speed else None
         fit = self._fits.get(task)
         return None if fit is None else float(fit[what]) * (100 if what == "ks_distance" else 1)
 

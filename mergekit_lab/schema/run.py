@@ -37,6 +37,7 @@ class Curvature:
             ask for is computed besides. Null: that alone.
         samples: training images a task, the first of a seeded shuffle.
         fraction: the same as a share of the training images; in place of `samples`.
+        batch: of `fraction`: only whole batches of so many images count, one at least.
         estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
             of what Adam would remember of batches of `training.batch_size` at the expert's weights.
         sampled: draw a Fisher's labels from the model instead of taking the true ones; per sample alone.
@@ -46,6 +47,7 @@ class Curvature:
     kind: Literal["fisher", "gram"] | None
     samples: Annotated[int, Ge(1)] | None
     fraction: Annotated[float, Gt(0), Le(1)] | None
+    batch: Annotated[int, Ge(1)] | None
     estimate: Literal["per_sample", "first_moment"]
     sampled: bool
     chunk: Annotated[int, Ge(1)]
@@ -58,11 +60,18 @@ class Curvature:
                 f"curvature.samples is {self.samples} and curvature.fraction {self.fraction}: set one and "
                 "leave the other null"
             )
+        if self.batch is not None and self.fraction is None:
+            raise InputError(f"curvature.batch={self.batch} makes batches of curvature.fraction: set that too")
 
     def count(self, images: int) -> int:
         """How many of a task's training images are used."""
-        wanted = self.samples if self.fraction is None else max(1, round(self.fraction * images))
-        assert wanted is not None
+        if self.fraction is None:
+            assert self.samples is not None
+            wanted = self.samples
+        elif self.batch is None:
+            wanted = max(1, round(self.fraction * images))
+        else:
+            wanted = self.batch * max(1, int(self.fraction * images / self.batch + 1e-9))
         return min(wanted, images)
 
 

@@ -14,23 +14,33 @@ from mergekit_lab.runs.analyses.sweeps import Sweep, best_drawing, merge_keys
 from mergekit_lab.runs.curvature import side_node, stage_curvature
 from mergekit_lab.runs.finetune import expert_node, stage_finetune
 from mergekit_lab.runs.run import Run
+from mergekit_lab.tasks import Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class FisherFraction(Sweep):
     """The share of training samples that Fishers come from, for every merger of the run that reads them.
 
-    EpiMer, Figure 3 and appendix D.4: a share is the first samples of one seeded shuffle. Fishers are artifacts
-    of the store, so a share that a run asked for is found.
+    EpiMer, Figure 3 and appendix D.4: a share is the first samples of one seeded shuffle, in whole batches, and
+    nothing is tuned again. Fishers are artifacts of the store, so a share that a run asked for is found.
 
     Args:
         fractions: each in (0, 1].
+        batch: of samples; null: a share is any number of them.
     """
 
     fractions: tuple[float, ...] = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+    batch: int | None = 64
+    coefficients: tuple[float, ...] = (1.0,)
+    part: Part = "test"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.part == "test" and len(self.coefficients) > 1:
+            raise InputError(
+                "analysis.coefficients has several, and analysis.part=test: no coefficient is chosen by a test "
+                "part; take one coefficient, or part=validation"
+            )
         fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
         require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")
 
@@ -41,7 +51,7 @@ class FisherFraction(Sweep):
         return labels
 
     def _variant(self, run: Run, fraction: float) -> Run:
-        return run.variant({"curvature": {"samples": None, "fraction": fraction}})
+        return run.variant({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
 
     def content(self, run: Run) -> dict[str, Any]:
         labels = self._labels(run)

@@ -114,7 +114,7 @@ def principal_plane(
     gram = torch.zeros(len(names), len(names), dtype=torch.float64)
     for name, start in base.items():
         if start.is_floating_point():
-            rows = torch.stack([(ends[t][name] - start).flatten().double() for t in names])
+            rows = torch.stack([(ends[t][name].double() - start.double()).flatten() for t in names])
             gram += rows @ rows.T
     center = torch.eye(len(names), dtype=torch.float64) - 1 / len(names)
     values, vectors = torch.linalg.eigh(center @ gram @ center)

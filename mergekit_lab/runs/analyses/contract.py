@@ -77,6 +77,11 @@ def states(run: Run, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     return {task: load_state(run.need(expert_node(run, task))) for task in tasks}
 
 
+def subtract(end: Tensor, start: Tensor) -> Tensor:
+    """A task vector's tensor in float32, whatever the two are stored in."""
+    return end.float() - start.float()
+
+
 def sample(run: Run, task: str, part: Part, samples: int | None) -> Sample:
     """The first `samples` samples of a part of a task, of the run's shuffle."""
     objective = run.objective(task)

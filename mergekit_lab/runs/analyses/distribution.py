@@ -20,6 +20,7 @@ from mergekit_lab.runs.analyses.contract import (
     compute_each,
     experts_content,
     states,
+    subtract,
 )
 from mergekit_lab.runs.run import Run
 
@@ -49,6 +50,7 @@ class EntryDistribution(Analysis):
     def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "distribution",
+            "arithmetic": "float32",
             "bins": self.bins,
             "share": self.share,
             **experts_content(run, run.tasks),
@@ -61,8 +63,8 @@ class EntryDistribution(Analysis):
 
         def compute(name: str) -> Data:
             added = list(ends.values()) if name == SUM else [ends[name]]
-            deltas = [torch.stack([end[n] - base[n] for end in added]).sum(dim=0) for n in changed]
-            return self.measure_entries(torch.cat([delta.flatten().float() for delta in deltas]))
+            deltas = [torch.stack([subtract(end[n], base[n]) for end in added]).sum(dim=0) for n in changed]
+            return self.measure_entries(torch.cat([delta.flatten() for delta in deltas]))
 
         return compute_each(run, [*ends, SUM], compute, resume / "cells.jsonl", "task vectors")
 
@@ -76,6 +78,7 @@ class EntryDistribution(Analysis):
             "bins": [-reach + (i + 0.5) * width for i in range(self.bins)],
             "density": (counts.double() / (len(entries) * width)).tolist(),
             "fits": {kind: asdict(fit_offset([entries], kind)) for kind in _KINDS},
+            "share_unchanged": float((entries == 0).double().mean()),
         }
 
     def draw(self, data: Data) -> Drawing:
@@ -89,6 +92,7 @@ class EntryDistribution(Analysis):
                 name = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
                 curves[name] = (x, [_density(value, kind, fits[kind]) for value in x])
             title = "sum of all" if label == SUM else label
+            title += f", {100 * entry['share_unchanged']:.0f} % unchanged"
             panels.append(Lines(title, "change of a weight", "density", curves))
         return Drawing("Entries of task vectors", panels, {})
 

@@ -241,6 +241,12 @@ class HessianPath(Analysis):
                     x, y = curves.setdefault(point["task"], ([], []))
                     x.append(point["at"])
                     y.append(point[measure])
+            if len(curves) > 1:
+                at = data["shares"]
+                curves["mean"] = (
+                    at,
+                    [sum(y[i] for _, y in curves.values()) / len(curves) for i in range(len(at))],
+                )
             if curves:
                 panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves))
         return Drawing("Curvature of the loss along fine-tuning", panels, {})

@@ -29,6 +29,7 @@ from mergekit_lab.runs.analyses.contract import (
     part_content,
     samples_of,
     states,
+    subtract,
 )
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
@@ -57,6 +58,7 @@ class TaskVectors(Analysis):
     def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "task_vectors",
+            "arithmetic": "float32",
             "rank": self.rank,
             "values": self.values,
             **experts_content(run, run.tasks),
@@ -77,10 +79,11 @@ class TaskVectors(Analysis):
         def measure(task: str) -> Data:
             if task == ALL:
                 return measure_all()
-            delta = {name: ends[task][name] - run.base_state[name] for name in inputs.merged}
+            delta = {name: subtract(ends[task][name], run.base_state[name]) for name in inputs.merged}
             entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
             fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
-            return {"spectrum": self.measure_spectrum(delta), "fits": fits}
+            unchanged = float((entries == 0).double().mean())
+            return {"spectrum": self.measure_spectrum(delta), "fits": fits, "share_unchanged": unchanged}
 
         parts = compute_each(run, [ALL, *ends], measure, resume / "cells.jsonl", "task vectors")
         return {
@@ -88,6 +91,7 @@ class TaskVectors(Analysis):
             **parts[ALL],
             "spectra": {task: parts[task]["spectrum"] for task in ends},
             "fits": {task: parts[task]["fits"] for task in ends},
+            "share_unchanged": {task: parts[task]["share_unchanged"] for task in ends},
         }
 
     def measure_spectrum(self, delta: Mapping[str, Tensor]) -> list[float]:
@@ -126,6 +130,15 @@ class TaskVectors(Analysis):
             kind: (positions, [data["fits"][n][kind]["ks_distance"] for n in names])
             for kind in ("laplace", "gaussian")
         }
+        panels.append(
+            Lines(
+                "weights that did not move",
+                "",
+                "share of entries",
+                {"unchanged": (positions, [data["share_unchanged"][n] for n in names])},
+                labels=names,
+            )
+        )
         panels.append(
             Lines("distance of entries from a fit", "", "Kolmogorov–Smirnov", distances, labels=names)
         )
