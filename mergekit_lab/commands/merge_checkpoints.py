@@ -39,6 +39,7 @@ def merge(
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
     allow_config_mismatch: Sequence[str] = (),
+    buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: str = "dense",
@@ -62,6 +63,7 @@ def merge(
             default.
         allow_config_mismatch: keys of the experts' configurations that may differ from the base's though they
             decide what weights compute, as `["rope_theta"]`.
+        buffers: "merge" batch norm's running statistics as other tensors, or keep those of the "base".
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
@@ -85,7 +87,7 @@ def merge(
     prepared = prepare(
         base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
         dtype=dtype, device=device, embeddings=embeddings, tokenizer_from=tokenizer_from,
-        max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch,
+        max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch, buffers=buffers,
     )  # fmt: skip
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
@@ -131,6 +133,7 @@ class MergeCheckpoints:
     embeddings: Literal["intersect", "pad", "base"] | None
     tokenizer_from: str | None
     allow_config_mismatch: list[str]
+    buffers: Literal["merge", "base"]
     dtype: str | None
     format: Literal["dense", "low_rank"]
     dry_run: bool
@@ -205,6 +208,7 @@ class MergeCheckpoints:
             device=self.device,
             max_shard_bytes=self.max_shard_bytes,
             allow_config_mismatch=self.allow_config_mismatch,
+            buffers=self.buffers,
             read=not self.dry_run,
         )
 

@@ -39,7 +39,8 @@ from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.merging.inputs import Source, Sources, is_selected
+from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
+from mergekit_lab.ranges import require_choice
 
 Devices = str | int | Sequence[str | int]
 
@@ -140,6 +141,7 @@ def prepare(
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     allow_config_mismatch: Sequence[str] = (),
+    buffers: str = "merge",
     read: bool = True,
 ) -> Prepared:
     """Open everything and bring it under the base's names and one vocabulary; see `merge` for the arguments.
@@ -205,7 +207,7 @@ def prepare(
         dtype=dtype,
         include=include,
         exclude=exclude,
-        kept=[*same.exclude, *_floating(origin, computed_buffers(origin))],
+        kept=[*same.exclude, *_floating(origin, computed_buffers(origin)), *_statistics(origin, buffers)],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
@@ -216,6 +218,12 @@ def prepare(
         notes=notes,
         problems=problems,
     )
+
+
+def _statistics(base: Checkpoint, buffers: str) -> list[str]:
+    """Batch norm's running statistics, where they stay the base's."""
+    require_choice("buffers", buffers, ("merge", "base"))
+    return [name for name in base if name.endswith(RUNNING_STATISTICS)] if buffers == "base" else []
 
 
 def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:

@@ -361,3 +361,26 @@ def test_methods_that_take_whole_tensors_stream_too(tmp_path) -> None:
     out = mergekit_lab.merge(base, experts, tmp_path / "out", SLERP(t=0.3), device="cpu", progress=True)
     wanted = merge_state_dicts(base, experts, SLERP(t=0.3))
     assert all(torch.equal(open_checkpoint(out)[n], t) for n, t in wanted.items())
+
+
+@pytest.mark.parametrize("buffers", ["merge", "base"])
+def test_batch_norms_statistics_are_merged_or_stay_and_its_counter_is_the_bases(buffers, tmp_path) -> None:
+    def model(seed: int) -> dict:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        for _ in range(1 + seed):
+            net(torch.randn(5, 3))
+        return net.state_dict()
+
+    states = [model(seed) for seed in range(3)]
+    files = [tmp_path / f"{seed}.safetensors" for seed in range(3)]
+    for file, state in zip(files, states, strict=True):
+        write_tensors(file, state)
+    base, *experts = files
+    out = mergekit_lab.merge(base, experts, tmp_path / "out", WeightAverage(), buffers=buffers, device="cpu")
+    merged = open_checkpoint(out / "model.safetensors")
+    wanted = (states[1]["1.running_var"] + states[2]["1.running_var"]) / 2
+    torch.testing.assert_close(
+        merged["1.running_var"], wanted if buffers == "merge" else states[0]["1.running_var"]
+    )
+    assert merged["1.num_batches_tracked"] == 1
