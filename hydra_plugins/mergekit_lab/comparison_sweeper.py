@@ -228,13 +228,15 @@ class ComparisonSweeper(BasicSweeper):
         The folder may hold jobs of earlier sweeps, which have not been begun anew. No other clock is asked:
         that of a file server differs from this machine's.
         """
+        if "suite" not in self.config:  # another program's sweep
+            return
         from mergekit_lab.errors import InputError
         from mergekit_lab.runs.compare import report_sweep
 
         try:
             out, now = Path(self.config.hydra.sweep.dir), self._begun()
             jobs = {job for job, when in now.items() if before.get(job) != when}
-            if jobs and "suite" in self.config:
+            if jobs:
                 jobs |= {out / str(n) for n in range(self._asked)} - now.keys()
                 report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config)
         except InputError as error:
