@@ -65,7 +65,10 @@ class Plan:
         artifacts = list(self.store.artifacts())
         rows = [("", "distinct", "in the store", "to make", "about")]
         total, open_ended = 0.0, False
-        for kind in dict.fromkeys(node.kind for node in self.nodes.values()):
+        depths: dict[str, int] = {}
+        for node in self.nodes.values():
+            depths[node.kind] = max(depths.get(node.kind, 0), _depth(node))
+        for kind in sorted(depths, key=depths.__getitem__):
             names = [name for name, node in self.nodes.items() if node.kind == kind]
             missing = [self.nodes[name] for name in names if name not in self.made]
             guesses = [_seconds(node, artifacts) for node in missing]
@@ -114,6 +117,11 @@ def list_unmade(run: Run, work: Work) -> list[Node]:
     """What a training job was to make, with the curvature that its run wants, and did not."""
     nodes = [*finetune_nodes(run), *curvature_nodes(run)]
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
+
+
+def _depth(node: Node) -> int:
+    """How many artifacts are made one after another until this one is."""
+    return 1 + max((_depth(each) for each in node.needs), default=0)
 
 
 def _seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
