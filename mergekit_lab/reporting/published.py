@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -61,6 +62,8 @@ class Beside:
     ours: float | None
     equal: str = ""
     """The settings in which the run is as the number's."""
+    note: str = ""
+    """What makes the published number doubtful."""
 
     @property
     def difference(self) -> float | None:
@@ -122,6 +125,24 @@ def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
     return kept
 
 
+@cache
+def read_doubts(source: str) -> list[tuple[str, ...]]:
+    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks."""
+    lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
+    marked = [line.removeprefix("# Doubtful: ") for line in lines if line.startswith("# Doubtful: ")]
+    return [tuple(part.strip() for part in line.split("|", 3)) for line in marked]
+
+
+def find_doubt(source: str, row: Published) -> str:
+    """What makes a published number doubtful; empty where nothing is known to."""
+    cells = (row.table, row.row, row.column)
+    return "; ".join(
+        text
+        for *patterns, text in read_doubts(source)
+        if all(any(fnmatch(cell, each) for each in p.split()) for cell, p in zip(cells, patterns, strict=True))
+    )
+
+
 def _drop_comments(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -169,7 +190,8 @@ def set_beside(
         setting = " ".join([row.backbone, row.finetuning, row.optimizer, *row.when.split()])
         equal = " ".join(f"{key.removesuffix('?')}={value}" for key, value in settings.items())
         ours = measured(row.row, row.column)
-        rows.append(Beside(source, row.table, setting, row.row, row.column, row.value, ours, equal))
+        note = find_doubt(source, row)
+        rows.append(Beside(source, row.table, setting, row.row, row.column, row.value, ours, equal, note))
     for of_row, reasons in others.items():
         log.info("published %s: %s is left out, its numbers are of %s", name, of_row, " or ".join(reasons))
     return rows
@@ -226,6 +248,8 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     seeds = max((len(values) for measured in rows.values() for values in measured.values()), default=1)
     if seeds > 1:
         notes.append(f"Ours are means over up to {seeds} seeds.")
+    doubts = [f"Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
+    notes += dict.fromkeys(doubts)
     return united, notes
 
 

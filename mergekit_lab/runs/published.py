@@ -34,7 +34,7 @@ def settings_hold(run: Run, when: str) -> bool:
     for pair in when.split():
         key, _, value = pair.partition("=")
         found = read_setting(run, key.removesuffix("?"))
-        if not (_same(found, value) or (key.endswith("?") and found is None)):
+        if not (is_equal(found, value) or (key.endswith("?") and found is None)):
             return False
     return True
 
@@ -51,10 +51,11 @@ def read_setting(run: Run, key: str) -> Any:
     return OmegaConf.select(run.cfg, key)
 
 
-def _same(value: Any, text: str) -> bool:
+def is_equal(value: Any, text: str) -> bool:
+    """Whether a value of a configuration is a text of a table of conditions: `1e-5`, `[0.1,1.0]`, `None`."""
     if isinstance(value, ListConfig):
-        texts = text.strip("[]").split(",")
-        return len(texts) == len(value) and all(map(_same, value, texts))
+        texts = text.strip("[]").split(",") if text != "[]" else []
+        return len(texts) == len(value) and all(map(is_equal, value, texts))
     if isinstance(value, bool):
         return str(value).lower() == text
     try:
