@@ -46,7 +46,7 @@ def test_what_only_experts_have_may_be_left_out(patterns) -> None:
     [
         (BASE, TEXT, {"exclude": ["mtp.*"]}, r"lacks 2 tensors the base has \(visual"),
         (BASE, TEXT, {"include": ["layers.*", "visual.*"]}, r"lacks 2 tensors the base has \(visual"),
-        (BASE, {**BASE, "visual.ids": torch.ones(3).long()}, {}, "other integer buffers"),
+        (BASE, {**BASE, "visual.ids": torch.ones(3).long()}, {}, "than the base"),
         (
             TEXT,
             {**TEXT, "v_head.w": torch.ones(2), "q": torch.ones(2)},
