@@ -34,6 +34,12 @@ def is_learned(merger: Merger) -> bool:
     return isinstance(merger.method, AdaMerging) and merger.method.learn is not None
 
 
+def reads_test_inputs(merger: Merger) -> bool:
+    """Whether a merged model was made with inputs of test parts."""
+    method = merger.method
+    return isinstance(method, AdaMerging) and method.learn is not None and method.learn.part == "test"
+
+
 @declare
 def coefficients_node(run: Run, label: str) -> Node:
     """The coefficients, in `coefficients.json`; the course of the entropy in `info["entropies"]`."""

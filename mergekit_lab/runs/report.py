@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.reporting import Record, print_table, write_report
 from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import models
 from mergekit_lab.runs.finetune import expert_node, joint_node
+from mergekit_lab.runs.learn import reads_test_inputs
 from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
@@ -34,6 +35,9 @@ def stage_report(run: Run) -> None:
         curves["+joint"] = _curve(artifact)
     title = f"{run.plain['suite']['name']}: {say_count(len(run.mergers), 'way')} to merge "
     title += say_count(len(run.tasks), "expert")
+    readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
+    if readers:
+        title += f"; {listing(readers)} read test inputs, without their labels"
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)

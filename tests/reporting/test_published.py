@@ -13,7 +13,7 @@ from reporting.test_report import Page, report
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Beside, compare, read_published, set_beside
-from mergekit_lab.reporting.published import find_conditions, unite
+from mergekit_lab.reporting.published import find_conditions, find_doubt, unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
@@ -224,3 +224,18 @@ def test_a_comparison_says_what_it_left_out_of_a_table(tmp_path) -> None:
     for text in (paths.summary.read_text(), paths.html.read_text()):
         assert "ties average" in text
         assert "Left out" in text
+
+
+def test_a_doubtful_number_says_so_beside_it() -> None:
+    def beside(column: str) -> Beside:
+        (row,) = (
+            r
+            for r in read_published("mergopt 9")
+            if (r.finetuning, r.optimizer, r.row, r.column) == ("full", "adamw", "ties", column)
+        )
+        return Beside("mergopt", "9", "", row.row, column, row.value, 50.0, note=find_doubt("mergopt", row))
+
+    assert beside("cars").note == ""
+    _, notes = unite([("", [beside("flowers102"), beside("cars")])])
+    (note,) = notes
+    assert "k/102" in note

@@ -19,9 +19,10 @@ from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.analyses import Analysis, contract, distribution, sweeps, vectors
+from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
+from mergekit_lab.schema.run import Curvature
 
 OTHER = (
     "{_target_: mergekit_lab.tasks.Digits, name: other, seed: 3, train_size: 60, validation_size: 40, "
@@ -42,7 +43,7 @@ SMALL = {
     "expert_count": ["analysis.coefficients=[0.5,1.0]", "analysis.groups=2", "analysis.samples=20"],
     "fisher_fraction": [
         *("merger=fisher", "analysis.fractions=[0.05,0.2]", "analysis.coefficients=[0.5,1.0]"),
-        "analysis.samples=20",
+        *("analysis.samples=20", "analysis.part=validation", "analysis.batch=4"),
     ],
     "steps": ["analysis.shares=[0.5,1.0]", "analysis.coefficients=[0.5,1.0]", "analysis.samples=20"],
     "distribution": ["analysis.bins=11"],
@@ -389,3 +390,36 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     )
     torch.testing.assert_close(places, centered @ components.T)
     assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())
+
+
+def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
+    with pytest.raises(InputError, match=r"analysis.part=test"):
+        ablations.FisherFraction(coefficients=(0.5, 1.0), part="test")
+    assert ablations.FisherFraction().coefficients == (1.0,)
+
+
+def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
+    made = Curvature(
+        kind=None, samples=None, fraction=0.005, batch=64, estimate="per_sample", sampled=False, chunk=8
+    )
+    assert [made.count(images) for images in (3384, 19850, 60000)] == [64, 64, 256]
+
+
+def test_what_bfloat16_rounds_away_of_a_task_vector_is_counted() -> None:
+    base = torch.ones(2000, dtype=torch.bfloat16)
+    moved = 1 + torch.linspace(-0.004, 0.004, 2000)
+    measure = distribution.EntryDistribution(bins=11).measure_entries
+    exact = measure(contract.subtract(moved, base))
+    rounded = measure(contract.subtract(moved.bfloat16(), base))
+    assert exact["share_unchanged"] == 0
+    assert rounded["share_unchanged"] > 0.5
+
+
+def test_the_mean_over_tasks_stands_beside_their_curvatures() -> None:
+    points = [
+        {"task": task, "at": at, "eigenvalue": value + at}
+        for task, value in (("a", 1.0), ("b", 3.0))
+        for at in (0.0, 1.0)
+    ]
+    drawing = paths.HessianPath().draw({"shares": [0.0, 1.0], "points": points})
+    assert drawing.panels[0].curves["mean"] == ([0.0, 1.0], [2.0, 3.0])

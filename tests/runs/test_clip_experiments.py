@@ -1,5 +1,6 @@
 """Every CLIP experiment composes, instantiates and runs, from repositories as on the hub, with a tiny CLIP."""
 
+import csv
 from pathlib import Path
 
 import open_clip
@@ -9,10 +10,10 @@ from hub_repos import write_repository
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
-from mergekit_lab import InputError
+from mergekit_lab import InputError, reporting
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
@@ -28,8 +29,11 @@ ARCHITECTURE = "tiny-clip"
 EXPERIMENTS = [
     file.stem
     for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
-    if file.stem.startswith(("vit_", "clip_", "saft_", "mergopt_", "epimer_"))
+    if file.stem.startswith(("vit_", "clip_", "saft_", "mergopt_", "epimer_")) and "_figure" not in file.stem
 ]
+FOLDER = Path(reporting.published.__file__).parents[1] / "assets" / "published"
+OPTIMIZERS = [file.stem for file in (conf_dir() / "optimizer").glob("*.yaml")]
+FIGURES = [file.stem for file in sorted((conf_dir() / "experiment").glob("*_figure*.yaml"))]
 FULLY = {
     "clip_public_experts": [],
     "saft_tableC4": ["optimizer=asam"],
@@ -82,6 +86,7 @@ def tiny(hub: Path, store: Path) -> list[str]:
         *(
             "training.validations=1",
             "curvature.samples=2",
+            "curvature.fraction=null",
             "search.coefficients=[0.5,1.0]",
             "search.fields=null",
         ),
@@ -96,6 +101,10 @@ def shrink(cfg, hub: Path) -> None:
         cfg.experts = f"{hub}/experts"
     if "wudi" in cfg.mergers:
         cfg.mergers.wudi.steps = 2
+
+
+def read_option(group: str, option: str) -> DictConfig:
+    return OmegaConf.load(conf_dir() / group / f"{option}.yaml")
 
 
 def swept(cfg) -> dict[str, str]:
@@ -147,7 +156,11 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
         """The experiment's own, where this test makes it smaller."""
         if key == "backbone.weights":
             return "openai"
-        return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
+        return (
+            OmegaConf.select(whole, key)
+            if key.startswith(("training.", "search.", "curvature."))
+            else real(run, key)
+        )
 
     monkeypatch.setattr(published, "read_setting", setting)
     cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
@@ -158,11 +171,49 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
     assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()
 
 
-def test_a_tables_sweep_reaches_all_its_rows() -> None:
-    composed(["+experiment=mergopt_table9"])
-    sweep = swept(HydraConfig.instance().cfg)
-    reached = {(f, o) for f in sweep["finetuning"].split(",") for o in sweep["optimizer"].split(",")}
-    assert {(r.finetuning, r.optimizer) for r in read_published("mergopt 9")} <= reached
+def test_a_tables_experiments_reach_its_rows_and_train_no_others() -> None:
+    reached = set()
+    for name in ("mergopt_table9", "mergopt_table9_tangent"):
+        _, choices = composed([f"+experiment={name}"])
+        sweep = swept(HydraConfig.instance().cfg)
+        reached |= {(choices["finetuning"], optimizer) for optimizer in sweep["optimizer"].split(",")}
+    assert {(r.finetuning, r.optimizer) for r in read_published("mergopt 9")} == reached
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_composes_with_the_model_that_ships(name: str) -> None:
+    lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert lines[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
+    (shipped,) = (line for line in lines if line.startswith("# Shipped data:  "))
+    overrides = shipped.removeprefix("# Shipped data:  ").removesuffix(", in minutes.").split()
+    cfg, choices = composed([f"+experiment={name}", *overrides])
+    check(cfg)
+    assert (choices["backbone"], choices["suite"]) == ("glyph_clip", "glyphs8")
+    assert cfg.training.steps <= 300
+    assert cfg.experts is None
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.csv")), ids=lambda file: file.stem)
+def test_conditions_ask_for_keys_that_the_options_have(file) -> None:
+    """A condition on a key that was renamed away would never hold."""
+    lines = (FOLDER.parent / "published_tables.csv").read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    rows += csv.DictReader(line for line in file.read_text().splitlines() if not line.startswith("#"))
+    for key in {pair.partition("=")[0] for row in rows for pair in (row["when"] or "").split()}:
+        group, _, rest = key.removesuffix("?").partition(".")
+        label, _, rest = rest.partition(".") if group == "mergers" else (None, None, rest)
+        if group == "mergers":
+            option = "task_arithmetic" if label == "untuned" else label
+            assert OmegaConf.select(read_option("merger", option), rest, default=...) is not ..., key
+        elif group == "optimizer":
+            assert any(
+                rest.split(".")[0] in read_option("optimizer", o) or rest.startswith("base.")
+                for o in OPTIMIZERS
+            ), key
+        elif group in ("search", "training", "curvature"):
+            option = {"search": "grid", "training": "trace", "curvature": "as_needed"}[group]
+            keys = set(read_option(group, option)) | set(read_option("training", "language"))
+            assert rest.split(".")[0] in keys, key
 
 
 @pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
