@@ -104,7 +104,7 @@ def test_rows_hold_only_under_their_settings() -> None:
         ("saft C3", "asam", "ties", "optimizer.rho"),
         ("saft C3", "asam", "average", "optimizer.scaling"),
         ("saft C3", "adamw", "ties", "mergers.ties.preset"),
-        ("saft C3", "adamw", "ties", "mergers.ties.elect"),
+        ("saft C3", "adamw", "ties", "mergers.ties.aggregator"),
         ("saft C3", "adamw", "task_arithmetic", "search.coefficients"),
         ("epimer 6", "adamw", "epimer", "mergers.epimer.normalize"),
         ("epimer 7", "adamw", "epimer", "mergers.epimer.aggregator"),

@@ -333,7 +333,9 @@ def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_gro
 
 def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
     _, store = trained
-    found = analyze(tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]")["points"]
+    found = analyze(
+        tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]", "analysis.batch=null"
+    )["points"]
     assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
     assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
     before = len(list((store / "fishers").iterdir()))
