@@ -12,7 +12,7 @@ demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways
 	$(BIN)/python -m mergekit_lab +experiment=quickstart
 
 test: .venv/dev  ## install what tests need, and run all of them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 -m "not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 -m "not alone"
 	$(BIN)/python -m pytest -m alone --durations 5
 
 lint: .venv/dev  ## ruff

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from composing import TINY
+from programs import start_program
 from safetensors.torch import save_file
 
 SPEAKING = """
@@ -79,8 +80,8 @@ def test_a_merge_is_finished_for_nobody_to_read_of_it(tmp_path) -> None:
         (tmp_path / name).mkdir()
         save_file({"w": torch.randn(4, 4)}, tmp_path / name / "model.safetensors")
     given = ["+experiment=merge_checkpoints", "base=base", "experts=[a,b]", "merger=average", "out=merged"]
-    code, errors = run(tmp_path, full_disk(), "-m", "mergekit_lab", *given, "device=cpu", "run_dir=run")
-    assert (code, len(errors.splitlines())) == (0, 1), errors
+    done = start_program(tmp_path, *given, "device=cpu", "run_dir=run", stdout="/dev/full").wait()
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 
@@ -88,8 +89,8 @@ def test_a_merge_is_finished_for_nobody_to_read_of_it(tmp_path) -> None:
 def test_a_run_s_workers_finish_for_nobody_to_read_of_it(tmp_path) -> None:
     given = [each for each in TINY if not each.startswith(("device=", "progress="))]
     given += ["device=[cpu,cpu]", "stage=finetune", "joint=false", "run_dir=run"]
-    code, errors = run(tmp_path, closed_pipe(), "-m", "mergekit_lab", *given)
-    assert code == 0, errors
-    assert len(errors) < 2000, errors
+    done = start_program(tmp_path, *given, stdout="closed pipe").wait()
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr) < 2000, done.stderr
     assert len(list((tmp_path / "store/experts").iterdir())) == 2
     assert not (tmp_path / "run/failure.json").exists()

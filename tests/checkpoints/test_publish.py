@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints.models import llama, save
+from programs import start_program
 
 import mergekit_lab
 from mergekit_lab import InputError
@@ -117,7 +117,7 @@ with make_folder(Path(sys.argv[1]), overwrite=True) as folder:
 def test_what_a_merge_killed_between_two_renames_moved_away_is_put_back(tmp_path) -> None:
     with make_folder(tmp_path / "out") as folder:
         (folder / RECORD).write_text("old")
-    subprocess.run([sys.executable, "-c", BETWEEN, str(tmp_path / "out")], check=False)
+    start_program(tmp_path, str(tmp_path / "out"), code=BETWEEN).wait()
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="set overwrite=true"), make_folder(tmp_path / "out"):
         pass
@@ -244,18 +244,14 @@ with make_folder(Path(sys.argv[1])) as folder, ShardedWriter(folder, specs, 40_0
 @pytest.mark.parametrize("name", ["out", "n" * 240, "n" * 255, "é" * 127])
 def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_clears_it(name, tmp_path) -> None:
     out = tmp_path / name
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "30":
-            break
+    program = start_program(tmp_path, str(out), code=KILLED)
+    program.wait_for("30")
     (left,) = tmp_path.iterdir()
     with pytest.raises(InputError, match="has to stop"), make_folder(out):
         raise InputError("has to stop")
     assert list(tmp_path.iterdir()) == [left]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    os.kill(program.pid, signal.SIGKILL)
+    assert program.wait().returncode == -signal.SIGKILL
     assert left.name.startswith(f".{name[:70]}")
     assert left.name.endswith(".partial")
     assert not list(left.glob("*.json"))

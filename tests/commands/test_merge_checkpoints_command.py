@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints.models import llama, save, t5, three, tuned, write_tensors_of
 from composing import composed, merge_command
+from programs import run_program, start_program
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -123,12 +124,11 @@ def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
 def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     base, experts = three(llama, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", "base=base",
-         "experts=[cars,svhn]", "out=out", "merger=ties", "merger.preset=mergekit", "device=auto",
-         "dtype=bfloat16", "run_dir=run"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+    done = run_program(
+        tmp_path,
+        *("+experiment=merge_checkpoints", "base=base", "experts=[cars,svhn]", "out=out", "run_dir=run"),
+        *("merger=ties", "merger.preset=mergekit", "device=auto", "dtype=bfloat16"),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = merge_state_dicts(base, experts, TIES(preset="mergekit"), dtype=torch.bfloat16)
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
@@ -252,12 +252,10 @@ def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> 
         f"mergekit_lab.merge({str(base)!r}, [{str(experts['cars'])!r}], {str(tmp_path / 'here/out')!r}, TIES(),"
         " max_shard_bytes=4000)"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "half\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    program = start_program(tmp_path, code=script)
+    program.wait_for("half")
+    os.kill(program.pid, signal.SIGKILL)
+    program.wait()
     (left,) = (tmp_path / "here").iterdir()
     assert left.name.startswith(".out.")
     assert not (left / "config.json").exists()

@@ -1,41 +1,29 @@
-"""What a user sees on the command line, in processes of their own."""
+"""What a user sees on the command line."""
 
 import fcntl
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from composing import TINY
+from programs import run_program
 
 from mergekit_lab.reporting import read_records
 
 
-def cli(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "mergekit_lab", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"MERGEKIT_LAB_STORE": str(folder / "store")} | environment,
-    )
-
-
 def test_help_lists_groups_and_a_way_to_start(tmp_path) -> None:
-    done = cli(tmp_path, "--help")
+    done = run_program(tmp_path, "--help")
     assert done.returncode == 0
     for text in ("+experiment=quickstart", "merger: adamerging, average", "optimizer: adamw", "--config-dir"):
         assert text in done.stdout
 
 
 def test_the_composed_configuration_can_be_read(tmp_path) -> None:
-    done = cli(tmp_path, "+experiment=quickstart", "--cfg", "job")
+    done = run_program(tmp_path, "+experiment=quickstart", "--cfg", "job")
     assert done.returncode == 0
     assert "mergers:" in done.stdout
     assert "hydra:" not in done.stdout
-    assert cli(tmp_path, "--info", "defaults").returncode == 0
+    assert run_program(tmp_path, "--info", "defaults").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -51,7 +39,7 @@ def test_the_composed_configuration_can_be_read(tmp_path) -> None:
 def test_a_mistake_is_one_message_without_a_traceback(
     tmp_path, arguments: list[str], expected: list[str]
 ) -> None:
-    done = cli(tmp_path, *arguments, "run_dir=run")
+    done = run_program(tmp_path, *arguments, "run_dir=run")
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     assert "Traceback" not in said
@@ -67,19 +55,19 @@ def test_a_run_s_folder_that_another_writes_to_is_refused_before_any_work(tmp_pa
     folder.mkdir()
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    done = cli(tmp_path, *sweep, "run_dir=run")
+    done = run_program(tmp_path, *sweep, "run_dir=run")
     os.close(held)
     assert done.returncode == 1
     assert done.stderr == ("another run or sweep is writing to run: wait for its end, or set run_dir=PATH\n")
     assert not list(folder.iterdir())
-    again = cli(tmp_path, *sweep, "run_dir=run", "suite.tasks=7")
+    again = run_program(tmp_path, *sweep, "run_dir=run", "suite.tasks=7")
     assert "another run" not in again.stderr
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]])
 def test_a_run_s_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, sweep) -> None:
     (tmp_path / "file").write_text("")
-    done = cli(tmp_path, *sweep, "run_dir=file/run")
+    done = run_program(tmp_path, *sweep, "run_dir=file/run")
     assert done.returncode == 1
     assert done.stderr == (
         "the folder file/run of what this run leaves cannot be written (Not a directory): set run_dir=PATH\n"
@@ -88,7 +76,7 @@ def test_a_run_s_folder_that_cannot_be_written_is_refused_before_any_work(tmp_pa
 
 
 def test_the_full_error_can_be_asked_for(tmp_path) -> None:
-    done = cli(tmp_path, "+sede=1", "run_dir=run", HYDRA_FULL_ERROR="1")
+    done = run_program(tmp_path, "+sede=1", "run_dir=run", HYDRA_FULL_ERROR="1")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
@@ -98,7 +86,7 @@ def test_a_misspelled_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
     (tmp_path / "mine/training/short.yaml").write_text(
         "steps: 1\nbatch_size: 2\nlr: 1e-4\nweight_decay: 0.0\nwarmup_stepz: 0\n"
     )
-    done = cli(tmp_path, "--config-dir", "mine", "training=short", "run_dir=run")
+    done = run_program(tmp_path, "--config-dir", "mine", "training=short", "run_dir=run")
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert "unknown key 'training.warmup_stepz'" in said
@@ -108,7 +96,7 @@ def test_a_misspelled_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fails(tmp_path) -> None:
-    done = cli(
+    done = run_program(
         tmp_path, "-m", *TINY, "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
         "merger=average,ties,tsvm", "training.clip_norm=1.0,-1.0", "table=optimizer×merger",
     )  # fmt: skip
@@ -137,12 +125,12 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
 
 def test_a_table_of_two_dimensions_may_be_asked_for_with_a_multiplication_sign(tmp_path) -> None:
     asked = "table=optimizer×task@merger:tsvm"
-    done = cli(tmp_path, "+experiment=quickstart", asked, "--cfg", "job")
+    done = run_program(tmp_path, "+experiment=quickstart", asked, "--cfg", "job")
     assert "table: optimizer*task@merger:tsvm" in done.stdout
 
 
 def test_a_stage_on_checkpoints_takes_its_own_configuration(tmp_path) -> None:
-    done = cli(tmp_path, "stage=diagnose", "base=nowhere", "experts=[a,b]", "run_dir=run")
+    done = run_program(tmp_path, "stage=diagnose", "base=nowhere", "experts=[a,b]", "run_dir=run")
     assert done.returncode == 1
     assert "nowhere" in done.stdout + done.stderr
     assert "not in struct" not in done.stdout + done.stderr

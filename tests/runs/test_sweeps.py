@@ -1,16 +1,14 @@
 """Real sweeps of two jobs on the CPU: each expert is made once, and a comparison stands at the end."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from composing import TINY, composed
 from omegaconf import OmegaConf
+from programs import run_program
 from runs import slurm
 
 from mergekit_lab.programs import start
@@ -32,14 +30,8 @@ def needs(module: str, extra: str) -> None:
 
 
 def sweep(folder: Path, *more: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "mergekit_lab", "-m", *ONE_TASK, f"store.root={folder}/store"]
-    done = subprocess.run(
-        [*command, f"run_dir={folder}/run", *more],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | environment,
-        timeout=500,
-    )
+    given = ["-m", *ONE_TASK, f"run_dir={folder}/run", *more]
+    done = run_program(folder, *given, OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

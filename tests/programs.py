@@ -1,0 +1,127 @@
+"""Programs in processes of their own, without the seconds that their imports take.
+
+One process imports what a run needs. Each program runs in a fork of it, with its own folder, environment,
+output and exit code.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+_SERVER = """
+import json, os, runpy, sys
+sys.path.insert(0, "")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+import hydra.main, lightning, open_clip, transformers
+import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph, mergekit_lab.runs.report
+import mergekit_lab.commands.merge_checkpoints
+answers = os.fdopen(os.dup(1), "w")
+for line in os.fdopen(os.dup(0)):
+    request = json.loads(line)
+    child = os.fork()
+    if child:
+        print(child, file=answers, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+        continue
+    answers.close()
+    for number, path in enumerate((os.devnull, request["out"], request["err"])):
+        if path == "closed pipe":
+            reader, opened = os.pipe()
+            os.close(reader)
+        else:
+            opened = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["mergekit_lab", *request["arguments"]]
+    if request["code"]:
+        exec(request["code"], {"__name__": "__main__"})
+    else:
+        runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
+    break
+"""
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _SERVER]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ask(request: dict[str, Any]) -> None:
+    stdin = _server().stdin
+    assert stdin is not None
+    stdin.write(json.dumps(request) + "\n")
+    stdin.flush()
+
+
+def _answer() -> int:
+    stdout = _server().stdout
+    assert stdout is not None
+    return int(stdout.readline())
+
+
+@dataclass
+class Program:
+    """One that runs. Wait for it before the next is started."""
+
+    pid: int
+    out: IO[bytes]
+    err: IO[bytes]
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        code = _answer()
+        with self.out, self.err:
+            return subprocess.CompletedProcess([], code, _text(self.out), _text(self.err))
+
+    def wait_for(self, line: str) -> None:
+        """Until it has written this line."""
+        while line not in _text(self.out).splitlines():
+            os.kill(self.pid, 0)
+            time.sleep(0.01)
+
+
+def _text(file: IO[bytes]) -> str:
+    return Path(file.name).read_text(errors="backslashreplace")
+
+
+def start_program(
+    folder: Path,
+    *arguments: str,
+    code: str | None = None,
+    stdout: str | None = None,
+    environment: dict[str, str] | None = None,
+) -> Program:
+    """`python -m mergekit_lab ARGUMENTS` in a folder, or these lines of Python.
+
+    Args:
+        stdout: a device to write to, or `closed pipe`.
+        environment: all of it; by default this process's, and the store is `store` in the folder.
+    """
+    out, err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
+    _ask(
+        {
+            "arguments": arguments,
+            "code": code,
+            "folder": str(folder),
+            "environment": environment or os.environ | {"MERGEKIT_LAB_STORE": str(folder / "store")},
+            "out": stdout or out.name,
+            "err": err.name,
+        }
+    )
+    return Program(_answer(), out, err)
+
+
+def run_program(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `start_program`, until its end, with these variables besides."""
+    store = {"MERGEKIT_LAB_STORE": str(folder / "store")}
+    return start_program(folder, *arguments, environment=os.environ | store | environment).wait()
