@@ -1,10 +1,10 @@
 """The two terms of EpiMer's bound on what a merge in the experts' leading directions costs.
 
-"Model Merging on Loss Landscapes: A Geometry Perspective", Theorem 2 (supplement, B.4.2): with `H_t = diag(v_t) + ε`,
-`S` the whitened leading directions of all experts, and `λ_t = 1/T`, the mean rise of the experts' losses is to second
-order at most `½(√V + √R)²`. `V = Σ λ_t (δ̃ − Sᵀδ_t)ᵀ SᵀH_tS (δ̃ − Sᵀδ_t)` is the experts' conflict at the curvature-weighted
-mean `δ̃`, which no other merge in these directions lowers; `R = Σ λ_t δ_t⊥ᵀ H_t δ_t⊥` is the residual: curvature along what
-the directions leave of a task vector.
+"Model Merging on Loss Landscapes: A Geometry Perspective", Theorem 2 (supplement, B.4.2): with
+`H_t = diag(v_t) + ε`, `S` the whitened leading directions of all experts, and `λ_t = 1/T`, the mean rise of the
+experts' losses is to second order at most `½(√V + √R)²`. `V = Σ λ_t (δ̃ − Sᵀδ_t)ᵀ SᵀH_tS (δ̃ − Sᵀδ_t)` is the
+experts' conflict at the curvature-weighted mean `δ̃`, which no other merge in these directions lowers.
+`R = Σ λ_t δ_t⊥ᵀ H_t δ_t⊥` is the residual: curvature along what the directions leave of a task vector.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def measure_bound(deltas: Tensor, fishers: Tensor, rank: int) -> Bound:
     for t in range(experts):
         curvature, delta = fishers[t].double() + _FLOOR, deltas[t].double()
         own = atoms.lift(inside[:, t])[0]
-        terms = [float((curvature * step.square()).sum()) / experts for step in (center - own, delta - own, delta)]
+        terms = [
+            float((curvature * step.square()).sum()) / experts for step in (center - own, delta - own, delta)
+        ]
         found.add(Bound(*terms))
     return found

@@ -111,7 +111,9 @@ class EpiMer(AtomMethod):
         own = own.repeat_interleave(atoms.sigma.shape[1] // experts, dim=1)
         if self.coordinates == "tagged":
             return torch.where(own, atoms.sigma[:, None], 0)
-        projected = torch.stack([project_matrices(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1)
+        projected = torch.stack(
+            [project_matrices(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1
+        )
         return projected if self.coordinates == "full" else torch.where(own, projected, 0)
 
 

@@ -5,7 +5,7 @@ where they are from. `row` is a merger's label, `experts`, `zero_shot` or a meas
 (`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure that the
 stage of the report knows. `when` says what decides the number (`training.steps=2000 mergers.tsvm.rank=16`), and
 `assets/published_tables.csv` what decides those of whole tables: a number stands beside a run only if the run
-is equal in all of it. `assets/protocols.csv` says of a paper's experiments what of that is printed, and what ours.
+is equal in all of it. `assets/protocols.csv` says what of that a paper prints, and what is ours.
 """
 
 from __future__ import annotations

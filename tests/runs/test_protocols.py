@@ -62,7 +62,7 @@ def read_head(file) -> str:
 
 
 def with_options(name: str, groups: dict[str, str]) -> DictConfig:
-    """The experiment with these options. One whose group it leaves as it is gets the group's own configuration."""
+    """The experiment with these options. A group that it leaves as it is gets the option's own configuration."""
     cfg = composition(name)
     changed = {group: value for group, value in groups.items() if cfg.choice[group] != value}
     if any(raw(cfg[group]) != raw(option(group, cfg.choice[group])) for group in changed):
@@ -235,7 +235,11 @@ ASK_GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0]
     ],
 )
 def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, value: Any) -> None:
-    """Each number is a defect that stood in a shipped experiment; the others are `test_published`'s, and `test_costs`."""
+    """A number is that of a defect in a shipped experiment.
+
+    7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published_rows.py` and
+    `reporting/test_tables.py`; 13's marks and 14's values above, and in `tasks/test_metrics.py`.
+    """
     cfg = checked(composition(name))
     assert mismatches(name, cfg) == set()
     if key.startswith("header"):
