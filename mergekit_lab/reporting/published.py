@@ -197,7 +197,10 @@ def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
 
 @cache
 def read_doubts(source: str) -> list[tuple[str, ...]]:
-    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks."""
+    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks.
+
+    A row is its name, or `NAME@BACKBONE+FINETUNING+OPTIMIZER`.
+    """
     lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
     marked = [line.removeprefix("# Doubtful: ") for line in lines if line.startswith("# Doubtful: ")]
     return [tuple(part.strip() for part in line.split("|", 3)) for line in marked]
@@ -205,11 +208,15 @@ def read_doubts(source: str) -> list[tuple[str, ...]]:
 
 def find_doubt(source: str, row: Published) -> str:
     """What makes a published number doubtful; empty where nothing is known to."""
-    cells = (row.table, row.row, row.column)
+    where = f"{row.row}@{row.backbone}+{row.finetuning}+{row.optimizer}"
+    cells = ((row.table,), (row.row, where), (row.column,))
     return "; ".join(
         text
         for *patterns, text in read_doubts(source)
-        if all(any(fnmatch(cell, each) for each in p.split()) for cell, p in zip(cells, patterns, strict=True))
+        if all(
+            any(fnmatch(name, each) for name in names for each in pattern.split())
+            for names, pattern in zip(cells, patterns, strict=True)
+        )
     )
 
 

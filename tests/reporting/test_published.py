@@ -290,6 +290,7 @@ DOUBTFUL = [
     ("mergopt_trace", "22", "task_arithmetic", "average"),
     ("epimer", "6", "zero_shot", "cars"),
     ("saft_glue", "C6", "task_arithmetic", "rte"),
+    ("saft", "C1", "experts", "average"),
 ]
 
 
@@ -307,6 +308,10 @@ def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> 
     assert list_undoubted() == []
     (sound,) = {find_doubt("mergopt", r) for r in read_published("mergopt 9") if r.column == "cars"}
     assert sound == ""
+    normalized = [r for r in read_published("saft_glue C6") if r.column == "normalized"]
+    assert {(r.finetuning, r.optimizer) for r in normalized if "65.40" in find_doubt("saft_glue", r)} == {
+        ("full", "asam")
+    }
     monkeypatch.setattr(published, "read_doubts", lambda source: [])
     assert list_undoubted() == DOUBTFUL
 
