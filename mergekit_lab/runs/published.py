@@ -35,9 +35,9 @@ def set_published_beside(run: Run, records: list[Record]) -> list[Beside]:
 
 def read_protocol(run: Run, name: str) -> Protocol:
     """What the experiments of a table print, and what of the run they do not."""
-    experiments = _find_experiments(name)
+    experiments = {stem for stem, tables in _list_tables().items() if name in tables}
     if run.choices.get("experiment") in experiments:
-        experiments = frozenset([run.choices["experiment"]])
+        experiments = {run.choices["experiment"]}
     printed, ours = set(), {}
     for line in read_protocols():
         if any(map(line.is_of, experiments)) and settings_hold(run, line.when):
@@ -52,10 +52,10 @@ def read_protocol(run: Run, name: str) -> Protocol:
 
 
 @cache
-def _find_experiments(name: str) -> frozenset[str]:
-    """The shipped experiments that set this table beside their results."""
+def _list_tables() -> dict[str, list[str]]:
+    """The tables that each shipped experiment sets beside its results."""
     files = (conf_dir() / "experiment").glob("*.yaml")
-    return frozenset(f.stem for f in files if name in (OmegaConf.load(f).get("published") or ()))
+    return {file.stem: list(OmegaConf.load(file).get("published") or ()) for file in files}
 
 
 def settings_hold(run: Run, when: str) -> bool:
