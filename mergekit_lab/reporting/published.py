@@ -52,7 +52,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Line:
+class ProtocolLine:
     """One setting of a paper's experiments.
 
     Attributes:
@@ -77,10 +77,10 @@ class Line:
 
 
 @cache
-def read_protocols() -> list[Line]:
+def read_protocols() -> list[ProtocolLine]:
     """The shipped table of protocols."""
     lines = _drop_comments(_PROTOCOLS.read_text().splitlines())
-    return [Line(**row) for row in csv.DictReader(lines)]  # type: ignore[arg-type]
+    return [ProtocolLine(**row) for row in csv.DictReader(lines)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -308,9 +308,13 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
         runs: the configuration of each, and its rows.
     """
     rows: dict[Beside, dict[str, list[float]]] = {}
+    unprinted: dict[Beside, str] = {}
     for config, of_run in runs:
         for row in of_run:
-            measured = rows.setdefault(replace(row, ours=None), {})
+            cell = replace(row, ours=None, unprinted="")
+            measured = rows.setdefault(cell, {})
+            if cell not in unprinted or (row.ours is not None and len(measured) == 0):
+                unprinted[cell] = row.unprinted
             if row.ours is not None:
                 measured.setdefault(_drop_seed(config), []).append(row.ours)
     united, ambiguous = [], []
@@ -319,7 +323,7 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
         if means and not math.isclose(means[0], means[-1], abs_tol=1e-9):
             ambiguous.append(f"{row.source} {row.table}, {row.setting}: {row.row} {row.column}")
         else:
-            united.append(replace(row, ours=means[0] if means else None))
+            united.append(replace(row, ours=means[0] if means else None, unprinted=unprinted[row]))
     notes = []
     if ambiguous:
         notes.append(

@@ -262,6 +262,12 @@ def test_the_mean_over_seeds_stands_beside_a_number_and_what_is_ambiguous_is_lef
     rows, notes = unite([("seed: 0\nα: .1", [MEASURED]), ("seed: 0\nα: .2", [other])])
     assert rows == []
     assert "saft 1, clip_vit_b32 full asam: ties average" in notes[0]
+    clipped = [
+        ("clip: 1", [replace(MEASURED, unprinted="clip=1")]),
+        ("clip: 2", [replace(other, unprinted="clip=2")]),
+    ]
+    assert unite(clipped)[0] == []
+    assert unite([("", [LACKING]), *clipped[:1]])[0] == [replace(MEASURED, unprinted="clip=1")]
     assert unite([("a: 1", [MEASURED]), ("a: 2", [MEASURED]), ("a: 3", [LACKING])]) == ([MEASURED], [])
 
 

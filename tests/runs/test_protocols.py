@@ -62,7 +62,7 @@ def read_head(file) -> str:
 
 
 def with_options(name: str, groups: dict[str, str]) -> DictConfig:
-    """The experiment with these options. A group that it leaves as it is gets the option's own configuration."""
+    """The experiment with these options. A group it leaves as it is gets the option's own configuration."""
     cfg = composition(name)
     changed = {group: value for group, value in groups.items() if cfg.choice[group] != value}
     if any(raw(cfg[group]) != raw(option(group, cfg.choice[group])) for group in changed):
