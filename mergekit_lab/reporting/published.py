@@ -80,7 +80,7 @@ class ProtocolLine:
 def read_protocols() -> list[ProtocolLine]:
     """The shipped table of protocols."""
     lines = _drop_comments(_PROTOCOLS.read_text().splitlines())
-    return [ProtocolLine(**row) for row in csv.DictReader(lines)]  # type: ignore[arg-type]
+    return [ProtocolLine(**row) for row in csv.DictReader(lines)]
 
 
 @dataclass(frozen=True)

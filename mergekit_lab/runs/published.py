@@ -38,7 +38,8 @@ def read_protocol(run: Run, name: str) -> Protocol:
     experiments = {stem for stem, tables in _list_tables().items() if name in tables}
     if run.choices.get("experiment") in experiments:
         experiments = {run.choices["experiment"]}
-    printed, ours = set(), {}
+    printed: set[str] = set()
+    ours: dict[str, str] = {}
     for line in read_protocols():
         if any(map(line.is_of, experiments)) and settings_hold(run, line.when):
             printed.discard(line.key)
@@ -54,8 +55,11 @@ def read_protocol(run: Run, name: str) -> Protocol:
 @cache
 def _list_tables() -> dict[str, list[str]]:
     """The tables that each shipped experiment sets beside its results."""
-    files = (conf_dir() / "experiment").glob("*.yaml")
-    return {file.stem: list(OmegaConf.load(file).get("published") or ()) for file in files}
+    found = {}
+    for file in (conf_dir() / "experiment").glob("*.yaml"):
+        content: Any = OmegaConf.load(file)
+        found[file.stem] = list(content.get("published") or ())
+    return found
 
 
 def settings_hold(run: Run, when: str) -> bool:
