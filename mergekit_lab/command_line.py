@@ -13,6 +13,7 @@ from mergekit_lab.errors import suggestion
 from mergekit_lab.paths import conf_dir
 
 _EXPERIMENT = "+experiment="
+_SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd")
 
 
@@ -21,10 +22,11 @@ def translate(arguments: list[str]) -> list[str]:
 
     A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
     becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
-    says `command: diagnose`. Hydra's grammar knows no ×, which tables are asked for with
-    (`table=optimizer×merger`).
+    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets what its header says of shipped data,
+    `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`).
     """
     read = [each.replace("×", "*") if each.startswith("table=") else each for each in arguments]
+    read += _shipped(read)
     for position, each in enumerate(read):
         name = each.removeprefix(_EXPERIMENT).removeprefix("stage=")
         if name != each and name in COMMANDS:
@@ -41,6 +43,17 @@ def _command_of(experiment: str, arguments: list[str]) -> str | None:
         if file.is_file() and (found := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
             return found[1]
     return None
+
+
+def _shipped(arguments: Iterable[str]) -> list[str]:
+    """What draws a paper's figure on the data that ships, after its experiment."""
+    given = set(arguments)
+    if _SHIPPED_SUITE not in given or any(each.startswith("+shipped=") for each in given):
+        return []
+    names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
+    files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
+    found = [re.search(r"^# Shipped data:.*conf/shipped/(\w+)\.yaml", f.read_text(), re.M) for f in files]
+    return [f"+shipped={match[1]}" for match in found if match]
 
 
 def _config_dirs(arguments: list[str]) -> Iterator[Path]:

@@ -1,8 +1,11 @@
 """Configurations composed as the command line would, among them a quickstart shrunk to seconds."""
 
+from copy import deepcopy
 from pathlib import Path
+from unittest.mock import patch
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_repository import ConfigRepository, ConfigResult
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
@@ -33,11 +36,25 @@ TINY = [
 """Two tasks: digits and latin."""
 
 
+_load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], ConfigResult | None]()
+
+
+def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """Hydra's reading of a file, which parses every file of every composition anew."""
+    key = (*(source.path for source in repository.sources), config_path)
+    if key not in _loaded:
+        _loaded[key] = _load(repository, config_path)
+    return deepcopy(_loaded[key])
+
+
 def composed(overrides: list[str]):
     """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
     GlobalHydra.instance().clear()
     options, overrides = partition(translate(overrides))
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with (
+        initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        patch.object(ConfigRepository, "load_config", load_once),
+    ):
         cfg = compose(options.get("--config-name", "main"), overrides, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     choices = dict(cfg.hydra.runtime.choices)

@@ -4,7 +4,7 @@ import pytest
 from composing import composed
 from hydra.errors import HydraException
 
-from mergekit_lab.command_line import explain
+from mergekit_lab.command_line import explain, translate
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,17 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
     said = explain(caught.value)
     assert message in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        (["+experiment=saft_figure1", "suite=glyphs8"], ["+shipped=planes"]),
+        (["suite=glyphs8", "+experiment=saft_figureC2"], ["+shipped=trained"]),
+        (["+experiment=saft_figure1", "suite=glyphs8", "+shipped=pairs"], []),
+        (["+experiment=saft_figure1"], []),
+        (["+experiment=quickstart", "suite=glyphs8"], []),
+    ],
+)
+def test_a_papers_figure_on_glyphs_gets_what_its_header_says(arguments: list[str], added: list[str]) -> None:
+    assert translate(arguments) == [*arguments, *added]

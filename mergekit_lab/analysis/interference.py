@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mergekit_lab.analysis.bound import Bound, measure_bound
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.inputs import Inputs
@@ -126,6 +127,8 @@ class Layer:
     base_norm: float
     sums: Sums
     spectra: Spectra | None
+    bound: Bound | None = None
+    """Of a matrix, with Fishers."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -136,6 +139,8 @@ class Layer:
                 name: value.tolist() if isinstance(value, Tensor) else value
                 for name, value in vars(self.spectra).items()
             }
+        if self.bound is not None:
+            content |= self.bound.to_json()
         return content
 
 
@@ -150,6 +155,7 @@ class Interference:
         base_norm: `‖θ0‖` over the same.
         has_fishers: whether `harm` was computed.
         fisher_traces: `Σ v_t`, `[T]`.
+        bound: over all matrices.
     """
 
     experts: tuple[str, ...]
@@ -158,6 +164,7 @@ class Interference:
     total: Sums = field(init=False)
     base_norm: float = 0.0
     fisher_traces: Tensor = field(init=False)
+    bound: Bound = field(default_factory=Bound)
 
     def __post_init__(self) -> None:
         self.total = Sums.zero(len(self.experts))
@@ -168,6 +175,8 @@ class Interference:
         self.total.add(layer.sums)
         self.base_norm = (self.base_norm**2 + layer.base_norm**2) ** 0.5
         self.fisher_traces += traces
+        if layer.bound is not None:
+            self.bound.add(layer.bound)
 
 
 def measure_layers(
@@ -228,10 +237,14 @@ def _layer(
             traces += block.sum(dim=1, dtype=torch.float64).cpu()
         sums.add_block(deltas, block)
         squares += float(origin.square().sum(dtype=torch.float64))
-    spectra = None
+    spectra = bound = None
     if base.dim() == 2 and min(base.shape) > 1:
         spectra = _spectra(base, tensors, sums.norms, rank, device, seed)
-    return Layer(name, tuple(base.shape), squares**0.5, sums, spectra), traces
+        if weights is not None:
+            origin = base.to(device).float()
+            deltas = torch.stack([tensor.to(device).float() for tensor in tensors]) - origin
+            bound = measure_bound(deltas, torch.stack([w.to(device).float() for w in weights]), rank)
+    return Layer(name, tuple(base.shape), squares**0.5, sums, spectra, bound), traces
 
 
 def _fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

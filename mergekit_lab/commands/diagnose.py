@@ -117,6 +117,7 @@ def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str])
         "base_norm": found.base_norm,
         "overall": sums_to_json(found.total),
         "fisher_traces": found.fisher_traces.tolist() if found.has_fishers else None,
+        "bound": found.bound.to_json() if found.has_fishers else None,
         "pairs": [asdict(pair) for pair in pairs(found)],
         "advice": [asdict(each) for each in advice],
         "notes": list(notes),
@@ -184,6 +185,8 @@ def show(found: Interference, advice: Sequence[Advice], console: Console) -> Non
     if len(found.experts) > 1:
         console.print(_pairs_table(found))
         console.print(_layers_table(found))
+    if found.has_fishers and any(layer.bound for layer in found.layers):
+        console.print(_bound_table(found))
     for number, each in enumerate(advice, start=1):
         console.print(f"{number}. {each.text}", style="bold", highlight=False)
         console.print(f"   here: {each.because}", highlight=False)
@@ -237,4 +240,17 @@ def _layers_table(found: Interference) -> Table:
         table.add_row(
             layer.name, f"{100 * share:.1f} %", f"{float(layer.sums.cosine[upper].mean()):.3f}", overlap
         )
+    return table
+
+
+def _bound_table(found: Interference) -> Table:
+    """Matrices by the curvature that a merge of their leading directions leaves out, the whole model last."""
+    title = "Curvature that a merge of rank k leaves out (EpiMer, Theorem 2)"
+    table = _table(title, "matrix", ("k", "conflict V", "residual R", "½(√V + √R)²", "lost"))
+    measured = [(layer, layer.bound) for layer in found.layers if layer.bound and layer.spectra]
+    rows = [(layer.name, str(layer.spectra.rank), bound) for layer, bound in measured if layer.spectra]
+    rows.sort(key=lambda row: -row[2].residual)
+    for name, rank, bound in [*rows[:_SHOWN], ("all matrices", "", found.bound)]:
+        cells = [f"{value:.3g}" for value in (bound.conflict, bound.residual, bound.bound)]
+        table.add_row(name, rank, *cells, f"{100 * bound.lost:.0f} %")
     return table

@@ -111,7 +111,9 @@ class EpiMer(AtomMethod):
         own = own.repeat_interleave(atoms.sigma.shape[1] // experts, dim=1)
         if self.coordinates == "tagged":
             return torch.where(own, atoms.sigma[:, None], 0)
-        projected = torch.stack([_project(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1)
+        projected = torch.stack(
+            [project_matrices(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1
+        )
         return projected if self.coordinates == "full" else torch.where(own, projected, 0)
 
 
@@ -136,7 +138,7 @@ def solve_mean(
         mean.addcmul_(own, share)
         pull.addcmul_(own.add_(floor).mul_(atoms.lift(coordinates[:, t])), share)
         del own
-    b = _project(atoms, pull)
+    b = project_matrices(atoms, pull)
     del pull
     gram = project_curvature(atoms, mean)
     gram.diagonal(dim1=-2, dim2=-1).add_(floor)
@@ -148,7 +150,7 @@ def solve_mean(
     return merged, eta
 
 
-def _project(atoms: Atoms, matrices: Tensor) -> Tensor:
+def project_matrices(atoms: Atoms, matrices: Tensor) -> Tensor:
     """`u_iᵀ M v_i` for `M` `[B, m, n]`: `[B, p]`."""
     return ((atoms.u.mT @ matrices) * atoms.v.mT).sum(dim=-1)
 

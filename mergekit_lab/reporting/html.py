@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mergekit_lab.reporting.names import display_name
-from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers
+from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases
 from mergekit_lab.reporting.records import Failure, Record, Timing
 from mergekit_lab.reporting.tables import Table, build_table, to_percent
 from mergekit_lab.reporting.writing import to_csv, to_latex
@@ -81,11 +81,7 @@ def render_page(page: Page) -> str:
         downloads={name: b64encode(text.encode()).decode("ascii") for name, text in files.items()},
         published_title=TITLE,
         published_header=HEADER,
-        equal=dict.fromkeys(
-            f"{row.source} {row.table}, {row.setting.split()[-1]} {row.row}: {row.equal}"
-            for row in page.published
-            if row.equal
-        ),
+        bases=list_bases(page.published),
         cache=say_cache(page.records),
     )
 

@@ -5,7 +5,7 @@ where they are from. `row` is a merger's label, `experts`, `zero_shot` or a meas
 (`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure that the
 stage of the report knows. `when` says what decides the number (`training.steps=2000 mergers.tsvm.rank=16`), and
 `assets/published_tables.csv` what decides those of whole tables: a number stands beside a run only if the run
-is equal in all of it.
+is equal in all of it. `assets/protocols.csv` says what of that a paper prints, and what is ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets" / "published"
 _TABLES = _ASSETS.parent / "published_tables.csv"
+_PROTOCOLS = _ASSETS.parent / "protocols.csv"
+_NAMED_BY_ROWS = ("_target_", "optimizer_of")
 _OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mean_log_likelihood")
 FILE = "published.json"
 
@@ -50,6 +52,72 @@ class Published:
 
 
 @dataclass(frozen=True)
+class ProtocolLine:
+    """One setting of a paper's experiments.
+
+    Attributes:
+        experiments: patterns of their names, by blanks.
+        when: `key=value …` of a run that it is asked of.
+        key, value: `a|b` is either.
+        source: where it is printed, or `ours: why`.
+    """
+
+    experiments: str
+    when: str
+    key: str
+    value: str
+    source: str
+
+    def is_of(self, experiment: str) -> bool:
+        return any(fnmatch(experiment, pattern) for pattern in self.experiments.split())
+
+    @property
+    def is_ours(self) -> bool:
+        return self.source.startswith("ours")
+
+
+@cache
+def read_protocols() -> list[ProtocolLine]:
+    """The shipped table of protocols."""
+    lines = _drop_comments(_PROTOCOLS.read_text().splitlines())
+    return [ProtocolLine(**row) for row in csv.DictReader(lines)]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What the source of a table prints of its experiments.
+
+    Attributes:
+        printed: keys; with no key at all, everything is.
+        ours: of what is not printed, by key, `value` or `value (why)` of the run.
+    """
+
+    printed: frozenset[str] = frozenset()
+    ours: Mapping[str, str] = field(default_factory=dict)
+
+    def tell_apart(self, row: Published, settings: Mapping[str, str]) -> tuple[str, str]:
+        """`key=value; …` of what is equal to what is printed, and of what is not printed."""
+        named = {pair.partition("=")[0] for pair in row.when.split()} | self.printed
+        equal, ours = [], dict(self._of_row(row))
+        for name, value in settings.items():
+            key = name.removesuffix("?")
+            if key in named or key.rpartition(".")[2] in _NAMED_BY_ROWS or self == Protocol():
+                equal.append(f"{key}={value}")
+            else:
+                ours.setdefault(key, value)
+        return "; ".join(equal), "; ".join(f"{k}={text}" for k, text in ours.items() if k not in named)
+
+    def _of_row(self, row: Published) -> Iterable[tuple[str, str]]:
+        """What concerns the row: not other rows' methods, nor, of experts, how coefficients are searched."""
+        for key, text in self.ours.items():
+            group, _, rest = key.partition(".")
+            if group == "mergers" and rest.partition(".")[0] != row.row:
+                continue
+            if not (group == "search" and row.row in _OF_EVERY_RUN):
+                yield key, text
+
+
+@dataclass(frozen=True)
 class Beside:
     """A published number and ours, both in the column's unit; `ours` is None where it was not measured."""
 
@@ -61,7 +129,9 @@ class Beside:
     published: float
     ours: float | None
     equal: str = ""
-    """The settings in which the run is as the number's."""
+    """The settings in which the run is as the number's source prints them."""
+    unprinted: str = ""
+    """The settings that its source does not print, as they are in the run."""
     note: str = ""
     """What makes the published number doubtful."""
 
@@ -127,7 +197,10 @@ def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
 
 @cache
 def read_doubts(source: str) -> list[tuple[str, ...]]:
-    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks."""
+    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks.
+
+    A row is its name, or `NAME@BACKBONE+FINETUNING+OPTIMIZER`.
+    """
     lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
     marked = [line.removeprefix("# Doubtful: ") for line in lines if line.startswith("# Doubtful: ")]
     return [tuple(part.strip() for part in line.split("|", 3)) for line in marked]
@@ -135,11 +208,15 @@ def read_doubts(source: str) -> list[tuple[str, ...]]:
 
 def find_doubt(source: str, row: Published) -> str:
     """What makes a published number doubtful; empty where nothing is known to."""
-    cells = (row.table, row.row, row.column)
+    where = f"{row.row}@{row.backbone}+{row.finetuning}+{row.optimizer}"
+    cells = ((row.table,), (row.row, where), (row.column,))
     return "; ".join(
         text
         for *patterns, text in read_doubts(source)
-        if all(any(fnmatch(cell, each) for each in p.split()) for cell, p in zip(cells, patterns, strict=True))
+        if all(
+            any(fnmatch(name, each) for name in names for each in pattern.split())
+            for names, pattern in zip(cells, patterns, strict=True)
+        )
     )
 
 
@@ -153,6 +230,7 @@ def set_beside(
     axes: Mapping[str, str],
     holds: Callable[[str], bool],
     run_tasks: Iterable[str],
+    protocol: Protocol | None = None,
 ) -> list[Beside]:
     """A table's numbers for one run's cell, with ours.
 
@@ -165,6 +243,7 @@ def set_beside(
         holds: whether `key=value`, or `key?=value`, holds in this run.
         run_tasks: the run's tasks. Rows of merged models, and averages, are of the table's tasks together: they
             are left out where the run has others.
+        protocol: what the table's source prints, and what not.
     """
     source, _, _ = name.partition(" ")
     tasks, _ = find_conditions(name)
@@ -188,10 +267,12 @@ def set_beside(
             others[row.row][" ".join(other)] = None
             continue
         setting = " ".join([row.backbone, row.finetuning, row.optimizer, *row.when.split()])
-        equal = " ".join(f"{key.removesuffix('?')}={value}" for key, value in settings.items())
+        equal, unprinted = (protocol or Protocol()).tell_apart(row, settings)
         ours = measured(row.row, row.column)
         note = find_doubt(source, row)
-        rows.append(Beside(source, row.table, setting, row.row, row.column, row.value, ours, equal, note))
+        rows.append(
+            Beside(source, row.table, setting, row.row, row.column, row.value, ours, equal, unprinted, note)
+        )
     for of_row, reasons in others.items():
         log.info("published %s: %s is left out, its numbers are of %s", name, of_row, " or ".join(reasons))
     return rows
@@ -227,9 +308,13 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
         runs: the configuration of each, and its rows.
     """
     rows: dict[Beside, dict[str, list[float]]] = {}
+    unprinted: dict[Beside, str] = {}
     for config, of_run in runs:
         for row in of_run:
-            measured = rows.setdefault(replace(row, ours=None), {})
+            cell = replace(row, ours=None, unprinted="")
+            measured = rows.setdefault(cell, {})
+            if cell not in unprinted or (row.ours is not None and len(measured) == 0):
+                unprinted[cell] = row.unprinted
             if row.ours is not None:
                 measured.setdefault(_drop_seed(config), []).append(row.ours)
     united, ambiguous = [], []
@@ -238,7 +323,7 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
         if means and not math.isclose(means[0], means[-1], abs_tol=1e-9):
             ambiguous.append(f"{row.source} {row.table}, {row.setting}: {row.row} {row.column}")
         else:
-            united.append(replace(row, ours=means[0] if means else None))
+            united.append(replace(row, ours=means[0] if means else None, unprinted=unprinted[row]))
     notes = []
     if ambiguous:
         notes.append(
@@ -248,7 +333,7 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     seeds = max((len(values) for measured in rows.values() for values in measured.values()), default=1)
     if seeds > 1:
         notes.append(f"Ours are means over up to {seeds} seeds.")
-    doubts = [f"Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
+    doubts = [f"{DOUBT} Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
     notes += dict.fromkeys(doubts)
     return united, notes
 
@@ -259,6 +344,8 @@ def _drop_seed(config: str) -> str:
 
 TITLE = "Published numbers and ours"
 HEADER = ("source", "setting", "model", "column", "published", "ours", "difference")
+DOUBT = "†"
+"""Beside a published number that is doubtful."""
 
 
 def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
@@ -269,12 +356,33 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
             row.setting,
             display_name(row.row),
             row.column,
-            f"{row.published:.2f}",
+            f"{row.published:.2f}" + (f" {DOUBT}" if row.note else ""),
             "–" if row.ours is None else f"{row.ours:.2f}",
             "–" if row.difference is None else f"{row.difference:+.2f}",
         )
         for row in rows
     ]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What of a published row is equal, what its source does not print, and what is doubtful."""
+
+    name: str
+    equal: str
+    unprinted: str
+    note: str
+
+
+def list_bases(rows: Iterable[Beside]) -> list[Basis]:
+    """One for every row of a published table; doubts of its columns together."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
+        notes = found.setdefault((name, row.equal, row.unprinted), [])
+        if row.note and row.note not in notes:
+            notes.append(row.note)
+    return [Basis(*key, "; ".join(notes)) for key, notes in found.items()]
 
 
 def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
@@ -289,5 +397,12 @@ def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
     parts = [
         "\n".join(map(join_markdown, lines)) if rows else "",
         "\n".join(f"- {escape_markdown(n)}" for n in notes),
+        "\n".join(_describe(basis) for basis in list_bases(rows) if basis.equal or basis.unprinted),
     ]
     return "\n\n".join([f"## {TITLE}", *filter(None, parts)])
+
+
+def _describe(basis: Basis) -> str:
+    parts = [f"- {escape_markdown(basis.name)}", f"  - equal: {escape_markdown(basis.equal)}"]
+    parts += [f"  - not printed: {escape_markdown(basis.unprinted)}"] if basis.unprinted else []
+    return "\n".join(parts)

@@ -65,6 +65,8 @@ class Record:
     Grams it read, without the experts. None where it is not known."""
     model_peak_memory_bytes: int | None = None
     """The peak on an accelerator while the model was made."""
+    reads_test_inputs: bool | None = None
+    """Whether the model was made with inputs of test parts, though not with their labels."""
     weights: str | None = None
     """A hash of the evaluated weights alone: two experts of one file have it in common."""
 

@@ -92,6 +92,8 @@ class Row:
     """What making a merged or the joint model took, its experts' training included; mean over seeds."""
     peak_bytes: int | None = None
     """The largest peak on an accelerator while it was made."""
+    reads_test_inputs: bool = False
+    """Made with inputs of test parts, without their labels."""
     close: bool = False
     """A merger that is not distinguishable from the best average of its group."""
 
@@ -143,9 +145,15 @@ class Table:
 
     def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
         """The table to write; `name` gives what stands for a label."""
+        readers = any(row.reads_test_inputs for row in self.rows)
+
+        def texts(row: Row) -> tuple[str, ...]:
+            reads = "test inputs" if row.reads_test_inputs else MISSING
+            return (row.coefficient, reads) if readers else (row.coefficient,)
+
         groups = tuple(
             tuple(
-                Line((*row.group, name(row.label)), row.cells, (row.coefficient,), row.kind != "merged")
+                Line((*row.group, name(row.label)), row.cells, texts(row), row.kind != "merged")
                 for row in self.rows
                 if row.group == group
             )
@@ -153,7 +161,8 @@ class Table:
         )
         means = len(self.tasks)
         narrow = (means, means + 1, *range(means))
-        return Sheet((*self.axes, "model"), self.columns, ("coefficient",), groups, self.notes, narrow)
+        headings = ("coefficient", "reads") if readers else ("coefficient",)
+        return Sheet((*self.axes, "model"), self.columns, headings, groups, self.notes, narrow)
 
     def as_rows(self) -> list[dict[str, Any]]:
         """The rows as flat dicts of names and numbers (0..1): for files and trackers."""
@@ -165,6 +174,7 @@ class Table:
                 entry[column] = cell.mean
                 entry[f"{column} sd"] = cell.sd
             entry["coefficient"] = row.coefficient
+            entry["reads test inputs"] = row.reads_test_inputs
             flat.append(entry)
         return flat
 
@@ -303,6 +313,7 @@ def _make_row(
             summarize(of_row, needed),
             summarize(of_row, needed, "normalized"),
         ),
+        reads_test_inputs=any(record.reads_test_inputs for record in of_row),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
         seeds=tuple(sorted({record.seed for record in of_row})),
         evaluations=tuple(
@@ -346,6 +357,10 @@ def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Se
         notes.append("+joint is trained on all tasks at once: the upper reference.")
     if any(cell.best for row in rows for cell in row.cells):
         notes.append("Bold: the best merger of its group in that column.")
+    if any(row.reads_test_inputs for row in rows):
+        notes.append(
+            "Reads test inputs: learned from the test part's inputs, without their labels; others are not."
+        )
     if len(met) > 1:
         of_tasks = ", ".join(f"{task} {name}" for task, name in metric.items())
         others = sorted(set(met) - set(metric.values()))

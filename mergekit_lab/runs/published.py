@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
 from mergekit_lab.backbones import OpenClip
+from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Beside, Record, set_beside
+from mergekit_lab.reporting.published import Protocol, read_protocols
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, analysis_node
 from mergekit_lab.runs.finetune import expert_node, task_settings
@@ -25,8 +27,39 @@ def set_published_beside(run: Run, records: list[Record]) -> list[Beside]:
     measured = _Measured(run, records)
     holds = partial(settings_hold, run)
     return [
-        row for name in run.plain["published"] for row in set_beside(name, measured, axes, holds, run.tasks)
+        row
+        for name in run.plain["published"]
+        for row in set_beside(name, measured, axes, holds, run.tasks, read_protocol(run, name))
     ]
+
+
+def read_protocol(run: Run, name: str) -> Protocol:
+    """What the experiments of a table print, and what of the run they do not."""
+    experiments = {stem for stem, tables in _list_tables().items() if name in tables}
+    if run.choices.get("experiment") in experiments:
+        experiments = {run.choices["experiment"]}
+    printed: set[str] = set()
+    ours: dict[str, str] = {}
+    for line in read_protocols():
+        if any(map(line.is_of, experiments)) and settings_hold(run, line.when):
+            printed.discard(line.key)
+            ours.pop(line.key, None)
+            if not line.is_ours:
+                printed.add(line.key)
+            elif line.key.partition(".")[0] in run.cfg and not line.key.startswith(("analysis", "published")):
+                why = line.source.partition(":")[2].strip()
+                ours[line.key] = f"{read_setting(run, line.key)}" + (f" ({why})" if why else "")
+    return Protocol(frozenset(printed), ours)
+
+
+@cache
+def _list_tables() -> dict[str, list[str]]:
+    """The tables that each shipped experiment sets beside its results."""
+    found = {}
+    for file in (conf_dir() / "experiment").glob("*.yaml"):
+        content: Any = OmegaConf.load(file)
+        found[file.stem] = list(content.get("published") or ())
+    return found
 
 
 def settings_hold(run: Run, when: str) -> bool:
@@ -44,6 +77,8 @@ def read_setting(run: Run, key: str) -> Any:
     if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
         return run.backbone.source.published_name()
     group, _, rest = key.partition(".")
+    if group == "choice":
+        return run.choices.get(rest)
     if group == "mergers":
         label, _, name = rest.partition(".")
         content = run.mergers[label].content if label in run.mergers else {}
@@ -53,7 +88,7 @@ def read_setting(run: Run, key: str) -> Any:
 
 def is_equal(value: Any, text: str) -> bool:
     """Whether a value of a configuration is a text of a table of conditions: `1e-5`, `[0.1,1.0]`, `None`."""
-    if isinstance(value, ListConfig):
+    if isinstance(value, list | ListConfig):
         texts = text.strip("[]").split(",") if text != "[]" else []
         return len(texts) == len(value) and all(map(is_equal, value, texts))
     if isinstance(value, bool):

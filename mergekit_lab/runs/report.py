@@ -116,6 +116,7 @@ def _record(
         model_key=model.key(run),
         evaluation_key=artifact.key,
         reused=artifact.key not in run.made,
+        reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
         **_cost(run, model),
     )
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.analysis import Interference, advise, measure_layers
+from mergekit_lab.analysis import Interference, advise, measure_bound, measure_layers
 from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.merging.spectral import whiten_atoms
 
 SHAPES = {"a.weight": (12, 20), "a.bias": (12,), "scale": (), "b.weight": (300, 280), "conv": (4, 3, 2, 2)}
 
@@ -215,3 +217,38 @@ def test_a_fisher_that_is_none_is_named(entry: float, kind: str) -> None:
     fishers["e1"]["conv"][0, 0] = entry
     with pytest.raises(InputError, match=f"tensor 'conv' of e1 holds 4 {kind} entries"):
         measure(base, experts, fishers)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_the_bounds_terms_are_those_of_theorem_2(rank: int) -> None:
+    """Against the dense matrices of the theorem."""
+    generator = torch.Generator().manual_seed(0)
+    deltas = torch.randn(2, 6, 7, generator=generator, dtype=torch.float64)
+    fishers = torch.rand(2, 6, 7, generator=generator, dtype=torch.float64)
+    found = measure_bound(deltas, fishers, rank)
+    atoms = whiten_atoms(deltas[None], rank, [Site(("a", "b"), torch.ones(2))])
+    columns = torch.einsum("mp,np->mnp", atoms.u[0], atoms.v[0]).flatten(0, 1)
+    curvature = torch.stack([torch.diag(fisher.flatten() + 1e-8) for fisher in fishers])
+    inside, projected = deltas.flatten(1) @ columns, columns.T @ curvature @ columns
+    mean = torch.linalg.solve(projected.sum(dim=0), torch.einsum("tpq,tq->p", projected, inside))
+    conflict = torch.einsum("tp,tpq,tq->", mean - inside, projected, mean - inside) / 2
+    outside = deltas.flatten(1) - inside @ columns.T
+    residual = torch.einsum("ti,tij,tj->", outside, curvature, outside) / 2
+    assert found.conflict == pytest.approx(float(conflict))
+    assert found.residual == pytest.approx(float(residual))
+    steps = columns @ mean - deltas.flatten(1)
+    rise = torch.einsum("ti,tij,tj->", steps, curvature, steps) / 4
+    assert rise <= found.bound
+
+
+def test_a_rank_below_the_task_vectors_own_loses_curvature_and_none_at_it() -> None:
+    deltas = torch.zeros(2, 6, 6)
+    for t, row in ((0, 0), (1, 3)):  # of rank 2, in rows and columns of their own
+        deltas[t, row, row], deltas[t, row + 1, row + 1] = 2.0, 1.0
+    fishers = torch.ones(2, 6, 6)
+    assert [measure_bound(deltas, fishers, k).lost for k in (1, 2)] == pytest.approx([0.2, 0.0], abs=1e-9)
+
+
+def test_no_direction_leaves_all_curvature_out() -> None:
+    found = measure_bound(torch.ones(3, 2, 4), torch.ones(3, 2, 4), 5)
+    assert (found.conflict, found.lost) == (0.0, 1.0)

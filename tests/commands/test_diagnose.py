@@ -60,7 +60,17 @@ def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:
     on_cars, on_svhn = found["pairs"][0]["harm"]
     assert on_svhn == pytest.approx(100 * on_cars, rel=0.05)
     assert any("normalize=trace" in a["text"] for a in found["advice"])
-    assert "harm" in capsys.readouterr().out
+    (bound,) = (x for x in found["layers"] if x["name"] == "model.embed_tokens.weight")
+    assert 0 < bound["lost_curvature"] < 1
+    total = found["bound"]
+    assert total["residual"] == pytest.approx(sum(x.get("residual", 0.0) for x in found["layers"]))
+    assert total["bound"] == pytest.approx((total["conflict"] ** 0.5 + total["residual"] ** 0.5) ** 2 / 2)
+    told = set(bound) - {"name", "shape"}
+    text = (Path(__file__).parents[2] / "docs/diagnose.md").read_text()
+    assert {"lost_curvature", "conflict", "residual", "bound"} <= {name for name in told if f"`{name}`" in text}
+    shown = capsys.readouterr().out
+    assert "harm" in shown
+    assert "Theorem 2" in shown
 
 
 def test_a_fisher_with_nan_is_named_by_file_and_tensor(folders, tmp_path) -> None:

@@ -12,7 +12,7 @@ from reporting.test_report import Page, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.reporting import Beside, compare, read_published, set_beside
+from mergekit_lab.reporting import Beside, compare, published, read_published, set_beside
 from mergekit_lab.reporting.published import find_conditions, find_doubt, unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
@@ -131,8 +131,11 @@ def test_experts_of_two_optimizers_are_no_row_of_one_alone() -> None:
     assert {row.setting.count("optimizer_of.numglue_ds.scale") for row in rows} == {1}
 
 
-def test_every_row_names_each_setting_of_its_merger_and_its_optimizer() -> None:
-    """But for what only says where it comes from: seeds, and what the training's own keys decide."""
+def list_unnamed(sources: list[str]) -> set[str]:
+    """Settings of a row's merger and optimizer that no condition names.
+
+    But for what only says where it comes from: seeds, and what the training's own keys decide.
+    """
     free = {"defaults", "_partial_", "seed", "lr", "weight_decay", "steps"}
 
     def settings(group: str, option: str) -> set[str]:
@@ -140,16 +143,64 @@ def test_every_row_names_each_setting_of_its_merger_and_its_optimizer() -> None:
         inner = node.pop("inner", None) or {}
         return (set(node) | {f"inner.{key}" for key in inner}) - free
 
-    for source in SOURCES:
+    unnamed: set[str] = set()
+    for source in sources:
         for name in (f"{source} {table}" for table in _tables(source)):
             for row in {replace(r, column="", value=0.0) for r in read_published(name)}:
                 named = find_conditions(name, row.optimizer, row.row)[1]
                 named = {key.removesuffix("?") for key in named} | {p.split("=")[0] for p in row.when.split()}
-                assert {f"optimizer.{key}" for key in settings("optimizer", row.optimizer)} <= named
+                unnamed |= {f"optimizer.{key}" for key in settings("optimizer", row.optimizer)} - named
                 if row.row not in OF_EXPERTS | {"experts", "zero_shot"}:
                     option = {"untuned": "task_arithmetic"}.get(row.row, row.row)
-                    assert {f"mergers.{row.row}.{key}" for key in settings("merger", option)} <= named
-                assert "optimizer_of" in " ".join(named)
+                    unnamed |= {f"mergers.{row.row}.{key}" for key in settings("merger", option)} - named
+                if "optimizer_of" not in " ".join(named):
+                    unnamed.add("optimizer_of")
+    return unnamed
+
+
+def test_every_row_names_each_setting_of_its_merger_and_its_optimizer() -> None:
+    assert list_unnamed(SOURCES) == set()
+
+
+@pytest.fixture
+def conditions(tmp_path, monkeypatch):
+    """Conditions that lack a setting, as `write(text)`."""
+    file = published._TABLES
+
+    def write(left_out: str) -> None:
+        text = file.read_text()
+        assert left_out in text
+        (tmp_path / "tables.csv").write_text(text.replace(left_out, ""))
+        monkeypatch.setattr(published, "_TABLES", tmp_path / "tables.csv")
+        find_conditions.cache_clear()
+
+    yield write
+    find_conditions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("left_out", "key", "source", "table", "row"),
+    [
+        ("optimizer_of={} ", "optimizer_of", "mergopt_trace", "20", "ties"),
+        (" optimizer.rho=0.5", "optimizer.rho", "saft", "C3", "ties"),
+        (" optimizer.scaling=saft", "optimizer.scaling", "saft", "C3", "average"),
+        (" optimizer.max_experts=7", "optimizer.max_experts", "mergopt_trace", "1", "experts"),
+        (" mergers.ties.preset=paper", "mergers.ties.preset", "saft", "C3", "ties"),
+        (" mergers.epimer.normalize=none", "mergers.epimer.normalize", "epimer", "6", "epimer"),
+    ],
+)
+def test_a_setting_that_no_condition_names_is_found(left_out, key, source, table, row, conditions) -> None:
+    """Without it a number stands beside a run of another setting."""
+    conditions(left_out)
+    assert key in list_unnamed([source])
+    name = f"{source} {table}"
+    optimizer = {"optimizer.rho": "asam", "optimizer.scaling": "asam", "optimizer.max_experts": "mergopt"}
+    optimizer = optimizer.get(key, "adamw")
+    published_row = next(r for r in read_published(name) if (r.optimizer, r.row) == (optimizer, row))
+    axes = {axis: getattr(published_row, axis) for axis in AXES}
+    wrong = equal_but(**{key.replace(".", "__"): "other"})
+    tasks = find_conditions(name)[0] or {"any"}
+    assert row in {r.row for r in set_beside(name, lambda *_: 90.0, axes, wrong, tasks)}
 
 
 def test_a_table_stands_only_beside_runs_of_its_tasks_and_weights() -> None:
@@ -211,6 +262,12 @@ def test_the_mean_over_seeds_stands_beside_a_number_and_what_is_ambiguous_is_lef
     rows, notes = unite([("seed: 0\nα: .1", [MEASURED]), ("seed: 0\nα: .2", [other])])
     assert rows == []
     assert "saft 1, clip_vit_b32 full asam: ties average" in notes[0]
+    clipped = [
+        ("clip: 1", [replace(MEASURED, unprinted="clip=1")]),
+        ("clip: 2", [replace(other, unprinted="clip=2")]),
+    ]
+    assert unite(clipped)[0] == []
+    assert unite([("", [LACKING]), *clipped[:1]])[0] == [replace(MEASURED, unprinted="clip=1")]
     assert unite([("a: 1", [MEASURED]), ("a: 2", [MEASURED]), ("a: 3", [LACKING])]) == ([MEASURED], [])
 
 
@@ -226,16 +283,55 @@ def test_a_comparison_says_what_it_left_out_of_a_table(tmp_path) -> None:
         assert "Left out" in text
 
 
-def test_a_doubtful_number_says_so_beside_it() -> None:
-    def beside(column: str) -> Beside:
-        (row,) = (
-            r
-            for r in read_published("mergopt 9")
-            if (r.finetuning, r.optimizer, r.row, r.column) == ("full", "adamw", "ties", column)
-        )
-        return Beside("mergopt", "9", "", row.row, column, row.value, 50.0, note=find_doubt("mergopt", row))
+DOUBTFUL = [
+    ("mergopt", "9", "ties", "flowers102"),
+    ("mergopt", "9", "average", "average"),
+    ("mergopt", "5", "dare", "average"),
+    ("mergopt_trace", "1", "experts", "numglue_cm"),
+    ("mergopt_trace", "2", "ties", "numglue_ds"),
+    ("mergopt_trace", "7", "dare", "numglue_cm"),
+    ("mergopt_trace", "1", "task_arithmetic", "average"),
+    ("mergopt_trace", "1", "average", "fomc"),
+    ("mergopt_trace", "11", "task_arithmetic", "average"),
+    ("mergopt_trace", "22", "task_arithmetic", "average"),
+    ("epimer", "6", "zero_shot", "cars"),
+    ("saft_glue", "C6", "task_arithmetic", "rte"),
+    ("saft", "C1", "experts", "average"),
+]
 
-    assert beside("cars").note == ""
-    _, notes = unite([("", [beside("flowers102"), beside("cars")])])
-    (note,) = notes
-    assert "k/102" in note
+
+def list_undoubted() -> list[tuple[str, ...]]:
+    """Numbers of the list above of which nothing is said."""
+    found = []
+    for source, table, row, column in DOUBTFUL:
+        cells = (r for r in read_published(f"{source} {table}") if (r.row, r.column) == (row, column))
+        if not find_doubt(source, next(cells)):
+            found.append((source, table, row, column))
+    return found
+
+
+def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> None:
+    assert list_undoubted() == []
+    (sound,) = {find_doubt("mergopt", r) for r in read_published("mergopt 9") if r.column == "cars"}
+    assert sound == ""
+    normalized = [r for r in read_published("saft_glue C6") if r.column == "normalized"]
+    assert {(r.finetuning, r.optimizer) for r in normalized if "65.40" in find_doubt("saft_glue", r)} == {
+        ("full", "asam")
+    }
+    monkeypatch.setattr(published, "read_doubts", lambda source: [])
+    assert list_undoubted() == DOUBTFUL
+
+
+def test_the_report_marks_a_doubtful_number_and_tells_of_every_row(tmp_path) -> None:
+    doubtful = replace(
+        MEASURED, equal="training.steps=8000", unprinted="training.clip_norm=1.0 (the recipe)", note="of k/102"
+    )
+    paths = report(tmp_path, make_study(2, 1), published=[doubtful, replace(MEASURED, column="normalized")])
+    summary, page = paths.summary.read_text(), paths.html.read_text()
+    assert "| 75.45 † |" in summary
+    assert "| normalized | 75.45 |" in summary
+    assert "† Doubtful, saft 1: of k/102." in summary
+    assert "  - not printed: training.clip_norm=1.0 (the recipe)" in summary
+    for text in ("75.45 †", "<h3>saft 1, clip_vit_b32 full asam: TIES</h3>", "Equal: training.steps=8000",
+                 "Not printed, ours: training.clip_norm=1.0 (the recipe)", "Doubtful: of k/102"):  # fmt: skip
+        assert text in page

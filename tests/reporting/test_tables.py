@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Cell, build_table, print_table, to_csv, to_markdown
+from mergekit_lab.reporting import Cell, build_table, print_table, to_csv, to_latex, to_markdown
 
 
 def small(record, **changes):
@@ -256,3 +256,15 @@ def test_a_spreadsheet_takes_no_name_for_a_formula_and_numbers_stay_numbers(reco
     assert row == [f"'{hostile}", "-0.25", "-0.25", "-0.3125", "-0.5"]
     assert next(csv.reader(StringIO(to_csv(build_table([record(kind="joint")])))))[0] == "model"
     assert "'+joint" in to_csv(build_table([record(kind="joint")]))
+
+
+def test_a_model_made_with_test_inputs_is_marked_wherever_the_table_is_written(record) -> None:
+    plain = [record(merger="ties"), record(merger="tsvm")]
+    read = replace(record(merger="adamerging"), reads_test_inputs=True)
+    assert "test inputs" not in to_markdown(build_table(plain))
+    table = build_table([*plain, read])
+    for text in (to_markdown(table), to_csv(table), to_latex(table)):
+        marked = [line for line in text.splitlines() if "test inputs" in line and "learned" not in line]
+        (line,) = marked
+        assert "adamerging" in line.lower()
+    assert any(note.startswith("Reads test inputs") for note in table.notes)

@@ -44,6 +44,8 @@ def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -
     assert any(abs(value - 0.3) > 0.04 for by_tensor in weights.values() for value in by_tensor.values())
     records = read_records(folder / "records.jsonl")
     key = next(r.model_key for r in records if r.merger == "adamerging")
+    assert {r.reads_test_inputs for r in records if r.merger} == {True}
+    assert "test inputs" in (folder / "leaderboard.csv").read_text()
     experts = {
         r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
     }

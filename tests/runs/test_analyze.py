@@ -4,21 +4,28 @@ import json
 import math
 import shutil
 import struct
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 from composing import TINY, composed
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
+from mergekit_lab.runs import analyze as stage
 from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -57,16 +64,37 @@ SMALL = {
 FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
 
 
+@cache
+def composition(*groups: str) -> tuple[DictConfig, dict[str, str]]:
+    return composed([*TINY, *groups])
+
+
+def assemble(store: Path, *overrides: str) -> tuple[DictConfig, dict[str, str]]:
+    """What Hydra composes; options of groups are composed once, values are set as Hydra reads them."""
+    parsed = OverridesParser.create().parse_overrides([f"store.root={store}", *overrides])
+    groups = {
+        each.key_or_group: each.input_line for each in parsed if each.key_or_group in ("analysis", "merger")
+    }
+    cfg, choices = composition(*groups.values())
+    cfg = deepcopy(cfg)
+    for each in parsed:
+        if each.key_or_group not in groups:
+            OmegaConf.update(cfg, each.key_or_group, each.value(), merge=False, force_add=each.is_add())
+    return cfg, choices
+
+
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    cfg, choices = assemble(store, *overrides)
     start(cfg, folder, choices, list(overrides))
 
 
-def analyze(folder: Path, store: Path, name: str, *overrides: str) -> dict:
+def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool = False) -> dict:
+    """The numbers; `drawn` makes files of the figure too."""
     common = ["stage=analyze", f"analysis={name}", "joint=false"]
     if not any(each.startswith("merger=") for each in SMALL[name]):
         common.append("merger=task_arithmetic")
-    go(folder, store, *common, *SMALL[name], *overrides)
+    with nullcontext() if drawn else patch.object(stage, "draw_analysis", lambda *_, **__: [folder]):
+        go(folder, store, *common, *SMALL[name], *overrides)
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
 
@@ -90,7 +118,7 @@ def test_every_field_stands_in_its_file(file: Path) -> None:
 @pytest.mark.parametrize("name", list(SMALL))
 def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
     _, store = trained
-    data = analyze(tmp_path / "first", store, name)
+    data = analyze(tmp_path / "first", store, name, drawn=True)
     png = (tmp_path / f"first/analysis/{name}.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24])[0] > 500
@@ -168,9 +196,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 def test_what_was_finished_of_one_that_was_cut_is_read_back(
     name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
 ) -> None:
-    cfg, choices = composed(
-        [*TINY, f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
-    )
+    cfg, choices = assemble(trained[1], "joint=false", f"analysis={name}", *SMALL[name])
     if name == "curvature_gain":  # which takes Fishers from the store
         go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stage=[curvature]")
     context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis, Analysis)
@@ -259,10 +285,10 @@ def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained,
 
 def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, tmp_path) -> None:
     far = ["analysis.points=2", "analysis.low=-1e20", "analysis.high=1e20"]
-    data = analyze(tmp_path / "a", trained[1], "landscape", *far)
+    data = analyze(tmp_path / "a", trained[1], "landscape", *far, drawn=True)
     (entry,) = data["pairs"]
     assert any(None in row for row in entry["measures"]["loss/digits"])
-    lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far)
+    lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far, drawn=True)
     assert None in lines["mergers"]["task_arithmetic"]["digits"]["loss"]
     for folder, name in (("a", "landscape"), ("b", "alpha_sweep")):
         assert (tmp_path / folder / f"analysis/{name}.png").stat().st_size > 1000

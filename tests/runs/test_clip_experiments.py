@@ -185,12 +185,13 @@ def test_a_figure_composes_with_the_model_that_ships(name: str) -> None:
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     (shipped,) = (line for line in lines if line.startswith("# Shipped data:  "))
-    overrides = shipped.removeprefix("# Shipped data:  ").removesuffix(", in minutes.").split()
-    cfg, choices = composed([f"+experiment={name}", *overrides])
+    cfg, choices = composed([f"+experiment={name}", "backbone=glyph_clip", "suite=glyphs8"])
     check(cfg)
-    assert (choices["backbone"], choices["suite"]) == ("glyph_clip", "glyphs8")
-    assert cfg.training.steps <= 300
+    assert f"backbone=glyph_clip suite=glyphs8, in minutes (conf/shipped/{choices['shipped']}.yaml)" in shipped
+    assert (choices["training"], cfg.training.steps) == ("glyphs", 150)
     assert cfg.experts is None
+    pairs = cfg.analysis.get("pairs") or []
+    assert {task for pair in pairs for task in pair} <= set(cfg.suite.tasks)
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.csv")), ids=lambda file: file.stem)

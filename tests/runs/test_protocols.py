@@ -1,88 +1,149 @@
 """Every experiment of a paper, and every option of its sweep, is what the shipped table of protocols says."""
 
-import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 import pytest
 import yaml
 from composing import composed
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-import mergekit_lab
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.reporting.published import read_protocols
 from mergekit_lab.runs.published import is_equal
 from mergekit_lab.schema.run import check
 
-FILE = next(iter(mergekit_lab.__path__)) + "/assets/protocols.csv"
-with open(FILE) as stream:
-    LINES = list(csv.DictReader(line for line in stream if not line.startswith("#")))
+EXPERIMENTS_DIR = conf_dir() / "experiment"
 PAPERS = ("saft_", "clip_saft", "flan_t5_glue_saft", "epimer_", "*mergopt*")
 EXPERIMENTS = [
     file.stem
-    for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
+    for file in sorted(EXPERIMENTS_DIR.glob("*.yaml"))
     if any(fnmatch(file.stem, f"{paper}*") for paper in PAPERS)
 ]
 
 
-def jobs(name: str) -> Iterator[DictConfig]:
-    """The jobs of an experiment, with `choice` and `sweep`: every option of every axis, not every product.
-
-    Options of groups are composed by Hydra; plain values are set.
-    """
-    first, choices = composed([f"+experiment={name}"])
+@cache
+def composition(name: str, *overrides: str) -> DictConfig:
+    """The experiment as it is composed; `choice` are the options taken, `sweep` what it goes through."""
+    cfg, choices = composed([f"+experiment={name}", *overrides])
     sweep = dict(HydraConfig.instance().cfg.hydra.sweeper.get("params") or {})
-    options = {key: str(values).split(",") for key, values in sweep.items()}
-    previous: dict[str, str] = {}
-    for job in range(max(map(len, options.values()), default=1)):
-        chosen = {key: values[min(job, len(values) - 1)] for key, values in options.items()}
-        groups = {key: value for key, value in chosen.items() if key in choices}
-        if groups != previous:
-            first, choices = composed([f"+experiment={name}", *(f"{k}={v}" for k, v in groups.items())])
-            previous = groups
-        cfg = deepcopy(first)
-        for key, value in chosen.items():
-            if key not in groups:
-                merger = f"mergers.{chosen.get('merger')}." if key.startswith("merger.") else ""
-                OmegaConf.update(cfg, merger + key.removeprefix("merger."), yaml.safe_load(value))
-        check(cfg)
-        yield describe(cfg, choices, sweep)
-
-
-def describe(cfg: DictConfig, choices: dict[str, str], sweep: dict[str, str]) -> DictConfig:
     with open_dict(cfg):
-        cfg["choice"] = choices
-        cfg["sweep"] = {key.replace(".", "/"): values for key, values in sweep.items()}
+        cfg["head"] = read_head(EXPERIMENTS_DIR / f"{name}.yaml")
+        cfg["choice"], cfg["sweep"] = choices, {key.replace(".", "/"): each for key, each in sweep.items()}
     return cfg
 
 
-def protocol(name: str, cfg: DictConfig) -> dict[str, str]:
-    """What the table says of a job: values by key."""
+@cache
+def option(group: str, name: str | None) -> DictConfig | None:
+    """A group's own configuration of an option."""
+    if name is None:
+        return None
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose(f"{group}/{name}")[group]
+
+
+def read_head(file) -> str:
+    """The comments of an experiment, and of the experiments and protocols that it is made of."""
+    text = file.read_text()
+    parts = [" ".join(line[2:] for line in text.splitlines() if line.startswith("# "))]
+    for entry in yaml.safe_load(text).get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            folder = conf_dir() / "protocol" if entry.startswith("/protocol/") else file.parent
+            parts.append(read_head(folder / f"{entry.rpartition('/')[2]}.yaml"))
+    return " ".join(parts)
+
+
+def with_options(name: str, groups: dict[str, str]) -> DictConfig:
+    """The experiment with these options. A group it leaves as it is gets the option's own configuration."""
+    cfg = composition(name)
+    changed = {group: value for group, value in groups.items() if cfg.choice[group] != value}
+    if any(raw(cfg[group]) != raw(option(group, cfg.choice[group])) for group in changed):
+        return composition(name, *(f"{group}={value}" for group, value in changed.items()))
+    cfg = deepcopy(cfg)
+    with open_dict(cfg):
+        for group, value in changed.items():
+            cfg[group] = option(group, value)
+            cfg.choice[group] = value
+    return cfg
+
+
+def raw(node: DictConfig | None) -> Any:
+    return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+
+
+def jobs(name: str) -> Iterator[dict[str, Any]]:
+    """The jobs of an experiment: every option of every axis, not every product. Each is checked as a run is."""
+    first = composition(name)
+    options = {key.replace("/", "."): str(values).split(",") for key, values in first.sweep.items()}
+    previous, plain = None, {}
+    for job in range(max(map(len, options.values()), default=1)):
+        chosen = {key: values[min(job, len(values) - 1)] for key, values in options.items()}
+        groups = {key: value for key, value in chosen.items() if key in first.choice}
+        if groups != previous:
+            plain = checked(with_options(name, groups))
+            previous = groups
+        own = deepcopy(plain)
+        for key, value in chosen.items():
+            if key not in groups:
+                merger = f"mergers.{chosen.get('merger')}." if key.startswith("merger.") else ""
+                put(own, merger + key.removeprefix("merger."), yaml.safe_load(value))
+        yield own
+
+
+def checked(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain values, after the check that every run makes."""
+    own = {"choice", "sweep", "head"}
+    check(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in own]))
+    return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+
+
+def put(cfg: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        cfg = cfg[name]
+    cfg[last] = value
+
+
+def look(cfg: dict[str, Any], key: str) -> Any:
+    """A value by its key; None where there is none."""
+    found: Any = cfg
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def protocol(name: str, cfg: dict[str, Any]) -> dict[str, str]:
+    """What the table says of a job: values by key; heads have several."""
     said = {}
-    for line in LINES:
-        named = any(fnmatch(name, pattern) for pattern in line["experiments"].split())
-        if named and all(holds(cfg, *pair.split("=", 1)) for pair in line["when"].split()):
-            said[line["key"]] = line["value"]
+    for line in read_protocols():
+        if line.is_of(name) and all(holds(cfg, *pair.split("=", 1)) for pair in line.when.split()):
+            said[f"header {line.value}" if line.key == "header" else line.key] = line.value
     return said
 
 
-def holds(cfg: DictConfig, key: str, value: str) -> bool:
-    found: Any
+def holds(cfg: dict[str, Any], key: str, value: str) -> bool:
+    if key.startswith("header"):
+        return value in cfg["head"]
     if key.startswith("sweep."):  # whose keys hold each other: merger and merger.rank
-        found = cfg.sweep.get(key.removeprefix("sweep.").replace(".", "/"))
+        found = cfg["sweep"].get(key.removeprefix("sweep.").replace(".", "/"))
     else:
-        found = OmegaConf.select(cfg, key)
+        found = look(cfg, key)
     if key == "suite.tasks":
         return "+".join(sorted(found)) == value
-    if isinstance(found, ListConfig) and found and isinstance(found[0], ListConfig):
-        return str(OmegaConf.to_container(found)).replace("'", "").replace(" ", "") == value
+    if isinstance(found, list) and found and isinstance(found[0], list):
+        return str(found).replace("'", "").replace(" ", "") == value
     return any(is_equal(found, each) for each in value.split("|"))
 
 
-def mismatches(name: str, cfg: DictConfig) -> set[str]:
+def mismatches(name: str, cfg: dict[str, Any]) -> set[str]:
     return {key for key, value in protocol(name, cfg).items() if not holds(cfg, key, value)}
 
 
@@ -94,33 +155,97 @@ def test_an_experiment_is_what_its_paper_prints(name: str) -> None:
 
 
 def test_every_line_names_experiments_and_its_source() -> None:
-    for line in LINES:
-        for pattern in line["experiments"].split():
+    for line in read_protocols():
+        for pattern in line.experiments.split():
             assert any(fnmatch(name, pattern) for name in [*EXPERIMENTS, "clip_epimer"]), pattern
-        assert line["source"].startswith(("SAFT ", "EpiMer ", "MergOPT ", "ours")), line
+        assert line.source.startswith(("SAFT ", "EpiMer ", "MergOPT ", "ours")), line
+
+
+def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
+    """Keys of the training that the paper does not print, and whose line in its file does not say `ours`."""
+    training = composition(name).choice.training
+    if training == "clip":  # a published recipe, of others
+        return set()
+    ours = {}
+    for line in read_protocols():
+        if line.is_of(name) and line.key.startswith("training."):
+            ours[line.key.removeprefix("training.")] = line.is_ours
+    found = set()
+    for key in (key for key, is_ours in ours.items() if is_ours):
+        pattern = re.compile(rf"^ *{key}:.*$", re.M)
+        texts = (files(f"experiment/{name}.yaml"), files(f"training/{training}.yaml"))
+        said = next((match[0] for text in texts if (match := pattern.search(text))), "")
+        if "# ours" not in said:
+            found.add(key)
+    return found
+
+
+def read_file(name: str) -> str:
+    return (conf_dir() / name).read_text()
 
 
 @pytest.mark.parametrize(
-    ("name", "defect", "key"),
+    "name", ["saft_table1", "saft_tableC7", "flan_t5_glue_saft", "llama32_1b_trace_mergopt"]
+)
+def test_what_a_recipe_does_not_find_in_its_paper_says_so_at_its_key(name: str) -> None:
+    assert unmarked(name, read_file) == set()
+    assert unmarked(name, lambda file: read_file(file).replace("# ours", "#"))
+
+
+ASK_GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
     [
-        ("saft_tableC5", "training.keep=last", "training.keep"),
-        ("flan_t5_glue_saft", "training.keep=last", "training.keep"),
-        ("flan_t5_glue_saft", "search=grid", "search.coefficients"),
-        ("epimer_table6", "mergers.ties.coefficient=null", "mergers.ties.coefficient"),
-        ("epimer_table6", "mergers.epimer.normalize=trace", "mergers.epimer.normalize"),
-        ("epimer_table6", "curvature=as_needed", "curvature.fraction"),
-        ("epimer_table6", "mergers.fisher.floor=1e-6", "mergers.fisher.floor"),
-        ("epimer_table7", "mergers.epimer.normalize=trace", "mergers.epimer.normalize"),
-        ("epimer_figure3", "analysis.part=validation", "analysis.part"),
-        ("epimer_figure3", "analysis.batch=null", "analysis.batch"),
-        ("llama32_1b_mergopt_table10", "backbone.dtype=bfloat16", "backbone.dtype"),
-        ("llama32_1b_mergopt_table13", "published=[]", "published"),
-        ("mergopt_table9_tangent", "mergers.wudi.coefficient=null", "mergers.wudi.coefficient"),
-        ("mergopt_table9_tangent", "finetuning=full", "choice.finetuning"),
-        ("saft_figure4", "analysis.box=[0.0,1.0]", "analysis.box"),
-        ("saft_figure2", "analysis.others=0.0", "analysis.others"),
+        pytest.param("saft_tableC5", "training.keep", "last", id="1-clip"),
+        pytest.param("flan_t5_glue_saft", "training.keep", "last", id="1-glue"),
+        pytest.param("saft_table1", "suite.tasks.svhn.validation_most", 5000, id="1-validation"),
+        pytest.param("flan_t5_glue_saft", "suite.tasks.sst2.sizes.validation", 2000, id="1-glue-validation"),
+        pytest.param("flan_t5_glue_saft", "search.coefficients", ASK_GRID, id="2"),
+        pytest.param("epimer_table6", "mergers.ties.coefficient", None, id="3"),
+        pytest.param("epimer_table6", "header mergers.ties.aggregator=mean", "the paper's grid", id="3-head"),
+        pytest.param("epimer_table6", "mergers.epimer.normalize", "trace", id="4-scale"),
+        pytest.param("epimer_table7", "mergers.epimer.normalize", "trace", id="4-scale-7"),
+        pytest.param("epimer_table6", "curvature.fraction", None, id="4-samples"),
+        pytest.param("epimer_table10", "curvature.samples", 256, id="4-samples-10"),
+        pytest.param("epimer_table6", "mergers.fisher.floor", 1e-6, id="4-floor"),
+        pytest.param("epimer_table8", "header 1e-8", "", id="4-epsilon"),
+        pytest.param("epimer_figure3", "analysis.part", "validation", id="5-part"),
+        pytest.param("epimer_figure3", "analysis.batch", None, id="5-batches"),
+        pytest.param("epimer_figure3", "analysis.coefficients", [0.2, 0.4, 1.0], id="5-tuned"),
+        pytest.param("llama32_1b_mergopt_table10", "backbone.dtype", "bfloat16", id="6"),
+        pytest.param("mergopt_figure1", "backbone.dtype", "bfloat16", id="6-figure"),
+        pytest.param("saft_figure4", "backbone.precision", "bfloat16", id="6-plane"),
+        pytest.param("llama32_1b_mergopt_table13", "published", [], id="8"),
+        pytest.param(
+            "llama32_1b_mergopt_table13", "sweep.mergers.task_arithmetic.coefficient", None, id="8-sweep"
+        ),
+        pytest.param("llama32_1b_mergopt_table13", "header its best is no result", "", id="10-chosen-on-test"),
+        pytest.param("mergopt_table9", "header k/102", "", id="10-flowers"),
+        pytest.param("saft_tableC3", "header mergers.ties.aggregator=sum", "", id="11"),
+        pytest.param("saft_table2", "mergers.ties.aggregator", "sum", id="11-aggregator"),
+        pytest.param("mergopt_table9_tangent", "mergers.wudi.coefficient", None, id="12"),
+        pytest.param("mergopt_table9", "sweep.finetuning", "full,linearized", id="12-sweep"),
+        pytest.param("mergopt_table9_tangent", "choice.finetuning", "full", id="12-tangent"),
+        pytest.param("saft_figure4", "analysis.box", [0.0, 1.0], id="13-box"),
+        pytest.param("saft_figure2", "analysis.others", 0.0, id="13-others"),
+        pytest.param("llama32_1b_trace_mergopt", "suite.tasks.meetingbank.metric", "rouge_l", id="14"),
+        pytest.param("mergopt_figure3", "suite.tasks", {"numglue_ds": {}}, id="figure-3"),
     ],
 )
-def test_the_table_finds_an_experiment_that_left_its_paper(name: str, defect: str, key: str) -> None:
-    cfg, choices = composed([f"+experiment={name}", defect])
-    assert key in mismatches(name, describe(cfg, choices, {}))
+def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, value: Any) -> None:
+    """A number is that of a defect in a shipped experiment.
+
+    7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published_rows.py` and
+    `reporting/test_tables.py`; 13's marks and 14's values above, and in `tasks/test_metrics.py`.
+    """
+    cfg = checked(composition(name))
+    assert mismatches(name, cfg) == set()
+    if key.startswith("header"):
+        cfg["head"] = value
+    elif key.startswith("sweep."):
+        cfg["sweep"][key.removeprefix("sweep.").replace(".", "/")] = value
+    else:
+        put(cfg, key, value)
+    assert key in mismatches(name, cfg)
