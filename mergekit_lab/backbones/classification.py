@@ -85,6 +85,7 @@ class ImageObjective(Objective):
 
     task: ImageTask
     head: Tensor
+    fixes_shapes = True
 
     def __init__(
         self, task: ImageTask, head: Tensor, crops: Crops | None = None, precision: str = "float32"
