@@ -86,6 +86,7 @@ class ImageObjective(Objective):
     task: ImageTask
     head: Tensor
     fixes_shapes = True
+    reading_threads = 4
 
     def __init__(
         self, task: ImageTask, head: Tensor, crops: Crops | None = None, precision: str = "float32"

@@ -41,13 +41,18 @@ class Objective(nn.Module, ABC):
     """One task for one backbone. It moves to a device as modules do, has no parameters and no state dict.
 
     Attributes:
-        fixes_shapes: training batches, augmented, have one shape or, from `fix_shape`, a few.
+        fixes_shapes: training batches, augmented, have one shape, or one of a few from `fix_shape`.
+        reading_threads: how many may make training batches at a time.
         causal: the logits at a token are of the next one (a decoder-only language model).
         max_samples: samples at a time that evaluation takes, once more were too many for the device's memory.
     """
 
     causal: ClassVar[bool] = False
-    fixes_shapes: bool = False
+    reading_threads: ClassVar[int] = 1
+
+    @property
+    def fixes_shapes(self) -> bool:
+        return False
 
     def __init__(self, task: Task) -> None:
         super().__init__()

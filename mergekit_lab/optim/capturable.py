@@ -16,15 +16,19 @@ HostSettings = list[dict[str, Any]]
 """By group, what `keep_on_device` changes, as it was."""
 
 
-def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings | None:
-    """Have `optimizer` read its learning rates and step counts from `device`; None if this kind cannot.
+def can_keep_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a step of `optimizer` can take all that it reads from `device`."""
+    groups = optimizer.param_groups
+    return all(_can_run(group) and all(p.device == device for p in group["params"]) for group in groups)
+
+
+def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings:
+    """Have `optimizer` read its learning rates and step counts from `device`, which it must be able to.
 
     Where groups leave open which of torch's loops runs, the fused one does: it is the fastest that reads the
-    rate from the device. A scheduler of torch goes on setting the rates. Call it again after `load_state_dict`.
+    rate from the device. A scheduler of torch goes on setting the rates. Call it after `load_state_dict`.
     """
     groups = optimizer.param_groups
-    if not all(_can_run(group) and all(p.device == device for p in group["params"]) for group in groups):
-        return None
     before = [{name: group[name] for name in _CHANGED if name in group} for group in groups]
     for group in groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)

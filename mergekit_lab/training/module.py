@@ -22,7 +22,7 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import count_samples, take_samples
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.capturable import HostSettings, describe_as_before, keep_on_device
+from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.captured import DEVICES, Batches, Replay
 from mergekit_lab.training.clock import Clock
@@ -56,6 +56,9 @@ class FinetuneModule(lightning.LightningModule):
             resumed run draws what the uninterrupted one does.
         record_every: steps between two points of the training curve.
         on_metrics: called with every point, `(metrics, step)`.
+
+    Attributes:
+        replays: whether steps are recorded and replayed, from when optimizers are configured.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class FinetuneModule(lightning.LightningModule):
         self._done: Tensor | None = None
         self._runs: list[nn.Module] = [model]  # in a list, for a compiled model is no other module
         self._to_compile = False
+        self.replays = False
         self._replay: Replay | None = None
         self._host_settings: HostSettings | None = None
         self._saved = 0
@@ -138,6 +142,7 @@ class FinetuneModule(lightning.LightningModule):
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.stays_in_train_mode = False
             optimizer.base.register_step_pre_hook(self._clip)
+        self.replays = self._wants_replay(optimizer)
         schedule = LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -278,7 +283,11 @@ class FinetuneModule(lightning.LightningModule):
         self._first_bad = torch.full((), -1, device=self.device)
         self._done = torch.full((), self.global_step, device=self.device)
         self._to_compile = self._wants_compiled()
-        if self._wants_replay(optimizer):
+        if self.replays:
+            wrapped = isinstance(optimizer, WrappedOptimizer)
+            self._host_settings = keep_on_device(optimizer.base if wrapped else optimizer, self.device)
+            if wrapped:
+                optimizer.allow_replay(self.device)
             self._replay = Replay(self._update, optimizer, self.device)  # type: ignore[arg-type]
 
     def _wants_compiled(self) -> bool:
@@ -291,8 +300,7 @@ class FinetuneModule(lightning.LightningModule):
         return bool(self.compile_model)
 
     def _wants_replay(self, optimizer: Any) -> bool:
-        """Whether steps are to be replayed; if so the optimizer is made ready, and if they cannot be, a line of
-        the log says why."""
+        """Whether steps are to be replayed; if they cannot be, a line of the log says why."""
         if not self.capture or (self.capture == "auto" and self.device.type not in DEVICES):
             return False
         if self.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
@@ -312,12 +320,8 @@ class FinetuneModule(lightning.LightningModule):
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
             return f"{type(optimizer).__name__} decides on the host what to compute"
-        self._host_settings = keep_on_device(optimizer.base if wrapped else optimizer, self.device)
-        if self._host_settings is None:
-            return f"{type(optimizer.base if wrapped else optimizer).__name__} takes its rate from the host"
-        if wrapped:
-            optimizer.allow_replay(self.device)
-        return ""
+        base = optimizer.base if wrapped else optimizer
+        return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
 
     def forget_graphs(self) -> None:
         """Let go of recorded steps and of the compiled model; training is over."""
