@@ -164,7 +164,7 @@ class Tokens(CausalObjective):
             def __len__(self) -> int:
                 return vocabulary
 
-        super().__init__(NoText(), Tokenizer(), Reading(max_length=longest))
+        super().__init__(NoText(), Tokenizer(), Reading(prompt="plain", max_length=longest))
         self.vocabulary, self.longest = vocabulary, longest
 
     @lru_cache(maxsize=3)  # noqa: B019

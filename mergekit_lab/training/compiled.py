@@ -21,6 +21,9 @@ step of the models it is for."""
 _LARGE = 10**7
 """Parameters below which a step is too short for compiling to gain what it costs."""
 
+_OPTIONS = {"fallback_random": True}
+"""Dropout draws as it does where the model is not compiled."""
+
 
 def pays(device: torch.device, steps: int, model: nn.Module) -> bool:
     """What `training.compile=auto` decides: by the kind of device, the number of steps and the model's size."""
@@ -39,17 +42,18 @@ def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> n
     """`model` compiled, with the same parameters; `model` itself, and a line of the log, where that fails.
 
     Args:
-        model: stays as it is, gradients included, which must be none.
-        loss_of: the loss of a batch by the model that it is given; it is asked for once, with its gradient, so
-            that compiling happens here.
+        model: its parameters, gradients and buffers stay as they are.
+        loss_of: the loss of a batch by the model that it is given; it is asked for once, and its gradient is
+            computed, so that compiling happens here.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
     log.info("compiling the model: half a minute to two, or seconds where it was compiled before")
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
-        loss_of(compiled).backward()
+        compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss_of(compiled), trained, allow_unused=True)
     except Exception as error:
         log.warning(
             "training.compile: the model cannot be compiled and runs as written (%s)",
@@ -57,7 +61,6 @@ def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> n
         )
         return model
     finally:
-        model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])

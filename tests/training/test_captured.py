@@ -1,5 +1,6 @@
 """Steps that are replayed are the steps that run as written."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -36,3 +37,18 @@ def test_a_training_that_is_replayed_gives_what_one_that_runs_as_written_does(
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
     rates = [[p["lr"] for p in done.curve] for done in (eager, replayed)]
     assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
+def test_a_compiled_model_trains_as_the_one_it_is_made_of(tmp_path, head, caplog, monkeypatch) -> None:
+    """50 steps with dropout, each loss within rounding; the second training finds the compiled code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    settings = replace(SETTINGS, steps=50, validations=1, keep="last")
+    caplog.set_level(logging.INFO)
+    plain = run(tmp_path / "plain", head, settings=settings)
+    compiled = run(tmp_path / "one", head, settings=replace(settings, compile=True))
+    said = [record.getMessage() for record in caplog.records if "compiled in" in record.getMessage()]
+    assert len(said) == 1
+    losses = [[p["train_loss"] for p in done.curve] for done in (plain, compiled)]
+    assert len(losses[0]) == 50
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
+    assert any((tmp_path / "compiled").rglob("*.so"))
