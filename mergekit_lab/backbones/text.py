@@ -194,7 +194,7 @@ class CausalObjective(TextObjective):
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
-        """Rows padded at their end to the next length of a few, and as few numbers of positions that have labels.
+        """Rows padded at their end to the next of a few lengths, and labels at few numbers of positions.
 
         No mask is needed there: padding at the end is seen by itself alone. The positions are in `columns`, the
         same in every row; those of no label fill them up.
@@ -216,10 +216,8 @@ class CausalObjective(TextObjective):
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
-        if "columns" in batch:
-            used = batch["columns"][0]
-        else:
-            used = (labels != IGNORED).any(dim=0).nonzero().flatten()
+        fixed = "columns" in batch
+        used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "segments", "columns")}
         if "segments" in batch:
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):
