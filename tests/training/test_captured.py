@@ -39,8 +39,9 @@ def test_a_training_that_is_replayed_gives_what_one_that_runs_as_written_does(
     assert rates[0] == pytest.approx(rates[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_one_it_is_made_of(tmp_path, head, caplog, monkeypatch) -> None:
-    """50 steps with dropout, each loss within rounding; the second training finds the compiled code."""
+    """50 steps with dropout, each loss within rounding; compiled code lies in the cache for the next one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     settings = replace(SETTINGS, steps=50, validations=1, keep="last")
     caplog.set_level(logging.INFO)
