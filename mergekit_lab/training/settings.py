@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from mergekit_lab.errors import InputError, suggestion
 
 _KEEP = ("best", "last")
@@ -187,3 +189,10 @@ class TrainingSettings:
         return next(
             self.steps // n for n in range(min(self.validations, self.steps), 0, -1) if self.steps % n == 0
         )
+
+
+def describe_machine(accelerator: str) -> str:
+    """What the result under a budget of seconds depends on beside the settings: the card's name, or "cpu" and its threads."""
+    if accelerator != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads"
