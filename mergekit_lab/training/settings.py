@@ -192,7 +192,7 @@ class TrainingSettings:
 
 
 def describe_machine(accelerator: str) -> str:
-    """What the result under a budget of seconds depends on beside the settings: the card's name, or "cpu" and its threads."""
+    """What a budget of seconds depends on beside the settings: the card's name, or "cpu" and its threads."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads"
