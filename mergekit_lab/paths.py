@@ -15,7 +15,15 @@ def conf_dir() -> Path:
 def default_store() -> Path:
     """`$MERGEKIT_LAB_STORE`, else `$XDG_CACHE_HOME/mergekit_lab`, else `~/.cache/mergekit_lab`."""
     named = os.environ.get("MERGEKIT_LAB_STORE")
-    if named:
-        return Path(named)
+    return Path(named) if named else _user_cache() / "mergekit_lab"
+
+
+def compiler_cache() -> Path:
+    """Compiled kernels, for later runs: `$TORCHINDUCTOR_CACHE_DIR` or among the user's caches."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(named) if named else _user_cache() / "mergekit_lab_compiled"
+
+
+def _user_cache() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "mergekit_lab"
+    return Path(cache) if cache else Path.home() / ".cache"

@@ -19,7 +19,7 @@ from mergekit_lab.backbones.objective import Assessment, Objective
 from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.errors import InputError
 from mergekit_lab.prefetch import prefetch
-from mergekit_lab.tasks import ImageTask, Packed, Part, draw_boxes, resize
+from mergekit_lab.tasks import ImageTask, Packed, Part, draw_boxes
 
 _RESIDENT_SHARE = 0.25
 _AHEAD = 2
@@ -66,9 +66,9 @@ class Crops:
             seed: decides windows and mirroring.
         """
         generator = torch.Generator().manual_seed(seed)
-        boxes = draw_boxes(pictures.sizes, generator, self.scale)
+        boxes = draw_boxes(torch.from_numpy(pictures.sizes), generator, self.scale)
         flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
-        return resize(pictures.pad(), boxes, self.side, flips) / 255
+        return pictures.windows(boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
@@ -85,6 +85,8 @@ class ImageObjective(Objective):
 
     task: ImageTask
     head: Tensor
+    fixes_shapes = True
+    reading_threads = 4
 
     def __init__(
         self, task: ImageTask, head: Tensor, crops: Crops | None = None, precision: str = "float32"

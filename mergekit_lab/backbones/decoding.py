@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 def unwrap_model(model: nn.Module) -> Any:
     """transformers' model inside peft's or a linearized one, or `model` itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    plain: Any = getattr(model, "_orig_mod", model)  # inside a compiled one
+    return plain.get_base_model() if hasattr(plain, "get_base_model") else plain
 
 
 def decode(

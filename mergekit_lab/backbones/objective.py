@@ -41,11 +41,18 @@ class Objective(nn.Module, ABC):
     """One task for one backbone. It moves to a device as modules do, has no parameters and no state dict.
 
     Attributes:
+        fixes_shapes: training batches, augmented, have one shape, or one of a few from `fix_shape`.
+        reading_threads: how many may make training batches at a time.
         causal: the logits at a token are of the next one (a decoder-only language model).
         max_samples: samples at a time that evaluation takes, once more were too many for the device's memory.
     """
 
     causal: ClassVar[bool] = False
+    reading_threads: ClassVar[int] = 1
+
+    @property
+    def fixes_shapes(self) -> bool:
+        return False
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -59,6 +66,11 @@ class Objective(nn.Module, ABC):
     def training_batch(self, index: Tensor) -> Batch:
         """These training samples, for `augment`."""
         return self.batch("train", index)
+
+    def fix_shape(self, batch: Batch) -> Batch:
+        """A training batch in one of a few shapes, so that steps of one shape can be recorded and replayed; on
+        the CPU. Called where `fixes_shapes` holds and steps are recorded."""
+        return batch
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """A training batch with what chance adds to it, on its device; a function of its arguments alone.

@@ -30,6 +30,16 @@ def pad_rows(
     return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
 
 
+def round_up(length: int) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, …: powers of 2 and what lies halfway between them."""
+    power = 16
+    while power < length:
+        if 3 * power // 2 >= length:
+            return 3 * power // 2
+        power *= 2
+    return power
+
+
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Samples by row, of at most `room` tokens together: first-fit decreasing."""
     bins: list[list[int]] = []

@@ -23,7 +23,7 @@ from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Objective, device_of
 from mergekit_lab.backbones.reading import Reading
-from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows
+from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows, round_up
 from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Part, TextTask
@@ -189,13 +189,36 @@ class CausalObjective(TextObjective):
         empty = {"input_ids": self._pad, "labels": IGNORED}
         return {name: pad_rows(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
+    @property
+    def fixes_shapes(self) -> bool:
+        return not self.reading.packing
+
+    def fix_shape(self, batch: Any) -> Batch:
+        """Rows padded at their end to the next of a few lengths, and labels at few numbers of positions.
+
+        No mask is needed there: padding at the end is seen by itself alone. The positions are in `columns`, the
+        same in every row; those of no label fill them up.
+        """
+        labels, extra = batch["labels"], round_up(batch["labels"].shape[1]) - batch["labels"].shape[1]
+        used = (labels[:, 1:] != IGNORED).any(dim=0)
+        length = labels.shape[1] - 1 + extra
+        used = functional.pad(used, (0, extra), value=False)
+        count = min(round_up(int(used.sum())), length)
+        columns = (~used).to(torch.uint8).argsort(stable=True)[:count].sort().values
+        return {
+            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),
+            "labels": functional.pad(labels, (0, extra), value=IGNORED),
+            "columns": columns.expand(len(labels), -1).contiguous(),
+        }
+
     def count_items(self, batch: Any) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum().clamp_min(1)
 
     def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
-        used = (labels != IGNORED).any(dim=0).nonzero().flatten()
-        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "segments")}
+        fixed = "columns" in batch
+        used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
+        inputs = {name: t for name, t in batch.items() if name not in ("labels", "segments", "columns")}
         if "segments" in batch:
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):
                 raise InputError(

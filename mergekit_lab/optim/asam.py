@@ -24,7 +24,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_known
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.sharded import global_norm
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
@@ -55,17 +55,17 @@ def asam_perturbation(
         One tensor per parameter, same shapes; float32 where gradients are float16.
     """
     grads = [g.float() if g.dtype is torch.float16 else g for g in grads]
-    scale = torch._foreach_abs(params)
+    sizes = torch._foreach_abs(params)
     if scaling == "samsung":
-        torch._foreach_add_(scale, eta)
-        for t, chosen in zip(scale, is_weight, strict=True):
+        torch._foreach_add_(sizes, eta)
+        for t, chosen in zip(sizes, is_weight, strict=True):
             if not chosen:
                 t.fill_(1)
-    scaled = torch._foreach_mul(grads, scale)
+    scaled = torch._foreach_mul(grads, sizes)
     norm = global_norm(grads if scaling == "printed" else scaled) + ADDED_TO_NORM[scaling]
-    torch._foreach_mul_(scaled, combine(lambda each: each / norm, rho))
-    torch._foreach_mul_(scaled, scale)
-    return list(scaled)
+    scaled = scale(scaled, combine(lambda each: each / norm, rho))
+    torch._foreach_mul_(scaled, sizes)
+    return scaled
 
 
 class ASAM(AscentOptimizer):

@@ -3,7 +3,7 @@
 `Averaging` is put before the optimizer whose steps it averages: `class WASAM(Averaging, SAM)`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -15,12 +15,21 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.precision import at_least_float32
 from mergekit_lab.optim.sharded import take_parts
-from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+from mergekit_lab.optim.wrapper import Closure, SavedWeights, WrappedOptimizer
 
 
-def fold_in(average: list[Tensor], weights: list[Tensor], count: int) -> None:
-    """Make `average` of `count` weights that of `count + 1`, in place: a += (w − a) / (count + 1)."""
-    torch._foreach_lerp_(average, weights, 1 / (count + 1))
+def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
+    """Let new weights make `part` of the average, in place: a += part · (w − a).
+
+    Args:
+        part: 1 / (n + 1) after n weights; a number, or a tensor without dimensions on their device.
+    """
+    if not isinstance(part, Tensor):
+        torch._foreach_lerp_(average, weights, part)
+        return
+    change = torch._foreach_sub(weights, average)
+    torch._foreach_mul_(change, part)
+    torch._foreach_add_(average, change)
 
 
 class Averaging(WrappedOptimizer):
@@ -68,6 +77,7 @@ class Averaging(WrappedOptimizer):
         self.steps_done = 0
         self.averaged_count = 0
         self._mode = {"training": False}
+        self._memory = SavedWeights()
 
     def validate(self) -> None:
         super().validate()
@@ -104,7 +114,8 @@ class Averaging(WrappedOptimizer):
         """Put the weights to the average, unless they are there or there is none yet."""
         self.training = False
         if self.average and not self.aside:
-            self.aside.update({p: p.detach().clone() for p in self.average})
+            params = list(self.average)
+            self.aside.update(zip(params, self._memory.refill(params), strict=True))
             torch._foreach_copy_(take_parts(self.average), take_parts(self.average.values()))
             torch.clear_autocast_cache()
 
@@ -118,6 +129,26 @@ class Averaging(WrappedOptimizer):
         finally:
             if was_training:
                 self.train()
+
+    def release(self) -> None:
+        super().release()
+        self._memory.release()
+
+    def plan(self) -> Hashable:
+        plan = super().plan()
+        taking = self._is_taken(self.steps_done + 1)
+        begins = taking and not self.average
+        return None if plan is None or begins else (plan, taking, bool(self.average), bool(self.aside))
+
+    def prepare_step(self) -> None:
+        super().prepare_step()
+        assert self.replay is not None
+        self.replay.factor.fill_(1 / (self.averaged_count + 1))
+
+    def count_step(self) -> None:
+        super().count_step()
+        self.steps_done += 1
+        self.averaged_count += self._is_taken(self.steps_done)
 
     def update(self, closure: Closure | None) -> Any:
         in_train_mode = self.training
@@ -137,16 +168,21 @@ class Averaging(WrappedOptimizer):
                 self.eval()
         return loss
 
+    def _is_taken(self, step: int) -> bool:
+        """Whether the weights after so many steps are part of the average."""
+        since = step - int(Fraction(str(self.start)) * self.steps)  # 0.29 · 100 is 28.99… in floats
+        return since >= 0 and since % self.every == 0
+
     def _take_in(self) -> None:
-        since = self.steps_done - int(Fraction(str(self.start)) * self.steps)  # 0.29 · 100 is 28.99… in floats
-        if since < 0 or since % self.every:
+        if not self._is_taken(self.steps_done):
             return
         params = [p for p in self.parameters if p.requires_grad]
         new = [p for p in params if p not in self.average]
         old = [p for p in params if p in self.average]
         if old:
             weights = at_least_float32([p.detach() for p in old])
-            fold_in([self.average[p] for p in old], weights, self.averaged_count)
+            part = 1 / (self.averaged_count + 1) if self.replay is None else self.replay.factor
+            fold_in([self.average[p] for p in old], weights, part)
         self.average.update(
             {p: w.clone() for p, w in zip(new, at_least_float32([p.detach() for p in new]), strict=True)}
         )

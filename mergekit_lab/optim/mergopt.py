@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
 from mergekit_lab.optim.fit import OffsetFit, fit_offset
-from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, hash_bits
+from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_sharded
@@ -81,6 +81,7 @@ class MergOPT(OffsetOptimizer):
         *OffsetOptimizer.saved_attributes,
     )
     takes_sharded = True
+    chooses_offset = True
 
     def __init__(
         self,
@@ -137,14 +138,24 @@ class MergOPT(OffsetOptimizer):
     def _offsets(self) -> bool:
         return self.loc != 0 or self.scale != 0
 
-    def add_offset(self, params: list[Tensor], candidate: int) -> bool:
+    def draw(self, candidate: int) -> tuple[int, float]:
         rank = _get_rank() if self.per_rank else 0
         which = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
         factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
-        if factor == 0 or not self._offsets:
+        return hash_bits(self.seed, self.steps_done, f"offset{which}"), factor
+
+    def add_offset(self, params: list[Tensor], candidate: int) -> bool:
+        size: Any = {"distribution": self.distribution, "loc": self.loc, "scale": self.scale}
+        if not self._offsets:
             return False
-        noise_seed = hash_bits(self.seed, self.steps_done, f"offset{which}")
-        add_offset(params, noise_seed, factor, distribution=self.distribution, loc=self.loc, scale=self.scale)
+        if self.replay is not None:
+            for group, z in draw_noise(params, self.replay.generator, factor=self.replay.factor, **size):
+                torch._foreach_add_(group, z)
+            return True
+        seed, factor = self.draw(candidate)
+        if factor == 0:
+            return False
+        add_offset(params, seed, factor, **size)
         return True
 
     def explore(self, closure: Closure) -> Any:

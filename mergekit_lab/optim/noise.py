@@ -20,18 +20,25 @@ def hash_bits(seed: int, step: int, what: str) -> int:
 
 
 def sample(
-    count: int, generator: torch.Generator, dtype: torch.dtype, *, distribution: str, loc: float, scale: float
+    count: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    distribution: str,
+    loc: float,
+    scale: float,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """`[count]` independent draws on the generator's device.
 
     A Laplace draw is the difference of two exponential ones: a third of the memory traffic of inverting its
     distribution function, which is what counts on a GPU. A negative `scale` gives the draws of its size,
-    negated about `loc`.
+    negated about `loc`. Draws are multiplied by `factor`, a tensor without dimensions on that device, if given.
     """
     draws = torch.empty(count, dtype=dtype, device=generator.device)
     if scale == 0:
-        return draws.fill_(loc)
-    if distribution == "gaussian":
+        draws.fill_(loc)
+    elif distribution == "gaussian":
         draws.normal_(generator=generator).mul_(scale)
     else:
         rate = 1 / abs(scale)
@@ -39,17 +46,27 @@ def sample(
         draws.exponential_(rate, generator=generator)
         other.exponential_(rate, generator=generator)
         draws = draws.sub_(other) if scale > 0 else other.sub_(draws)
-    return draws.add_(loc) if loc else draws
+    if loc and scale:
+        draws.add_(loc)
+    return draws if factor is None else draws.mul_(factor)
 
 
 def draw_noise(
-    params: list[Tensor], seed: int, *, distribution: str, loc: float, scale: float
+    params: list[Tensor],
+    seed: int | torch.Generator,
+    *,
+    distribution: str,
+    loc: float,
+    scale: float,
+    factor: Tensor | None = None,
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Draw for each parameter, entry by entry, a few parameters at a time.
 
     Args:
         params: any shapes and devices. Draws are float64 for float64 parameters, float32 for all others.
-        seed: 64 bits; the same seed and layout of parameters give the same draws on one type of device.
+        seed: 64 bits; the same seed and layout of parameters give the same draws on one type of device. Or a
+            generator that has been seeded, where all parameters are on its device.
+        factor: see `sample`.
         distribution, loc, scale: `laplace` with mean `loc` and mean absolute deviation `scale`, or
             `gaussian` with mean `loc` and standard deviation `scale`.
 
@@ -61,7 +78,8 @@ def draw_noise(
     for group in _chunk(params):
         device = group[0].device
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
+            seeded = isinstance(seed, torch.Generator)
+            generators[device] = seed if seeded else torch.Generator(device).manual_seed(seed)
         sizes = [p.numel() for p in group]
         draws = sample(
             sum(sizes),
@@ -70,6 +88,7 @@ def draw_noise(
             distribution=distribution,
             loc=loc,
             scale=scale,
+            factor=factor,
         )
         pieces = zip(draws.split(sizes), group, strict=True)
         yield take_parts(group), [take_part_like(piece.view(p.shape), p) for piece, p in pieces]

@@ -36,6 +36,7 @@ class OffsetOptimizer(WrappedOptimizer):
 
     Attributes:
         steps_done: base steps so far.
+        chooses_offset: whether a step of several evaluations chooses among offsets by their losses.
 
     Raises:
         InputError: a hyper-parameter out of range; `step()` in eval mode without a closure; a sparse
@@ -43,6 +44,7 @@ class OffsetOptimizer(WrappedOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("seed", "steps_done")
+    chooses_offset: ClassVar[bool] = False
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer, seed: int = 0) -> None:
         self.seed = seed
@@ -56,6 +58,27 @@ class OffsetOptimizer(WrappedOptimizer):
     @property
     def drops_gradients(self) -> bool:  # type: ignore[override]
         return not self.theta.held
+
+    def draw(self, candidate: int) -> tuple[int, float]:
+        """What the host decides of the coming step's offset: a seed of 64 bits, and a factor on its size.
+
+        Args:
+            candidate: which of several offsets of this step, from 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define draw(candidate)")
+
+    @property
+    def replayable(self) -> bool:
+        return self.evaluations_per_step == 1 or not self.chooses_offset
+
+    def prepare_step(self) -> None:
+        assert self.replay is not None
+        seed, factor = self.draw(0)
+        self.replay.generator.manual_seed(seed)
+        self.replay.factor.fill_(factor)
+
+    def count_step(self) -> None:
+        self.steps_done += 1
 
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
         """Add the offset of the coming step to `params` in place; False if there is none.

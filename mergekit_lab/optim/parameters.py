@@ -72,6 +72,16 @@ def combine(function: Callable[..., float], *settings: Setting) -> Setting:
     return [function(*row) for row in zip(*columns, strict=False)]
 
 
+def scale(tensors: Sequence[Tensor], factor: Any) -> list[Tensor]:
+    """Each tensor times a factor: a number, a tensor without dimensions, or a list with one for each.
+
+    A factor that is a tensor does not widen what it multiplies.
+    """
+    if isinstance(factor, Tensor) and any(t.dtype != factor.dtype for t in tensors):
+        return [t * factor for t in tensors]
+    return list(torch._foreach_mul(list(tensors), factor))
+
+
 def lerp_(tensors: list[Tensor], ends: Sequence[Tensor], weight: Setting) -> None:
     """t += weight · (end − t), in place, pairwise."""
     if not isinstance(weight, list):

@@ -35,8 +35,8 @@ def filter_norms(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=dtype)
 
 
-def add_filter_noise(params: list[Tensor], seed: int, gamma: float) -> None:
-    """Add γ ‖filter‖ z to `params` in place, z standard normal; `seed` has 64 bits."""
+def add_filter_noise(params: list[Tensor], seed: int | torch.Generator, gamma: float) -> None:
+    """Add γ ‖filter‖ z to `params` in place, z standard normal; `seed` as in `draw_noise`."""
     for group, z in draw_noise(params, seed, distribution="gaussian", loc=0.0, scale=gamma):
         torch._foreach_mul_(z, [filter_norms(p) for p in group])
         torch._foreach_add_(group, z)
@@ -85,10 +85,14 @@ class RWP(OffsetOptimizer):
     def evaluations_per_step(self) -> int:  # type: ignore[override]
         return 2 if self.gamma > 0 and 0 < self.alpha < 1 else 1
 
+    def draw(self, candidate: int) -> tuple[int, float]:
+        return hash_bits(self.seed, self.steps_done, "offset"), 1.0
+
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
         if self.gamma == 0 or self.alpha == 0:
             return False
-        add_filter_noise(params, hash_bits(self.seed, self.steps_done, "offset"), self.gamma)
+        seed, _ = self.draw(candidate)
+        add_filter_noise(params, seed if self.replay is None else self.replay.generator, self.gamma)
         return True
 
     def explore(self, closure: Closure) -> Any:

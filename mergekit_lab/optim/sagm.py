@@ -10,11 +10,10 @@ Where we differ: as in sam.py.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.pgn import interpolate
 from mergekit_lab.optim.sharded import global_norm
 
@@ -22,7 +21,7 @@ from mergekit_lab.optim.sharded import global_norm
 def sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list[Tensor]:
     """e = (ρ / (‖g‖ + 1e-12) − α) g, ‖g‖ over all tensors together; zero gradients give e = 0."""
     norm = global_norm(grads) + 1e-12
-    return list(torch._foreach_mul(grads, combine(lambda radius, length: radius / norm - length, rho, alpha)))
+    return scale(grads, combine(lambda radius, length: radius / norm - length, rho, alpha))
 
 
 class SAGM(AscentOptimizer):

@@ -11,11 +11,10 @@ cheaper ascent on a part of the batch; `sync_ascent=False` is the paper's m-SAM 
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.sharded import global_norm
 
 
@@ -31,7 +30,7 @@ def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
         One tensor per gradient, same shapes; ‖e‖ = |ρ|.
     """
     norm = global_norm(grads) + 1e-12
-    return list(torch._foreach_mul(list(grads), combine(lambda each: each / norm, rho)))
+    return scale(grads, combine(lambda each: each / norm, rho))
 
 
 class SAM(AscentOptimizer):
@@ -46,6 +45,7 @@ class SAM(AscentOptimizer):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = SAM(model.named_parameters(), base=lambda p: torch.optim.SGD(p, lr=0.1), rho=0.05)
         >>> def closure():

@@ -49,11 +49,15 @@ def spread_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
-def global_norm(tensors: Sequence[Tensor]) -> float:
+def global_norm(tensors: Sequence[Tensor]) -> Any:
     """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
 
     Low precisions are accumulated in float32: squares of ordinary gradients underflow in float16. Sharded
     tensors count with all their parts, so every process of their mesh must call this.
+
+    Returns:
+        A tensor without dimensions, which nobody need wait for, where all are whole and on one device; else a
+        number.
     """
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms = list(torch._foreach_norm(take_parts(tensors), 2, wide))
@@ -66,7 +70,9 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
         squares = torch.stack([norms[position] for position in positions]).square()
         for position, square in zip(positions, _add_up(squares, mesh, placements), strict=True):
             norms[position] = square.sqrt()
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])).item()
+    norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    stays = not kinds and all(t.device == norm.device for t in tensors)
+    return norm if stays else norm.item()
 
 
 def _add_up(parts: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:

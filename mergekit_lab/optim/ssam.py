@@ -20,7 +20,7 @@ sam.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import ClassVar
 
 import torch
@@ -91,7 +91,19 @@ class SparseAscent(AscentOptimizer):
     def set_mask(self, params: list[Tensor], chosen: Tensor) -> None:
         """Take bool `chosen` `[N]`, all entries of `params` in order, as the mask of `params`."""
         pieces = chosen.split([p.numel() for p in params])
-        self.mask.update({p: piece.view(p.shape).to(p.device) for p, piece in zip(params, pieces, strict=True)})
+        for p, piece in zip(params, pieces, strict=True):
+            if p in self.mask:
+                self.mask[p].copy_(piece.view(p.shape))
+            else:
+                self.mask[p] = piece.view(p.shape).to(p.device)
+
+    def plan(self) -> Hashable:
+        renews = self.steps_done % self.every == 0 or not self.mask
+        return None if renews else super().plan()
+
+    def count_step(self) -> None:
+        super().count_step()
+        self.steps_done += 1
 
 
 class SSAMF(SparseAscent):
@@ -156,7 +168,7 @@ class SSAMF(SparseAscent):
         if self.steps_done % self.every == 0 or any(p not in self.mask for p in params):
             known = [p for p in self.parameters if p in self.squares]
             self._renew(known, [self.squares[p] for p in known])
-            self.squares.clear()
+            torch._foreach_zero_(list(self.squares.values()))
 
     def _renew(self, params: list[Tensor], fisher: list[Tensor]) -> None:
         scores = torch.cat([f.flatten().to(fisher[0].device) for f in fisher])

@@ -8,9 +8,10 @@ Legend: θ the weights the base optimizer updates; P their number of entries.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -56,11 +57,12 @@ class SavedWeights:
 
     def save(self, params: list[Tensor]) -> list[Tensor]:
         """Copy `params`, and return the copies (same shapes, dtypes and devices)."""
-        copies = [p.detach().clone() for p in params] if self._kept else self._refill(params)
+        copies = [p.detach().clone() for p in params] if self._kept else self.refill(params)
         self._kept.append((list(params), copies))
         return copies
 
-    def _refill(self, params: list[Tensor]) -> list[Tensor]:
+    def refill(self, params: list[Tensor]) -> list[Tensor]:
+        """Copies of `params` in the memory that is kept, which are not put back by `restore`."""
         memory = self._memory
         if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
             memory.clear()
@@ -79,6 +81,19 @@ class SavedWeights:
             params, copies = self._kept.pop()
             if params:
                 torch._foreach_copy_(take_parts(params), take_parts(copies))
+
+
+@dataclass(frozen=True)
+class ReplayState:
+    """Where a recorded step finds what the host decides of it.
+
+    Attributes:
+        generator: of random numbers, seeded anew for every step; a graph must register it.
+        factor: on what the step adds or mixes, a tensor without dimensions.
+    """
+
+    generator: torch.Generator
+    factor: Tensor
 
 
 def _fits(one: Tensor, other: Tensor) -> bool:
@@ -139,6 +154,7 @@ class WrappedOptimizer(Optimizer):
         self.batch_fraction = 1.0
         self.stays_in_train_mode = True
         self._models: list[nn.Module] = []
+        self.replay: ReplayState | None = None
         for name in self.saved_tensors:
             setattr(self, name, {})
         self.refuse_sharded_parameters()
@@ -274,6 +290,31 @@ class WrappedOptimizer(Optimizer):
         for name in self.saved_tensors:
             getattr(self, name).clear()
 
+    def allow_replay(self, device: torch.device) -> None:
+        """From now on take what the host decides of a step from `device`, so that a step can be recorded there
+        in a CUDA graph and replayed; `replay` is set from then on.
+
+        A loop that replays asks `plan` first. Before a replay it calls `prepare_step`, after it `count_step`.
+        `step` does both itself.
+        """
+        self.replay = ReplayState(torch.Generator(device), torch.zeros((), device=device))
+
+    @property
+    def replayable(self) -> bool:
+        """Whether any step can be recorded and replayed."""
+        return True
+
+    def plan(self) -> Hashable:
+        """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
+        on the same memory. None: this step needs the host, and cannot be replayed."""
+        return ()
+
+    def prepare_step(self) -> None:
+        """Bring what the host decides of the coming step into `replay`. Here, it decides nothing."""
+
+    def count_step(self) -> None:
+        """Note on the host that a step was replayed: what `update` counts. Here, nothing."""
+
     def train(self) -> None:
         """Move the weights to where the next gradient is wanted. Here, they are there."""
 
@@ -293,6 +334,8 @@ class WrappedOptimizer(Optimizer):
         """
         if closure is not None and self.drops_gradients:
             self.refuse_to_drop_gradients()
+        if self.replay is not None and not torch.cuda.is_current_stream_capturing():
+            self.prepare_step()
         try:
             return self.update(closure)
         finally:

@@ -90,6 +90,11 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
 
         log.info("%s", Plan.of([run]).text())
         return None
+    if len(run.devices) > 1 and "finetune" in wanted:
+        from mergekit_lab.runs.train import IMPORTS
+        from mergekit_lab.workers import import_ahead
+
+        import_ahead(IMPORTS)
     write_failure(folder, overrides, "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
     try:

@@ -24,7 +24,7 @@ from mergekit_lab.schema.run import evaluations_a_step, wants_fit
 from mergekit_lab.store import Artifact
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.training.clock import describe_machine
+from mergekit_lab.training.settings import describe_machine
 
 log = logging.getLogger(__name__)
 

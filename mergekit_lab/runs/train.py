@@ -18,7 +18,7 @@ from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.schema.run import optimizer_factory
 from mergekit_lab.store.store import Workspace
-from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
+from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import import_ahead, together
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARN
 
 CURVE = "curve.json"
 """The course of a training, in its artifact."""
+
+
+IMPORTS = ("mergekit_lab.runs.finetune", "mergekit_lab.training.fit")
+"""What a process that trains wants, Lightning among it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Training:
         optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
         fit = None if self.fit is None else dict(self.fit)
         shared = (run.plain, str(run.folder), dict(run.choices))
-        import_ahead([__name__])
+        import_ahead(IMPORTS)
         return together(
             _train_a_rank,
             (shared, (self.title, list(self.tasks), optimizer, settings, fit), workspace),
@@ -92,6 +96,8 @@ class Training:
         return min(2 * accumulate, self.settings.batch_size)
 
     def _train(self, workspace: Workspace, settings: TrainingSettings) -> Mapping[str, Any]:
+        from mergekit_lab.training import TrainingCost, finetune
+
         run = self.run
         prefix = self.tasks[0] if len(self.tasks) == 1 else "joint"
         pretrained = run.backbone.model()

@@ -56,7 +56,7 @@ class ImageSamples:
             return self.images.packed(index)
         images = self.images[index]
         height, width = images.shape[-2:]
-        return Packed(images.reshape(-1), torch.tensor([[height, width]]).repeat(len(images), 1), height, width)
+        return Packed(images.reshape(-1), np.tile([[height, width]], (len(images), 1)), height, width)
 
 
 @dataclass(frozen=True)

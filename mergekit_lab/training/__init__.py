@@ -1,10 +1,27 @@
-"""Fine-tune a model on one task, or on several at once, with Lightning."""
+"""Fine-tune a model on one task, or on several at once, with Lightning.
 
-from mergekit_lab.training.cost import TrainingCost
-from mergekit_lab.training.data import StepBatches, TaskData
-from mergekit_lab.training.fit import Finetuned, finetune
-from mergekit_lab.training.module import FinetuneModule
+Lightning takes seconds to import, and what plans a training does without: only what trains imports it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mergekit_lab.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from mergekit_lab.training.cost import TrainingCost
+    from mergekit_lab.training.data import StepBatches, TaskData
+    from mergekit_lab.training.fit import Finetuned, finetune
+    from mergekit_lab.training.module import FinetuneModule
+
+_LATER = {
+    "TrainingCost": "cost",
+    "StepBatches": "data",
+    "TaskData": "data",
+    "Finetuned": "fit",
+    "finetune": "fit",
+    "FinetuneModule": "module",
+}
 
 __all__ = [
     "FinetuneModule",
@@ -15,3 +32,9 @@ __all__ = [
     "TrainingSettings",
     "finetune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -92,10 +92,3 @@ class Clock(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._spent = state_dict["spent"]
         self._validated = state_dict["validated"]
-
-
-def describe_machine(accelerator: str) -> str:
-    """What a clock's result depends on beside the settings: the card's name, or "cpu" and its threads."""
-    if accelerator != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"cpu, {torch.get_num_threads()} threads"

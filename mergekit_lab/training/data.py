@@ -37,6 +37,7 @@ class StepBatches:
         seed: of the order.
         start: the first step to yield.
         rank, world: this process and how many there are.
+        few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StepBatches:
         start: int = 0,
         rank: int = 0,
         world: int = 1,
+        few_shapes: bool = False,
     ) -> None:
         self.objectives = dict(objectives)
         self.share = max(1, batch_size // len(objectives))
@@ -56,6 +58,8 @@ class StepBatches:
         self.start = start
         self.rank = rank
         self.world = world
+        self.few_shapes = few_shapes
+        self._threads = min(each.reading_threads for each in self.objectives.values())
         self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
         self._order: dict[tuple[int, int], np.ndarray] = {}
 
@@ -64,7 +68,8 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        return prefetch(self._pin, range(self.start, self.steps), ahead=_AHEAD)
+        chosen = (self.choose(step) for step in range(self.start, self.steps))
+        return prefetch(self._pin, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
 
     def state_dict(self) -> dict[str, int]:
         """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
@@ -75,11 +80,17 @@ class StepBatches:
 
     def batch(self, step: int) -> dict[str, Batch]:
         """The batch of one step, by task."""
-        return {task: self.objectives[task].training_batch(at) for task, at in self.choose(step).items()}
+        return self._read(self.choose(step))
 
-    def _pin(self, step: int) -> dict[str, Batch]:
-        """The batch of one step where a GPU reads it without the processor's help."""
-        batch = self.batch(step)
+    def _read(self, chosen: Mapping[str, Tensor]) -> dict[str, Batch]:
+        batch = {task: self.objectives[task].training_batch(at) for task, at in chosen.items()}
+        if not self.few_shapes:
+            return batch
+        return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
+
+    def _pin(self, chosen: Mapping[str, Tensor]) -> dict[str, Batch]:
+        """These samples where a GPU reads them without the processor's help."""
+        batch = self._read(chosen)
         return {task: pin_memory(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
 
     def choose(self, step: int) -> dict[str, Tensor]:
@@ -179,7 +190,10 @@ class TaskData(lightning.LightningDataModule):
         start, rank, world = (
             (trainer.global_step, trainer.global_rank, trainer.world_size) if trainer else (0, 0, 1)
         )
-        return StepBatches(self.objectives, self.batch_size, self.steps, self.seed, start, rank, world)
+        few_shapes = bool(trainer and getattr(trainer.lightning_module, "replays", False))
+        return StepBatches(
+            self.objectives, self.batch_size, self.steps, self.seed, start, rank, world, few_shapes
+        )
 
     def val_dataloader(self) -> InOrder:
         return InOrder(self.objectives, self.validation_batch_size)

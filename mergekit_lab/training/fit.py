@@ -86,6 +86,8 @@ def finetune(
         accumulate=settings.accumulate,
         clip_norm=settings.clip_norm,
         label_smoothing=settings.label_smoothing,
+        compile=settings.compile,
+        capture=settings.capture,
         seed=seed,
         record_every=max(1, settings.steps // 50),
         on_metrics=on_metrics,
@@ -120,6 +122,8 @@ def finetune(
                 lit.fit(module, data, ckpt_path=resumed, weights_only=True)
         except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
             raise KeyboardInterrupt from None
+        finally:
+            module.forget_graphs()
     lit.strategy.barrier()
     _release(module, lit.optimizers)
     if not lit.is_global_zero:

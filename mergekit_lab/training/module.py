@@ -6,6 +6,7 @@ step (recording the loss, clipping the gradient that the weights follow) is tied
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,13 +20,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
-from mergekit_lab.batches import Batch, count_samples, take_samples
+from mergekit_lab.batches import count_samples, take_samples
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
+from mergekit_lab.training.captured import DEVICES, Batches, Replay
 from mergekit_lab.training.clock import Clock
+from mergekit_lab.training.compiled import compile_model, pays
 
-Batches = dict[str, Batch]
-"""A batch a task."""
+log = logging.getLogger(__name__)
+
+_REPLAY_PAYS_FROM = 20
+"""Steps from which `training.capture=auto` records: it takes a second or two."""
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 OnMetrics = Callable[[dict[str, float], int], None]
@@ -44,10 +50,15 @@ class FinetuneModule(lightning.LightningModule):
         accumulate: micro-batches that the batch of every evaluation is cut into.
         clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
         label_smoothing: in [0, 1).
+        compile: whether the model is compiled, or "auto".
+        capture: whether steps are recorded in CUDA graphs and replayed, or "auto".
         seed: of everything random in a step (dropout): each step seeds anew from (seed, step), so that a
             resumed run draws what the uninterrupted one does.
         record_every: steps between two points of the training curve.
         on_metrics: called with every point, `(metrics, step)`.
+
+    Attributes:
+        replays: whether steps are recorded and replayed, from when optimizers are configured.
     """
 
     def __init__(
@@ -63,6 +74,8 @@ class FinetuneModule(lightning.LightningModule):
         accumulate: int = 1,
         clip_norm: float | None = None,
         label_smoothing: float = 0.0,
+        compile: bool | str = False,
+        capture: bool | str = False,
         seed: int = 0,
         record_every: int = 10,
         on_metrics: OnMetrics | None = None,
@@ -79,6 +92,8 @@ class FinetuneModule(lightning.LightningModule):
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         self.label_smoothing = label_smoothing
+        self.compile_model = compile
+        self.capture = capture
         self.seed = seed
         self.record_every = record_every
         self.on_metrics = on_metrics
@@ -86,6 +101,12 @@ class FinetuneModule(lightning.LightningModule):
         self._looked_at = -1
         self._first_loss: Tensor | None = None
         self._first_bad: Tensor | None = None
+        self._done: Tensor | None = None
+        self._runs: list[nn.Module] = [model]  # in a list, for a compiled model is no other module
+        self._to_compile = False
+        self.replays = False
+        self._replay: Replay | None = None
+        self._host_settings: HostSettings | None = None
         self._saved = 0
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
@@ -121,6 +142,7 @@ class FinetuneModule(lightning.LightningModule):
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.stays_in_train_mode = False
             optimizer.base.register_step_pre_hook(self._clip)
+        self.replays = self._wants_replay(optimizer)
         schedule = LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -130,11 +152,20 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
-        _seed(self._spread_seed(seed), self.device)
         for number, task in enumerate(batch):
             own = self._spread_seed(seed * len(self.tasks) + number)
             batch[task] = self.objective(task).augment(batch[task], own)
+        if self._to_compile:
+            self._to_compile = False
+            self._runs = [compile_model(self.model, lambda model: self._try(model, batch))]
+        _seed(self._spread_seed(seed), self.device)
         self._first_loss = None
+
+    def _try(self, model: nn.Module, batch: Batches) -> Tensor:
+        """The loss of a first micro-batch by a model that may not be able to make it."""
+        self._runs = [model]
+        with self.trainer.precision_plugin.forward_context():
+            return self._loss(self._cut(batch)[0], 1)
 
     def _spread_seed(self, seed: int) -> int:
         return (seed * self.trainer.world_size + self.global_rank) % (1 << 63)
@@ -143,6 +174,44 @@ class FinetuneModule(lightning.LightningModule):
         """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
 
     def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
+        """The loss of the batch, for Lightning to go back from; of a whole step where steps are replayed."""
+        if self._replay is None:
+            return self._evaluate(batch)
+        self._first_loss = self._replay(batch)
+        return self._first_loss
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        if self._replay is None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        elif optimizer_closure is not None:
+            optimizer_closure()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._replay is None:
+            super().backward(loss, *args, **kwargs)
+
+    def _update(self, batch: Batches) -> Tensor:
+        """One whole step without Lightning: forward, backward, clip, optimizer; its first loss."""
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self._first_loss = None
+
+        def closure() -> Tensor:
+            with self.trainer.precision_plugin.forward_context():
+                loss = self._evaluate(batch)
+            loss.backward()
+            if not isinstance(optimizer, WrappedOptimizer):
+                self._clip()
+            return loss
+
+        with torch.autocast(self.device.type, enabled=False):
+            optimizer.step(closure)
+        assert self._first_loss is not None
+        self._watch(self._first_loss)
+        return self._first_loss
+
+    def _evaluate(self, batch: Batches) -> Tensor:
         """The loss of the whole batch; its gradient is that of the last micro-batch, the others' are added."""
         self.optimizers(use_pl_optimizer=False).zero_grad()  # type: ignore[union-attr]
         batch = self._take_share(batch)
@@ -180,7 +249,7 @@ class FinetuneModule(lightning.LightningModule):
 
     def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
-            self.objective(task).loss(self.model, part, label_smoothing=self.label_smoothing) / total
+            self.objective(task).loss(self._runs[0], part, label_smoothing=self.label_smoothing) / total
             for task, part in batch.items()
         ]
         return torch.stack(losses).sum()
@@ -211,6 +280,53 @@ class FinetuneModule(lightning.LightningModule):
         if isinstance(optimizer, WrappedOptimizer):
             model = self.trainer.strategy.model
             optimizer.attach(self if model is None else model)
+        self._first_bad = torch.full((), -1, device=self.device)
+        self._done = torch.full((), self.global_step, device=self.device)
+        self._to_compile = self._wants_compiled()
+        if self.replays:
+            wrapped = isinstance(optimizer, WrappedOptimizer)
+            self._host_settings = keep_on_device(optimizer.base if wrapped else optimizer, self.device)
+            if wrapped:
+                optimizer.allow_replay(self.device)
+            self._replay = Replay(self._update, optimizer, self.device)  # type: ignore[arg-type]
+
+    def _wants_compiled(self) -> bool:
+        if self.device_mesh is not None:
+            if self.compile_model is True:
+                log.warning("training.compile: a model that is spread over processes runs as written")
+            return False
+        if self.compile_model == "auto":
+            return pays(self.device, self.steps, self.model)
+        return bool(self.compile_model)
+
+    def _wants_replay(self, optimizer: Any) -> bool:
+        """Whether steps are to be replayed; if they cannot be, a line of the log says why."""
+        if not self.capture or (self.capture == "auto" and self.device.type not in DEVICES):
+            return False
+        if self.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
+            return False
+        why = self._refuse_replay(optimizer)
+        if why:
+            log.info("training.capture: steps run as written, for %s", why)
+        return not why
+
+    def _refuse_replay(self, optimizer: Any) -> str:
+        if self.device.type not in DEVICES:
+            return f"a {self.device.type} has no CUDA graphs"
+        if self.trainer.world_size > 1:
+            return "several processes train together"
+        if odd := [task for task in self.tasks if not self.objective(task).fixes_shapes]:
+            return f"batches of {', '.join(odd)} have many shapes"
+        wrapped = isinstance(optimizer, WrappedOptimizer)
+        if wrapped and not optimizer.replayable:
+            return f"{type(optimizer).__name__} decides on the host what to compute"
+        base = optimizer.base if wrapped else optimizer
+        return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
+
+    def forget_graphs(self) -> None:
+        """Let go of recorded steps and of the compiled model; training is over."""
+        self._replay = None
+        self._runs = [self.model]
 
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
@@ -222,14 +338,20 @@ class FinetuneModule(lightning.LightningModule):
             return
         self._looked_at = step
         assert self._first_loss is not None
-        if self._first_bad is None:
-            self._first_bad = torch.full((), -1, device=self.device)
-        bad = (self._first_bad < 0) & ~torch.isfinite(self._first_loss)
-        self._first_bad = torch.where(bad, step, self._first_bad)
+        if self._replay is None:
+            self._watch(self._first_loss)
         if step % self.record_every and step != self.steps:
             return
         self._refuse_bad()
         self._record({"train_loss": float(self._first_loss), "lr": self._current_rate()})
+
+    def _watch(self, loss: Tensor) -> None:
+        """Note on the device the first step whose loss is not finite."""
+        assert self._first_bad is not None
+        assert self._done is not None
+        self._done += 1
+        bad = (self._first_bad < 0) & ~torch.isfinite(loss)
+        self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
 
     def on_validation_start(self) -> None:
         self._refuse_bad()
@@ -285,6 +407,9 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["curve"] = [dict(point) for point in self.curve]
+        if self._host_settings is not None:
+            for state in checkpoint["optimizer_states"]:
+                describe_as_before(state, self._host_settings)
         self._saved = self.global_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

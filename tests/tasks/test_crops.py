@@ -1,10 +1,14 @@
 """Windows are torchvision's, resizing is Pillow's, and both are functions of the seed."""
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from mergekit_lab.tasks import Packed
 from mergekit_lab.tasks.crops import center_boxes, draw_boxes, resize
 
 
@@ -62,3 +66,22 @@ def test_windows_are_a_function_of_the_seed() -> None:
 
 def test_the_middle_is_the_largest_square() -> None:
     assert center_boxes(torch.tensor([[10, 20], [9, 4]])).tolist() == [[0, 5, 10, 10], [2, 0, 4, 4]]
+
+
+def test_a_gpu_s_kernels_make_of_packed_pictures_what_torch_makes_of_padded_ones(monkeypatch) -> None:
+    """By Triton's interpreter; where the two round a half otherwise between their passes, a level differs."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, "mergekit_lab.tasks.gpu_crops", raising=False)
+    kernels = importlib.import_module("mergekit_lab.tasks.gpu_crops")
+    sys.modules.pop("mergekit_lab.tasks.gpu_crops")
+    generator = torch.Generator().manual_seed(0)
+    sizes = np.array([[20, 31], [33, 12], [12, 12]])
+    pixels = torch.randint(0, 256, (3 * int(sizes.prod(1).sum()),), generator=generator, dtype=torch.uint8)
+    packed = Packed(pixels, sizes, 33, 31)
+    boxes = draw_boxes(torch.from_numpy(sizes), generator, (0.5, 1.0))
+    flips = torch.tensor([False, True, True])
+    ours = kernels.resize_packed(pixels, torch.from_numpy(sizes), boxes, 12, flips)
+    apart = (ours - packed.windows(boxes, 12, flips)).abs()
+    assert apart.max() < 1
+    assert apart.mean() < 1e-2

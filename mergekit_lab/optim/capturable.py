@@ -1,0 +1,58 @@
+"""Torch optimizers whose step can be recorded in a CUDA graph: learning rate and step count on the device.
+
+torch's optimizers take part in a recording where their groups say `capturable` (the Adam family and others) or
+where they have a fused kernel that reads the rate from the device (SGD, Adagrad).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_CHANGED = ("lr", "capturable", "fused", "foreach")
+HostSettings = list[dict[str, Any]]
+"""By group, what `keep_on_device` changes, as it was."""
+
+
+def can_keep_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a step of `optimizer` can take all that it reads from `device`."""
+    groups = optimizer.param_groups
+    return all(_can_run(group) and all(p.device == device for p in group["params"]) for group in groups)
+
+
+def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings:
+    """Have `optimizer` read its learning rates and step counts from `device`, which it must be able to.
+
+    Where groups leave open which of torch's loops runs, the fused one does: it is the fastest that reads the
+    rate from the device. A scheduler of torch goes on setting the rates. Call it after `load_state_dict`.
+    """
+    groups = optimizer.param_groups
+    before = [{name: group[name] for name in _CHANGED if name in group} for group in groups]
+    for group in groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
+        if "capturable" in group:
+            group["capturable"] = True
+        if _is_open(group):
+            group |= {"fused": True, "foreach": False}
+    for state in optimizer.state.values():
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.to(device, torch.float32)
+    return before
+
+
+def _can_run(group: Mapping[str, Any]) -> bool:
+    return "lr" in group and ("capturable" in group or bool(group.get("fused")) or _is_open(group))
+
+
+def _is_open(group: Mapping[str, Any]) -> bool:
+    """Whether a group leaves it to torch which loop runs, and a fused one is among them."""
+    return "fused" in group and group["fused"] is None and not group.get("foreach")
+
+
+def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> None:
+    """Make an optimizer's state dict, in place, one that says of its settings what stood before
+    `keep_on_device`; rates are numbers as they are now."""
+    for group, settings in zip(state_dict["param_groups"], before, strict=True):
+        group |= settings | {"lr": float(group["lr"])}

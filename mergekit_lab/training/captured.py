@@ -1,0 +1,173 @@
+"""Training steps that are recorded in CUDA graphs and replayed: the host launches one thing a step.
+
+Two steps with the same shapes and the same plan (`WrappedOptimizer.plan`) launch the same kernels on the same
+memory. So each such kind of step runs as written when it first comes, is recorded when it comes again, and is
+replayed from then on. What runs as written is at once what recording wants as a warm-up: it makes moments and
+copies of weights outside of the graph's memory. No step is made twice, and none is left out.
+
+What changes from step to step is brought to the device before a replay: the batch is copied to where the
+recorded one was, generators are seeded by (seed, step), and the optimizer prepares its factors. Learning rates
+are on the device already (`keep_on_device`). The kernels are those of steps that run as written, so results
+are the same bit for bit wherever each of these kernels repeats itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.batches import Batch
+from mergekit_lab.optim.wrapper import WrappedOptimizer
+
+log = logging.getLogger(__name__)
+
+Batches = dict[str, Batch]
+"""A batch a task."""
+
+DEVICES = ("cuda",)
+"""Kinds of devices that have such graphs."""
+_WARM_UP = 2
+"""Steps of any kind that run as written before one is recorded."""
+_MOST = 32
+"""Kinds of steps that are recorded; each takes memory for its launches, all share that of activations."""
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    loss: Tensor
+
+
+class Card:
+    """Where graphs are recorded: a stream of a CUDA device, and the memory that all recordings share.
+
+    Its stream waits for the one that is in use, and is waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Within the block work goes to the card's stream."""
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def record(
+        self, run: Callable[[], Tensor], generators: Sequence[torch.Generator]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """What `run` would compute, as a graph; and where its result will be.
+
+        Only this thread's calls are part of it: others bring the next batches meanwhile.
+        """
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run()
+        return graph, result
+
+
+class Replay:
+    """Makes the steps of one training, from recordings where it can.
+
+    Args:
+        step: makes one whole update from a batch a task, on the device; returns the loss, without waiting.
+        optimizer: that `step` calls; `keep_on_device` and `allow_replay` have been called.
+        device: a CUDA device, which holds everything.
+    """
+
+    def __init__(
+        self, step: Callable[[Batches], Tensor], optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        self._step = step
+        self._optimizer = optimizer if isinstance(optimizer, WrappedOptimizer) else None
+        self._card = Card(device)
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._may_record = True
+
+    def __call__(self, batch: Batches) -> Tensor:
+        """One step; returns its loss, which the next step overwrites."""
+        with self._card.stream():
+            return self._make(batch)
+
+    def _make(self, batch: Batches) -> Tensor:
+        key = self._key(batch)
+        recording = self._recordings.get(key)
+        if recording is not None:
+            torch._foreach_copy_(recording.inputs, list(_tensors(batch)))
+            if self._optimizer is not None:
+                self._optimizer.prepare_step()
+            recording.graph.replay()
+            if self._optimizer is not None:
+                self._optimizer.count_step()
+            return recording.loss
+        if key is not None and self._may_record and self._seen[key] and self._seen.total() >= _WARM_UP:
+            recording = self._record(batch)
+            if recording is not None:
+                self._recordings[key] = recording
+                self._may_record = len(self._recordings) < _MOST
+                recording.graph.replay()
+                return recording.loss
+        self._seen[key] += 1
+        return self._step(batch)
+
+    def _key(self, batch: Batches) -> Hashable:
+        """What steps have in common that launch the same kernels; None where the host takes part."""
+        plan = () if self._optimizer is None else self._optimizer.plan()
+        if plan is None:
+            return None
+        return plan, tuple((*name, t.shape, t.dtype) for name, t in _name_tensors(batch))
+
+    def _record(self, batch: Batches) -> _Recording | None:
+        """Record the coming step, without making it. Where that fails, say so, and record no more."""
+        optimizer = self._optimizer
+        inputs = {name: tensor.clone() for name, tensor in _name_tensors(batch)}
+        fixed: Batches = {
+            task: {name: inputs[task, name] for name in part}
+            if isinstance(part, Mapping)
+            else tuple(inputs[task, place] for place in range(len(part)))  # type: ignore[misc]
+            for task, part in batch.items()
+        }
+        counted, generators = {}, []
+        if optimizer is not None:
+            optimizer.prepare_step()
+            assert optimizer.replay is not None
+            generators.append(optimizer.replay.generator)
+            counted = {name: getattr(optimizer, name) for name in optimizer.saved_attributes}
+        try:
+            graph, loss = self._card.record(lambda: self._step(fixed), generators)
+        except Exception as error:
+            self._may_record = False
+            for name, value in counted.items():
+                setattr(optimizer, name, value)
+            log.warning(
+                "training.capture: a step cannot be recorded in a CUDA graph and runs as written (%s)",
+                (str(error) or type(error).__name__).splitlines()[0],
+            )
+            return None
+        return _Recording(graph, list(inputs.values()), loss)
+
+
+def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
+    for task, part in batch.items():
+        for name, tensor in part.items() if isinstance(part, Mapping) else enumerate(part):
+            yield (task, name), tensor
+
+
+def _tensors(batch: Batches) -> Iterator[Tensor]:
+    return (tensor for _, tensor in _name_tensors(batch))

@@ -1,0 +1,73 @@
+"""CUDA graphs that need no GPU: what torch computes meanwhile, to be computed again on the same tensors.
+
+As with real ones a result is written where the recorded one was, numbers are those of the recording, and
+to read a value on the host is refused. Unlike real ones they compute while they record.
+"""
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_HOST = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+recording = [False]
+
+
+class Recorder(TorchDispatchMode):
+    """A graph: `calls` are the operations and their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.replays = 0
+        self.computed = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in _HOST:
+            raise RuntimeError(f"{func._schema.name} waits for the device")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        if self.computed:
+            self.computed = False
+            return
+        self.replays += 1
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            given = {
+                leaf.untyped_storage().data_ptr()
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor)
+            }
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
+                    old.copy_(new)
+
+
+class Card:
+    """Stands in for `training.captured.Card`; `graphs` are all that were recorded."""
+
+    graphs: ClassVar[list[Recorder]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.graphs.clear()
+
+    def stream(self):
+        return nullcontext()
+
+    def record(self, run, generators):
+        graph = Recorder()
+        recording[0] = True
+        try:
+            with graph:
+                result = run()
+        finally:
+            recording[0] = False
+        self.graphs.append(graph)
+        return graph, result
