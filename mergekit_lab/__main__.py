@@ -23,6 +23,7 @@ class UserError(CompactHydraException):
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
+    """What Hydra calls with a composed configuration."""
     from mergekit_lab.programs import start
 
     settings = HydraConfig.get()

@@ -13,4 +13,5 @@ def write_failure(folder: Path, overrides: list[str], error: str) -> None:
 
 
 def remove_failure(folder: Path) -> None:
+    """Take back what an earlier attempt left, if there is such."""
     (folder / FILE).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
         "docs/merging_checkpoints.md",
         "docs/curvature.md",
         "docs/finetuning.md",
+        "docs/backbones.md",
     ],
 )
 def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:

@@ -50,9 +50,11 @@ class Sums:
 
     @staticmethod
     def zero(experts: int) -> Sums:
+        """Sums over no entries."""
         return Sums(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
 
     def add(self, other: Sums) -> None:
+        """Add what was summed over other entries."""
         for name in vars(self):
             getattr(self, name).add_(getattr(other, name))
 
@@ -171,6 +173,7 @@ class Interference:
         self.fisher_traces = torch.zeros(len(self.experts), dtype=torch.float64)
 
     def add(self, layer: Layer, traces: Tensor) -> None:
+        """Take in one more layer and the traces of its Fishers."""
         self.layers.append(layer)
         self.total.add(layer.sums)
         self.base_norm = (self.base_norm**2 + layer.base_norm**2) ** 0.5

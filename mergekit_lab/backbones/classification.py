@@ -40,6 +40,7 @@ class Classifier(nn.Module):
         self.register_buffer("head", head.detach().clone(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Logits `[N, C]` of images."""
         features: Tensor = self.encoder(images)
         return features @ self.head.T
 

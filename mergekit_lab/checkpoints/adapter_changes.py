@@ -72,6 +72,7 @@ def check_placed(
 def plan_changes(
     label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent, config: Mapping[str, Any]
 ) -> dict[str, Change]:
+    """What an adapter does to the tensors of its base, by their names there."""
     base, targets = placed.base, placed.targets
     changes: dict[str, Change] = {}
     layouts: dict[str, Layout] = {}

@@ -119,6 +119,7 @@ def fits(tensors: Checkpoint, parts: Mapping[str, str], shape: tuple[int, ...]) 
 
 
 def check_kinds(label: str, tensors: Checkpoint) -> None:
+    """Refuse an adapter that holds other than floating-point numbers."""
     odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
     if odd:
         raise InputError(

@@ -28,6 +28,7 @@ from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.errors import InputError, listing
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""What PEFT names the weights of an adapter."""
 
 
 @dataclass(frozen=True)

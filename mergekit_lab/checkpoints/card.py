@@ -108,6 +108,7 @@ class Card:
         (folder / RECORD).write_text(json.dumps(record, indent=1, default=str) + "\n")
 
     def text(self) -> str:
+        """The README of the merged folder, with the metadata that the hub reads."""
         head = ["---"]
         if self.hub_ids:
             head += ["base_model:", *(f"- {json.dumps(name)}" for name in self.hub_ids)]

@@ -43,11 +43,13 @@ class Report:
         return not self.problems
 
     def text(self) -> str:
+        """The report, its problems and the verdict, for a terminal."""
         end = [f"PROBLEM: {problem}" for problem in self.problems]
         end += ["The merge would not work." if end else "The merge would work."]
         return "\n".join([*self.lines, *end])
 
     def section(self, title: str, lines: Iterable[str]) -> None:
+        """Add a title and the lines below it."""
         self.lines += [title, *(f"  {line}" for line in lines)]
 
 

@@ -45,6 +45,7 @@ TRANSFORMERS = Library(
     True,
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+"""Folders that `from_pretrained` of transformers loads."""
 OPEN_CLIP = Library(
     "open_clip",
     "open_clip_config.json",
@@ -52,7 +53,9 @@ OPEN_CLIP = Library(
     False,
     ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin"),
 )
+"""Folders that open_clip loads by `local-dir:`."""
 LIBRARIES = (TRANSFORMERS, OPEN_CLIP)
+"""The libraries whose folders are read and written."""
 
 
 def find_weights(folder: Path) -> list[Path]:

@@ -52,10 +52,16 @@ class LowRankRecord:
     stem: ClassVar[str] = "factors"
 
     def write(self, folder: Path) -> None:
+        """Write the record into the folder of the factors."""
         (folder / RECORD_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path, label: str) -> LowRankRecord:
+        """Read the record of a folder.
+
+        Raises:
+            InputError: it cannot be read, or is not what `write` leaves.
+        """
         try:
             record = cls(**read_json(folder / RECORD_FILE, label))
         except TypeError as error:

@@ -24,6 +24,7 @@ from mergekit_lab.checkpoints.files import DTYPES
 from mergekit_lab.errors import InputError, listing
 
 MAX_SHARD_BYTES = 5_000_000_000
+"""The size of a file at which the next one begins, as on the hub."""
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MOST_AT_ONCE = 1 << 30

@@ -27,7 +27,9 @@ from mergekit_lab.reporting.tables import (
 )
 
 DIMENSIONS = (*AXES, "merger", "task", "seed")
+"""What rows and columns of a cross table may be."""
 MEASURES = ("normalized", "value")
+"""What its cells may show."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entity", required=True)
     parser.add_argument("--project", default="mergekit_lab")

@@ -73,6 +73,7 @@ def _find_artifact(api: Any, path: str, digest: str | None) -> Any:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="of runs or sweeps")
     args = parser.parse_args()

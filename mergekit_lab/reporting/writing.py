@@ -31,10 +31,12 @@ def to_markdown(table: Table | CrossTable) -> str:
 
 
 def join_markdown(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def escape_markdown(text: str) -> str:
+    """Text as a cell of a Markdown table shows it."""
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)
     return text

@@ -19,7 +19,9 @@ from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.tasks.decoding import Packed, Pictures
 
 Part = Literal["train", "validation", "test"]
+"""The name of a part."""
 PARTS: tuple[Part, ...] = get_args(Part)
+"""The three parts."""
 
 
 @dataclass(frozen=True, eq=False)

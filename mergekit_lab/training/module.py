@@ -111,6 +111,7 @@ class FinetuneModule(lightning.LightningModule):
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
+        """The objective of a task, by its name."""
         objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return objective
 

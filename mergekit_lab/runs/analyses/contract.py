@@ -139,6 +139,7 @@ def chosen_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str
 
 
 def every_pair(names: Iterable[str]) -> list[tuple[str, str]]:
+    """All pairs of different names, in their order."""
     return list(combinations(names, 2))
 
 
