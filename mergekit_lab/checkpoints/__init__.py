@@ -24,6 +24,12 @@ from mergekit_lab.checkpoints.inspection import (
     format_size,
     plan_specs,
 )
+from mergekit_lab.checkpoints.layers import (
+    LayerRange,
+    arrange_layers,
+    split_layer,
+    stands_before_layers,
+)
 from mergekit_lab.checkpoints.libraries import (
     LIBRARIES,
     OPEN_CLIP,
@@ -64,6 +70,7 @@ __all__ = [
     "Card",
     "Checkpoint",
     "Files",
+    "LayerRange",
     "Library",
     "LowRank",
     "LowRankRecord",
@@ -73,6 +80,7 @@ __all__ = [
     "TensorSpec",
     "View",
     "align",
+    "arrange_layers",
     "assume_ties",
     "cast",
     "check_file",
@@ -115,6 +123,8 @@ __all__ = [
     "read_versions",
     "reconcile",
     "refuse_quantized",
+    "split_layer",
+    "stands_before_layers",
     "untie",
     "vocabulary_rows",
     "write_files",

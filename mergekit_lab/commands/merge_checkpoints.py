@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -19,6 +20,9 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 from mergekit_lab.schema.target import Target
+
+if TYPE_CHECKING:
+    from mergekit_lab.commands.recipes import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +154,11 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        inputs, notes, recipe = self._inputs()
+        with TemporaryDirectory(prefix="stages-") as stages:
+            self._run(Path(stages))
+
+    def _run(self, stages: Path) -> None:
+        inputs, notes, recipe = self._inputs(None if self.dry_run else stages)
         out = Path(self.out) if self.out else None
         if not self.dry_run:  # a dry run has these in its report
             if out is None:
@@ -170,8 +178,12 @@ class MergeCheckpoints:
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
         log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
 
-    def _inputs(self) -> tuple[dict[str, Any], Sequence[str], str | None]:
-        """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text."""
+    def _inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
+        """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
+
+        Args:
+            stages: where what a recipe's other documents make goes; None: they are not run.
+        """
         settings = {
             "dtype": self.dtype,
             "embeddings": self.embeddings,
@@ -191,10 +203,12 @@ class MergeCheckpoints:
             raise InputError(
                 f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
             )
-        recipe = read_recipe(Path(self.recipe).expanduser(), seed=self.seed)
-        settings = {name: value or getattr(recipe, name) for name, value in settings.items()}
-        inputs = {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **settings}
-        return inputs, recipe.notes, recipe.text
+        recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
+        if stages is not None:
+            for name, stage in recipe.stages.items():
+                log.info("merging %s, which the recipe needs", name)
+                write(self._prepare(_read_inputs(stage, settings)), stages / name, progress=self.progress)
+        return _read_inputs(recipe, settings), recipe.notes, recipe.text
 
     def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         sides = {"fisher": self.fishers, "gram": self.grams}
@@ -218,6 +232,12 @@ class MergeCheckpoints:
         if self.merger is None:
             raise InputError("no merger is set: merger=ties merger.preset=mergekit, or recipe=merge.yml")
         return build(without_null_coefficient(self.merger)[0], Method)
+
+
+def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
+    own = {name: value or getattr(recipe, name) for name, value in settings.items()}
+    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **own}
 
 
 def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
