@@ -1,6 +1,6 @@
 """mergekit recipes: what is not supported is refused by name; what is gives mergekit's own numbers.
 
-Tests marked `mergekit` run in an environment of mergekit's own, which `make test` makes.
+Tests marked `beside` run in an environment that has mergekit: `make test-beside`.
 """
 
 import copy
@@ -69,9 +69,9 @@ def beside_mergekit(test):
     """Their warnings are not ours."""
     there = importlib.util.find_spec("mergekit") is not None
     for mark in (
-        pytest.mark.mergekit,
+        pytest.mark.beside,
         pytest.mark.filterwarnings("ignore"),
-        pytest.mark.skipif(not there, reason="mergekit is not installed: `make test-mergekit` has it"),
+        pytest.mark.skipif(not there, reason="mergekit is not installed: `make test-beside` has it"),
     ):
         test = mark(test)
     return test
