@@ -22,9 +22,7 @@ _skips: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--strict-skips", action="store_true", help="fail on a skip without a good reason"
-    )
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip without a good reason")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

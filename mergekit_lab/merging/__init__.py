@@ -17,12 +17,14 @@ from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
 from mergekit_lab.merging.karcher import Karcher
+from mergekit_lab.merging.lines import LiNeS
 from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.multislerp import MultiSLERP
 from mergekit_lab.merging.nearswap import NearSwap
 from mergekit_lab.merging.nuslerp import NuSLERP
 from mergekit_lab.merging.passthrough import Passthrough
+from mergekit_lab.merging.pcb import PCB
 from mergekit_lab.merging.ram import RAM
 from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.sce import SCE
@@ -36,6 +38,7 @@ from mergekit_lab.merging.wudi import WUDI
 __all__ = [
     "DARE",
     "DELLA",
+    "PCB",
     "RAM",
     "SCE",
     "SLERP",
@@ -52,6 +55,7 @@ __all__ = [
     "IsoCTS",
     "Karcher",
     "Learning",
+    "LiNeS",
     "Method",
     "ModelStock",
     "MultiSLERP",

@@ -41,6 +41,8 @@ NAMES = {
     "nearswap": "NearSwap",
     "arcee_fusion": "Arcee Fusion",
     "passthrough": "Passthrough",
+    "lines": "LiNeS",
+    "pcb": "PCB",
 }
 """By label; the order gives the looks, so a new method comes last."""
 

@@ -12,6 +12,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    PCB,
     RAM,
     SCE,
     SLERP,
@@ -27,6 +28,7 @@ from mergekit_lab.merging import (
     IsoC,
     IsoCTS,
     Karcher,
+    LiNeS,
     Method,
     ModelStock,
     MultiSLERP,
@@ -99,6 +101,11 @@ METHODS: dict[str, Method] = {
     "nearswap": NearSwap(t=0.05),
     "arcee_fusion": ArceeFusion(),
     "passthrough": Passthrough(factor=0.5),
+    "lines": LiNeS(first=0.4),
+    "lines_ties": LiNeS(first=0.4, inner=TIES(density=0.3)),
+    "lines_tsvm": LiNeS(first=0.4, inner=TSVM()),
+    "pcb": PCB(ratio=0.3),
+    "pcb_all": PCB(ratio=1.0),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
@@ -163,6 +170,8 @@ IDENTICAL_EXPERTS = {
     "ram_plus": RAM(epsilon=0.0, boost=0.5),
     "ram_plus_by_tensor": RAM(epsilon=0.0, boost=0.5, scope="tensor"),
     "passthrough": Passthrough(),
+    "lines": LiNeS(inner=MEAN, first=1.0),
+    "lines_ties": LiNeS(inner=TIES(density=1.0), first=1.0),
 }
 IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "tsvm": "directions that experts share are whitened away from each other",
@@ -176,6 +185,9 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "iso_c": "the spectrum becomes flat",
     "iso_cts": "the spectrum becomes flat",
     "iso_cts_own": "the spectrum becomes flat",
+    "lines_tsvm": "as tsvm",
+    "pcb": "tails are clamped, and what has no balance is left out",
+    "pcb_all": "tails are clamped",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -208,6 +220,8 @@ ONE_EXPERT = {
     "ram_plus": RAM(epsilon=0.0, boost=0.5),
     "ram_plus_by_tensor": RAM(epsilon=0.0, boost=0.5, scope="tensor"),
     "passthrough": Passthrough(),
+    "lines": LiNeS(first=1.0, inner=TaskArithmetic(coefficient=1.0)),
+    "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
 }
 ONE_EXPERT_BECOMES_ANOTHER = {
     "tsvm_rank": "the rank is capped",
@@ -215,6 +229,9 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "iso_c": "the spectrum becomes flat",
     "iso_cts": "the spectrum becomes flat",
     "iso_cts_own": "the spectrum becomes flat",
+    "lines_tsvm": "scaled by 0.4",
+    "pcb": "what has no balance is left out",
+    "pcb_all": "tails are clamped",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}

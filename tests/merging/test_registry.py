@@ -43,6 +43,7 @@ OWN = {
     "DARE": {"inner", "seed"},
     "DELLA": {"inner", "seed"},
     "Breadcrumbs": {"inner"},
+    "LiNeS": {"inner"},
     "EpiMer": {"normalize"},
     "RegMean": {"ratio"},
 }
