@@ -1,7 +1,8 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
-from mergekit_lab.checkpoints.adapters import ADAPTER_FILES
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
+from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, adapter_of
 from mergekit_lab.checkpoints.align import align, computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
@@ -73,12 +74,14 @@ __all__ = [
     "LayerRange",
     "Library",
     "LowRank",
+    "LowRankChange",
     "LowRankRecord",
     "Reconciled",
     "Report",
     "ShardedWriter",
     "TensorSpec",
     "View",
+    "adapter_of",
     "align",
     "arrange_layers",
     "assume_ties",
@@ -127,6 +130,7 @@ __all__ = [
     "stands_before_layers",
     "untie",
     "vocabulary_rows",
+    "write_adapter",
     "write_files",
     "write_tensors",
 ]

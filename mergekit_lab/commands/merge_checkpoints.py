@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
@@ -47,6 +47,8 @@ def merge(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: str = "dense",
+    rank: int | None = None,
+    energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
 ) -> Path:
@@ -71,7 +73,11 @@ def merge(
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
-            with every expert's share apart; `expand` makes the model of them.
+            with every expert's share apart; `expand` makes the model of them; or "adapter": one LoRA adapter
+            of what is added, as peft loads it.
+        rank: of an adapter's weights at most; None: as many as the experts' adapters have together, where the
+            merge is a weighted sum of them.
+        energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
         metrics: numbers for the model card.
         progress: show a bar.
 
@@ -94,8 +100,9 @@ def merge(
         max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch, buffers=buffers,
     )  # fmt: skip
     return write(
-        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
-    )
+        prepared, Path(out), overwrite=overwrite, format=format, rank=rank, energy=energy,
+        metrics=metrics or {}, progress=progress,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,8 @@ class MergeCheckpoints:
         tokenizer_from: a folder, a hub id or an expert's name.
         allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
-        format: dense, or low_rank: what a spectral merge adds to the base, in factors.
+        format: dense; low_rank: what a spectral merge adds to the base, in factors; adapter: one LoRA adapter.
+        rank, energy: of an adapter.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -139,7 +147,9 @@ class MergeCheckpoints:
     allow_config_mismatch: list[str]
     buffers: Literal["merge", "base"]
     dtype: str | None
-    format: Literal["dense", "low_rank"]
+    format: Literal["dense", "low_rank", "adapter"]
+    rank: Annotated[int, Ge(1)] | None
+    energy: Annotated[float, Gt(0), Le(1)] | None
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -166,13 +176,14 @@ class MergeCheckpoints:
             check_out(out.expanduser(), self.overwrite, local_paths(inputs["base"], inputs["experts"]))
         prepared = self._prepare(inputs)
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
-        check_format(prepared, self.format)
+        check_format(prepared, self.format, self.rank, self.energy)
         if self.dry_run or out is None:
             _print_report(prepared, out, self.overwrite, self.format)
             return
         write(
-            prepared, out, overwrite=self.overwrite, format=self.format, progress=self.progress, recipe=recipe
-        )
+            prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
+            progress=self.progress, recipe=recipe,
+        )  # fmt: skip
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
