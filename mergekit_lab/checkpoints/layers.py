@@ -87,7 +87,8 @@ class _Arranged(Computed):
         first, last = parts[0].model, parts[-1].model
         stack = _count_layers(first)[0]
         tied = first.find_ties()
-        before, after = [], []
+        before: list[str] = []
+        after: list[str] = []
         for name in first:
             if split_layer(name) is None:
                 early = stands_before_layers(name) or name in tied or name not in last
@@ -163,7 +164,9 @@ def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
         if isinstance(config.get(key), list) and all(
             isinstance(v, list) and len(v) >= p.stop for v, p in zip(each, parts, strict=True)
         ):
-            changed[key] = [v for values, p in zip(each, parts, strict=True) for v in values[p.first : p.stop]]
+            changed[key] = [
+                v for values, p in zip(each, parts, strict=True) for v in (values or [])[p.first : p.stop]
+            ]
     return {key: value for key, value in changed.items() if config[key] != value}
 
 
