@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs dist wheel-test sweep gallery clean
+.PHONY: help demo test test-beside lint types docs dist wheel-test sweep gallery clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
@@ -12,8 +12,13 @@ demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways
 	$(BIN)/python -m mergekit_lab +experiment=quickstart
 
 test: .venv/dev  ## install what tests need, and run all of them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 -m "not alone"
-	$(BIN)/python -m pytest -m alone --durations 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 \
+		-m "not alone and not beside" --strict-skips
+	$(BIN)/python -m pytest -m "alone and not beside" --durations 5 --strict-skips
+
+test-beside: .venv/beside/ready  ## compare with mergekit, and sweep with Ray, in an environment that has them
+	OMP_NUM_THREADS=1 .venv/beside/bin/python -m pytest -n 2 -m beside --durations 5 --strict-skips \
+		tests/merging/test_against_mergekit.py tests/commands/test_recipe.py tests/runs/test_sweeps.py
 
 lint: .venv/dev  ## ruff
 	$(BIN)/ruff check .
@@ -49,6 +54,13 @@ clean:  ## remove the environment and what runs left here; the store stays
 
 .venv/demo: .venv/python pyproject.toml constraints.txt
 	$(INSTALL) -e ".[demo]"
+	touch $@
+
+.venv/beside/ready: .venv/dev tests/beside.txt
+	$(BIN)/python -m venv .venv/beside
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $$(.venv/beside/bin/python -c "import site; print(site.getsitepackages()[0])")/shared.pth
+	.venv/beside/bin/python -m pip install -q --no-deps -r tests/beside.txt
 	touch $@
 
 .venv/dev: .venv/python pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "merge": "mergekit_lab.commands.merge_checkpoints",
     "expand": "mergekit_lab.commands.expand",
+    "extract": "mergekit_lab.commands.extract",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",
     "InputError": "mergekit_lab.errors",

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from tiny import TinyEncoder
@@ -12,6 +14,41 @@ def encoder() -> TinyEncoder:
 @pytest.fixture(scope="session")
 def head() -> Tensor:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+ACCEPTED_SKIPS = re.compile("no Chromium on this machine|renameat2 is Linux's|cores cannot be taken away here")
+"""Reasons that lie in the machine. What is not installed is no reason where everything is."""
+_skips: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip without a good reason")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _skips[report.nodeid] = report.longrepr[2]
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _skips[report.nodeid] = report.longrepr[2]
+
+
+def find_odd_skips() -> dict[str, str]:
+    return {test: reason for test, reason in _skips.items() if not ACCEPTED_SKIPS.search(reason)}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--strict-skips") and find_odd_skips() and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if config.getoption("--strict-skips"):
+        for test, reason in find_odd_skips().items():
+            terminalreporter.write_line(f"skipped, which fails this run: {test} ({reason})", red=True)
 
 
 _LONG = ("tests/runs", "tests/test_", "tests/reporting", "tests/commands", "tests/training")

@@ -25,18 +25,29 @@ from torch import Tensor
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    PCB,
+    RAM,
+    SCE,
+    SLERP,
     TIES,
     TSVM,
     WUDI,
     AdaMerging,
+    ArceeFusion,
     Breadcrumbs,
     ConsensusTA,
     EpiMer,
     Fisher,
     IsoC,
     IsoCTS,
+    Karcher,
+    LiNeS,
     Method,
     ModelStock,
+    MultiSLERP,
+    NearSwap,
+    NuSLERP,
+    Passthrough,
     RegMean,
     TaskArithmetic,
     WeightAverage,
@@ -89,7 +100,7 @@ SHAPES = {
 
 
 def methods() -> dict[str, Method]:
-    """All but SLERP, which takes two experts."""
+    """All; some take fewer experts than others, see `FEWER`."""
     return {
         "task_arithmetic": TaskArithmetic(coefficient=0.3),
         "fisher": Fisher(),
@@ -108,7 +119,23 @@ def methods() -> dict[str, Method]:
         "model_stock": ModelStock(),
         "adamerging": AdaMerging(),
         "regmean": RegMean(),
+        "slerp": SLERP(),
+        "nuslerp": NuSLERP(),
+        "nuslerp_rows": NuSLERP(along="last"),
+        "multislerp": MultiSLERP(),
+        "karcher": Karcher(),
+        "sce": SCE(density=0.2),
+        "ram_plus": RAM(boost=0.1),
+        "nearswap": NearSwap(),
+        "arcee_fusion": ArceeFusion(),
+        "passthrough": Passthrough(),
+        "lines": LiNeS(),
+        "pcb": PCB(),
     }
+
+
+FEWER = dict.fromkeys(("slerp", "nuslerp", "nuslerp_rows", "nearswap", "arcee_fusion"), 2) | {"passthrough": 1}
+"""Experts that a method takes, where it does not take any number."""
 
 
 def inputs(
@@ -238,15 +265,17 @@ def main() -> None:
         for label in given.methods:
             if time.monotonic() - begun > given.seconds:
                 break
-            method = methods()[label]
+            method, taken = methods()[label], FEWER.get(label, count)
             row = {
                 "shapes": shape,
-                "experts": count,
+                "experts": taken,
                 "entries": sum(v.numel() for v in base.values()),
                 "method": label,
             }
             side = {"fisher": fishers, "gram": [grams(plan)] * count} if method.side_inputs else None
-            call = partial(merge_state_dicts, base, experts, method, statistics=side, device=given.device)
+            call = partial(
+                merge_state_dicts, base, experts[:taken], method, statistics=side, device=given.device
+            )
             try:
                 first, times, extra = timed(call, given.device, given.repeats)
                 row |= {"first_seconds": round(first, 4), "extra_gib": round(extra / 2**30, 2)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import methods
+from bench import FEWER, methods
 from torch import Tensor
 
 import mergekit_lab
@@ -55,8 +55,9 @@ def make(folder: Path, rows: int, columns: int) -> None:
 
 def merge(folder: Path, label: str) -> None:
     method = methods()[label]
-    sides = {kind: [folder / f"{kind}{n}" for n in range(EXPERTS)] for kind in method.side_inputs}
-    experts = [folder / f"expert{number}" for number in range(EXPERTS)]
+    count = FEWER.get(label, EXPERTS)
+    sides = {kind: [folder / f"{kind}{n}" for n in range(count)] for kind in method.side_inputs}
+    experts = [folder / f"expert{number}" for number in range(count)]
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)
 
 

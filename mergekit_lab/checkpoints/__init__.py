@@ -1,7 +1,8 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
 from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
-from mergekit_lab.checkpoints.adapters import ADAPTER_FILES
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
+from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, adapter_of
 from mergekit_lab.checkpoints.align import align, computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
@@ -23,6 +24,12 @@ from mergekit_lab.checkpoints.inspection import (
     describe_tensors,
     format_size,
     plan_specs,
+)
+from mergekit_lab.checkpoints.layers import (
+    LayerRange,
+    arrange_layers,
+    split_layer,
+    stands_before_layers,
 )
 from mergekit_lab.checkpoints.libraries import (
     LIBRARIES,
@@ -64,15 +71,19 @@ __all__ = [
     "Card",
     "Checkpoint",
     "Files",
+    "LayerRange",
     "Library",
     "LowRank",
+    "LowRankChange",
     "LowRankRecord",
     "Reconciled",
     "Report",
     "ShardedWriter",
     "TensorSpec",
     "View",
+    "adapter_of",
     "align",
+    "arrange_layers",
     "assume_ties",
     "cast",
     "check_file",
@@ -115,8 +126,11 @@ __all__ = [
     "read_versions",
     "reconcile",
     "refuse_quantized",
+    "split_layer",
+    "stands_before_layers",
     "untie",
     "vocabulary_rows",
+    "write_adapter",
     "write_files",
     "write_tensors",
 ]

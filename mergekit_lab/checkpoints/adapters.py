@@ -21,6 +21,7 @@ from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_plac
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds
 from mergekit_lab.checkpoints.adapter_placement import place, target_class
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
 from mergekit_lab.checkpoints.in_memory import as_stored
@@ -91,6 +92,26 @@ class Folded(Computed):
         if change.factors:
             values = self._adapted(name, values, change.factors)
         return values
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that the adapter does is to add `B·A` to weights of linear layers."""
+        return not self._dora and all(
+            change.factors is not None
+            and not change.replaced
+            and not change.bias
+            and change.factors.stack is None
+            and {"a", "b"} <= change.factors.parts.keys()
+            for change in self._changes.values()
+        )
+
+    def read_factors(self, name: str) -> LowRankChange | None:
+        """What a plain adapter adds to a weight, `[out, in]`, its scaling in `B`; None: nothing."""
+        change = self._changes.get(name)
+        if change is None or change.factors is None:
+            return None
+        a, b = (self._part(change.factors, part, torch.float32).flatten(1) for part in ("a", "b"))
+        return LowRankChange(b * change.factors.scaling, a)
 
     def find_ties(self) -> dict[str, str]:
         pairs = {n: k for n, k in self.base.find_ties().items() if n not in self.untied}

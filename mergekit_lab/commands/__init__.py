@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "merge_checkpoints": "MergeCheckpoints",
     "expand": "Expand",
+    "extract": "Extract",
     "diagnose": "Diagnose",
 }
 """The dataclass of each command, in the file of the command's name."""

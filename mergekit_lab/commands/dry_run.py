@@ -71,7 +71,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _side_problems(prepared, merged)
     specs, limit, stem = prepared.plan(list(ties))
     kept = len(specs) - len(merged)
-    stored = specs if format == "dense" else _factors(prepared, merged)
+    stored = _factors(prepared, merged) if format == "low_rank" else specs  # an adapter takes less
     try:
         shards = plan_shards(stored, limit, stem) if stored else []
     except InputError as error:

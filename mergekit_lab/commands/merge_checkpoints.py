@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
@@ -19,6 +20,9 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 from mergekit_lab.schema.target import Target
+
+if TYPE_CHECKING:
+    from mergekit_lab.commands.recipes import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ def merge(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: str = "dense",
+    rank: int | None = None,
+    energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
 ) -> Path:
@@ -67,7 +73,11 @@ def merge(
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
-            with every expert's share apart; `expand` makes the model of them.
+            with every expert's share apart; `expand` makes the model of them; or "adapter": one LoRA adapter
+            of what is added, as peft loads it.
+        rank: of an adapter's weights at most; None: as many as the experts' adapters have together, where the
+            merge is a weighted sum of them.
+        energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
         metrics: numbers for the model card.
         progress: show a bar.
 
@@ -90,8 +100,9 @@ def merge(
         max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch, buffers=buffers,
     )  # fmt: skip
     return write(
-        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
-    )
+        prepared, Path(out), overwrite=overwrite, format=format, rank=rank, energy=energy,
+        metrics=metrics or {}, progress=progress,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,8 @@ class MergeCheckpoints:
         tokenizer_from: a folder, a hub id or an expert's name.
         allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
-        format: dense, or low_rank: what a spectral merge adds to the base, in factors.
+        format: dense; low_rank: what a spectral merge adds to the base, in factors; adapter: one LoRA adapter.
+        rank, energy: of an adapter.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -135,7 +147,9 @@ class MergeCheckpoints:
     allow_config_mismatch: list[str]
     buffers: Literal["merge", "base"]
     dtype: str | None
-    format: Literal["dense", "low_rank"]
+    format: Literal["dense", "low_rank", "adapter"]
+    rank: Annotated[int, Ge(1)] | None
+    energy: Annotated[float, Gt(0), Le(1)] | None
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -150,7 +164,11 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        inputs, notes, recipe = self._inputs()
+        with TemporaryDirectory(prefix="stages-") as stages:
+            self._run(Path(stages))
+
+    def _run(self, stages: Path) -> None:
+        inputs, notes, recipe = self._inputs(None if self.dry_run else stages)
         out = Path(self.out) if self.out else None
         if not self.dry_run:  # a dry run has these in its report
             if out is None:
@@ -158,20 +176,25 @@ class MergeCheckpoints:
             check_out(out.expanduser(), self.overwrite, local_paths(inputs["base"], inputs["experts"]))
         prepared = self._prepare(inputs)
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
-        check_format(prepared, self.format)
+        check_format(prepared, self.format, self.rank, self.energy)
         if self.dry_run or out is None:
             _print_report(prepared, out, self.overwrite, self.format)
             return
         write(
-            prepared, out, overwrite=self.overwrite, format=self.format, progress=self.progress, recipe=recipe
-        )
+            prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
+            progress=self.progress, recipe=recipe,
+        )  # fmt: skip
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
         log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
 
-    def _inputs(self) -> tuple[dict[str, Any], Sequence[str], str | None]:
-        """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text."""
+    def _inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
+        """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
+
+        Args:
+            stages: where what a recipe's other documents make goes; None: they are not run.
+        """
         settings = {
             "dtype": self.dtype,
             "embeddings": self.embeddings,
@@ -191,10 +214,12 @@ class MergeCheckpoints:
             raise InputError(
                 f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
             )
-        recipe = read_recipe(Path(self.recipe).expanduser(), seed=self.seed)
-        settings = {name: value or getattr(recipe, name) for name, value in settings.items()}
-        inputs = {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **settings}
-        return inputs, recipe.notes, recipe.text
+        recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
+        if stages is not None:
+            for name, stage in recipe.stages.items():
+                log.info("merging %s, which the recipe needs", name)
+                write(self._prepare(_read_inputs(stage, settings)), stages / name, progress=self.progress)
+        return _read_inputs(recipe, settings), recipe.notes, recipe.text
 
     def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         sides = {"fisher": self.fishers, "gram": self.grams}
@@ -218,6 +243,12 @@ class MergeCheckpoints:
         if self.merger is None:
             raise InputError("no merger is set: merger=ties merger.preset=mergekit, or recipe=merge.yml")
         return build(without_null_coefficient(self.merger)[0], Method)
+
+
+def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
+    own = {name: value or getattr(recipe, name) for name, value in settings.items()}
+    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **own}
 
 
 def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:

@@ -15,10 +15,12 @@ from mergekit_lab.checkpoints import (
     MAX_SHARD_BYTES,
     TRANSFORMERS,
     Checkpoint,
+    LayerRange,
     Library,
     Reconciled,
     TensorSpec,
     align,
+    arrange_layers,
     compare_configs,
     computed_buffers,
     describe_tokenizer,
@@ -49,8 +51,27 @@ Devices = str | int | Sequence[str | int]
 class Adapter:
     """A PEFT adapter on a model of its own, not on the base of the merge."""
 
-    model: Source
+    model: Source | Arranged
     adapter: str | Path
+
+
+class Piece(NamedTuple):
+    """Layers of a model from `first` to before `stop`."""
+
+    model: Source | Adapter | Arranged
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A model put together of layers of others; the first has the configuration and the tokenizer.
+
+    Attributes:
+        pieces: in the order of the result's layers.
+    """
+
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -128,8 +149,8 @@ def plan_output(
 
 
 def prepare(
-    base: Source | Adapter,
-    experts: Sources | Mapping[str, Source | Adapter],
+    base: Source | Adapter | Arranged,
+    experts: Sources | Mapping[str, Source | Adapter | Arranged],
     method: Method | Callable[[Checkpoint], Method],
     *,
     statistics: Mapping[str, Sources] | None = None,
@@ -162,15 +183,17 @@ def prepare(
         if isinstance(method, Method):
             method.check(tuple(named))
         refuse_absent({"the base": base, **named})
-    origin = _open("the base", base, None, read)
+    opener = _Opener(read, allow_config_mismatch)
+    origin = opener.open("the base", base, None)
     notes = _about_folder(origin)
-    sources = {n: _kin(origin, _open(n, s, origin, read)) for n, s in named.items()}
+    sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
     said, problems = compare_configs(
         origin, opened, allow_config_mismatch, lambda name: is_selected(name, include, exclude)
     )
-    notes += said
+    notes += [*opener.notes, *said]
+    problems = [*opener.problems, *problems]
     if problems and read:
         raise InputError("\n".join(problems))
     tokenizer = None
@@ -230,14 +253,39 @@ def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
-def _open(name: str, source: Source | Adapter, base: Checkpoint | None, read: bool) -> Checkpoint:
-    if not isinstance(source, Adapter):
-        return open_checkpoint(source, name, base=base, headers_only=not read)
-    model = open_checkpoint(source.model, f"the base of {name}", headers_only=not read)
-    folded = open_checkpoint(source.adapter, name, base=model, headers_only=not read)
-    if base is None:
-        folded.folder = model.folder
-    return folded
+class _Opener:
+    """Opens inputs; keeps what comparing the configurations of an arranged model's parts found."""
+
+    def __init__(self, read: bool, allowed: Sequence[str]) -> None:
+        self.read = read
+        self.allowed = allowed
+        self.notes: list[str] = []
+        self.problems: list[str] = []
+
+    def open(self, name: str, source: Source | Adapter | Arranged, base: Checkpoint | None) -> Checkpoint:
+        if isinstance(source, Arranged):
+            return self.arrange(name, source)
+        if not isinstance(source, Adapter):
+            return open_checkpoint(source, name, base=base, headers_only=not self.read)
+        model = self.open(f"the base of {name}", source.model, None)
+        folded = open_checkpoint(source.adapter, name, base=model, headers_only=not self.read)
+        if base is None:
+            folded.folder = model.folder
+        return folded
+
+    def arrange(self, name: str, source: Arranged) -> Checkpoint:
+        models: dict[str, Checkpoint] = {}
+        for piece in source.pieces:
+            called = _called(piece.model)
+            if called not in models:
+                opened = self.open(called, piece.model, None)
+                models[called] = align(next(iter(models.values()), opened), opened, read=self.read)
+        first, *others = models
+        said, problems = compare_configs(models[first], {n: models[n] for n in others}, self.allowed)
+        self.notes += [note for note in said if note not in self.notes]
+        self.problems += [problem for problem in problems if problem not in self.problems]
+        parts = [LayerRange(models[_called(p.model)], p.first, p.stop) for p in source.pieces]
+        return arrange_layers(parts, name)
 
 
 def _about_folder(base: Checkpoint) -> list[str]:
@@ -325,6 +373,8 @@ def _called(source: Any) -> str:
     """What a card calls an input: a hub id as it is, a path by its last part."""
     if isinstance(source, Adapter):
         return f"{_called(source.adapter)} on {_called(source.model)}"
+    if isinstance(source, Arranged):
+        return "layers of " + ", ".join(f"{_called(p.model)} {p.first}:{p.stop}" for p in source.pieces)
     if isinstance(source, str) and not Path(source).expanduser().exists():
         return source
     if isinstance(source, str | Path):

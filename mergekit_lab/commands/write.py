@@ -12,7 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
+import torch
+from rich.progress import Progress, track
 from torch import Tensor
 
 from mergekit_lab.checkpoints import (
@@ -20,6 +21,7 @@ from mergekit_lab.checkpoints import (
     Files,
     LowRankRecord,
     ShardedWriter,
+    adapter_of,
     check_out,
     fingerprint,
     follow_tokenizer,
@@ -30,12 +32,14 @@ from mergekit_lab.checkpoints import (
     plan_model_files,
     plan_tokenizer_files,
     read_versions,
+    write_adapter,
     write_files,
 )
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
+from mergekit_lab.merging.adapter import AdapterMerge
 from mergekit_lab.merging.blocks import Notes
 from mergekit_lab.prefetch import prefetch
 
@@ -46,6 +50,8 @@ def write(
     *,
     overwrite: bool = False,
     format: str = "dense",
+    rank: int | None = None,
+    energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
     recipe: str | None = None,
@@ -53,8 +59,10 @@ def write(
     """Merge what was prepared into the folder `out`; `merge` says what the arguments are."""
     out = out.expanduser()
     check_out(out, overwrite, input_files(prepared))
-    check_format(prepared, format)
+    check_format(prepared, format, rank, energy)
     notes: Notes = {}
+    if format == "adapter":
+        return _write_adapter(prepared, out, overwrite, rank, energy, metrics or {}, progress, recipe)
     if format == "dense":
         specs, limit, stem = prepared.plan(list(prepared.base.find_ties()))
         tensors = merge_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
@@ -81,6 +89,41 @@ def write(
     return out
 
 
+def _write_adapter(
+    prepared: Prepared,
+    out: Path,
+    overwrite: bool,
+    rank: int | None,
+    energy: float | None,
+    metrics: Mapping[str, float],
+    progress: bool,
+    recipe: str | None,
+) -> Path:
+    notes: Notes = {}
+    arguments = _arguments(prepared)
+    merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
+    made = merge.changes(**arguments, notes=notes)
+    beside = plan_files_beside(prepared, "adapter")
+    kind = prepared.dtype or torch.float32
+    with make_folder(out, overwrite) as folder:
+        changes = dict(track(made, f"factorizing into {out.name}", disable=not progress, transient=True))
+        write_adapter(
+            folder, changes, base_name=_name_base(prepared), base_folder=prepared.base.folder,
+            transposed=merge.transposed, dtype=kind,
+        )  # fmt: skip
+        write_files(beside, folder)
+        _card(prepared, out.name, metrics, recipe, [*merge.describe(), *_account(notes)]).write(folder)
+    return out
+
+
+def _name_base(prepared: Prepared) -> str:
+    """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
+    names = {folded.info.base_name for e in prepared.experts.values() if (folded := adapter_of(e))}
+    if len(names) == 1:
+        return names.pop()
+    return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""
+
+
 def _arguments(prepared: Prepared) -> dict[str, Any]:
     return {
         "base": prepared.base,
@@ -93,20 +136,25 @@ def _arguments(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def check_format(prepared: Prepared, format: str) -> None:
+def check_format(prepared: Prepared, format: str, rank: int | None = None, energy: float | None = None) -> None:
     """Refuse a format that there is not, or that does not hold this merge."""
     if format not in _FORMATS:
         raise InputError(f"format is {format!r}{suggestion(format, _FORMATS)}")
+    if format == "adapter":
+        AdapterMerge(prepared.base, prepared.experts, prepared.method, rank, energy)
+    elif rank is not None or energy is not None:
+        raise InputError("rank and energy are for format=adapter; a merger's own rank is merger.rank")
     if format == "low_rank":
         require_factors(prepared.method)
+    if format != "dense":
         if prepared.vocabulary is not None:
-            raise InputError("format=low_rank adds to the base as it is: its vocabulary cannot grow")
+            raise InputError(f"format={format} adds to the base as it is: its vocabulary cannot grow")
         if prepared.base.untied:
             untied = listing(prepared.base.untied)
-            raise InputError(f"format=low_rank adds to the base as it is, and an expert unties {untied}")
+            raise InputError(f"format={format} adds to the base as it is, and an expert unties {untied}")
 
 
-_FORMATS = ("dense", "low_rank")
+_FORMATS = ("dense", "low_rank", "adapter")
 
 
 def _low_rank_record(prepared: Prepared) -> LowRankRecord:

@@ -5,6 +5,7 @@
 """
 
 from mergekit_lab.merging.adamerging import AdaMerging, Learning, learn_coefficients
+from mergekit_lab.merging.arcee_fusion import ArceeFusion
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.breadcrumbs import Breadcrumbs
 from mergekit_lab.merging.consensus import ConsensusTA
@@ -15,9 +16,18 @@ from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
+from mergekit_lab.merging.karcher import Karcher
+from mergekit_lab.merging.lines import LiNeS
 from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
+from mergekit_lab.merging.multislerp import MultiSLERP
+from mergekit_lab.merging.nearswap import NearSwap
+from mergekit_lab.merging.nuslerp import NuSLERP
+from mergekit_lab.merging.passthrough import Passthrough
+from mergekit_lab.merging.pcb import PCB
+from mergekit_lab.merging.ram import RAM
 from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.merging.sce import SCE
 from mergekit_lab.merging.slerp import SLERP
 from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
@@ -28,20 +38,30 @@ from mergekit_lab.merging.wudi import WUDI
 __all__ = [
     "DARE",
     "DELLA",
+    "PCB",
+    "RAM",
+    "SCE",
     "SLERP",
     "TIES",
     "TSVM",
     "WUDI",
     "AdaMerging",
+    "ArceeFusion",
     "Breadcrumbs",
     "ConsensusTA",
     "EpiMer",
     "Fisher",
     "IsoC",
     "IsoCTS",
+    "Karcher",
     "Learning",
+    "LiNeS",
     "Method",
     "ModelStock",
+    "MultiSLERP",
+    "NearSwap",
+    "NuSLERP",
+    "Passthrough",
     "RegMean",
     "ScaledMethod",
     "Site",

@@ -84,6 +84,7 @@ class Stream(Protocol):
 
     Attributes:
         experts: the experts' names.
+        names: the tensors', in order.
         entries: number of floating-point entries of the model, 0-d tensors included; weights that are
             tied count once.
         buffer_entries: number of integer and boolean entries.
@@ -91,6 +92,9 @@ class Stream(Protocol):
 
     @property
     def experts(self) -> tuple[str, ...]: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     @property
     def entries(self) -> int: ...

@@ -33,6 +33,16 @@ NAMES = {
     "della": "DELLA",
     "model_stock": "Model stock",
     "slerp": "SLERP",
+    "nuslerp": "NuSLERP",
+    "multislerp": "Multi-SLERP",
+    "karcher": "Karcher mean",
+    "sce": "SCE",
+    "ram": "RAM",
+    "nearswap": "NearSwap",
+    "arcee_fusion": "Arcee Fusion",
+    "passthrough": "Passthrough",
+    "lines": "LiNeS",
+    "pcb": "PCB",
 }
 """By label; the order gives the looks, so a new method comes last."""
 

@@ -40,10 +40,65 @@ EXACT = {
     "models: [{model: a}, {model: b}, {model: c}]\n",
     "model stock by filters": "merge_method: model_stock\nbase_model: base\ndtype: float32\n"
     "models: [{model: a}, {model: b}]\nparameters: {filter_wise: true}\n",
+    "nuslerp of task vectors": "merge_method: nuslerp\nparameters: {nuslerp_flatten: false}\n" + MODELS % W,
+    "nuslerp": "merge_method: nuslerp\nparameters: {nuslerp_flatten: false, nuslerp_row_wise: true}\n"
+    "dtype: float32\nmodels: [{model: a, parameters: {weight: 0.5}}, {model: b, parameters: {weight: 0.8}}]\n",
+    "multislerp": "merge_method: multislerp\n" + MODELS % W,
+    "multislerp without a base": "merge_method: multislerp\ndtype: float32\nparameters: {weight: [0.2, 1]}\n"
+    "models: [{model: a}, {model: b}, {model: c}]\n",
+    "karcher": "merge_method: karcher\ndtype: float32\nmodels: [{model: a}, {model: b}, {model: c}]\n"
+    "parameters: {max_iter: 5, tol: 1.0e-5}\n",
+    "sce": "merge_method: sce\nparameters: {select_topk: 0.4}\n" + MODELS % ("{}", "{}"),
+    "ram": "merge_method: ram\nparameters: {epsilon: 1.0e-2}\n" + MODELS % ("{}", "{}"),
+    "ramplus_tl": "merge_method: ramplus_tl\nparameters: {epsilon: 1.0e-2, r: 0.3, alpha: 0.5}\n"
+    + MODELS % ("{}", "{}"),
+    "nearswap": "merge_method: nearswap\nbase_model: base\ndtype: float32\n"
+    "models: [{model: base}, {model: a}]\nparameters: {t: [0.001, 0.02]}\n",
+    "arcee_fusion": "merge_method: arcee_fusion\nbase_model: base\ndtype: float32\n"
+    "models: [{model: base}, {model: a}]\n",
+    "passthrough of one model, scaled": "merge_method: passthrough\ndtype: float32\n"
+    "models: [{model: a, parameters: {scale: [{filter: down_proj, value: 0.5}, "
+    "{filter: o_proj, value: [0, 1]}]}}]\n",
+    "depth up-scaling": "merge_method: passthrough\ndtype: float32\nslices:\n"
+    "- sources: [{model: a, layer_range: [0, 3]}]\n- sources: [{model: a, layer_range: [1, 4]}]\n",
+    "layers of three models, interleaved, one twice": "merge_method: passthrough\ndtype: float32\nslices:\n"
+    "- sources: [{model: a, layer_range: [0, 2]}]\n- sources: [{model: b, layer_range: [1, 3]}]\n"
+    "- sources: [{model: b, layer_range: [2, 3], parameters: {scale: [{filter: layers.2.mlp.down_proj, "
+    "value: 0}]}}]\n"
+    "- sources: [{model: c, layer_range: [3, 4]}]\n",
+    "fewer layers": "merge_method: ties\nbase_model: base\ndtype: float32\nparameters: {density: 0.4}\n"
+    "slices:\n- sources: [{model: base, layer_range: [0, 1]}, {model: a, layer_range: [0, 1], "
+    "parameters: {weight: 1}}]\n"
+    "- sources: [{model: base, layer_range: [2, 4]}, {model: a, layer_range: [2, 4], "
+    "parameters: {weight: [1, 0]}}]\n",
+    "other layers of other models": "merge_method: linear\ndtype: float32\nslices:\n"
+    "- sources: [{model: a, layer_range: [0, 2], parameters: {weight: 1}}]\n"
+    "- sources: [{model: a, layer_range: [1, 4], parameters: {weight: 0.5}}, {model: b, layer_range: [0, 3],"
+    " parameters: {weight: [0.5, 2]}}]\n"
+    "- sources: [{model: c, layer_range: [3, 4], parameters: {weight: 1}}]\n",
+    "slerp of slices with bases of their own": "merge_method: slerp\nbase_model: a\ndtype: float32\n"
+    "parameters: {t: [0.2, 0.9]}\nslices:\n"
+    "- sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [2, 4]}]\n"
+    "- sources: [{model: c, layer_range: [1, 4]}, {model: b, layer_range: [1, 4]}]\n  base_model: b\n",
     "dare of density 1": "merge_method: dare_ties\n" + MODELS % W,
     "della of density 1": "merge_method: della\n" + MODELS % W,
 }
 """Nothing random: equal numbers."""
+
+STAGES = {
+    "an intermediate as base and as model": "name: first\nmerge_method: linear\ndtype: float32\n"
+    "models: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n---\n"
+    "name: second\nmerge_method: slerp\nbase_model: first\ndtype: float32\nmodels: [{model: c}]\n"
+    "parameters: {t: 0.5}\n---\n"
+    "merge_method: ties\nbase_model: base\ndtype: float32\nmodels:\n"
+    "- {model: second, parameters: {weight: 0.5, density: 0.6}}\n"
+    "- {model: first, parameters: {weight: 0.3, density: 0.8}}\n",
+    "the result stands first": "merge_method: passthrough\ndtype: float32\nslices:\n"
+    "- sources: [{model: deep, layer_range: [0, 6]}]\n- sources: [{model: a, layer_range: [0, 1]}]\n---\n"
+    "name: deep\nmerge_method: passthrough\ndtype: float32\nslices:\n"
+    "- sources: [{model: b, layer_range: [0, 4]}]\n- sources: [{model: c, layer_range: [2, 4]}]\n",
+}
+"""Documents that use each other's results."""
 
 RANDOM = {
     "dare_linear": "merge_method: dare_linear\n" + MODELS % D,

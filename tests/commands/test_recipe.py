@@ -1,20 +1,21 @@
 """mergekit recipes: what is not supported is refused by name; what is gives mergekit's own numbers.
 
-mergekit has its own dependencies. Where it is not installed beside this package, `MERGEKIT_PYTHON` names the
-interpreter of an environment that has it; without either the comparison is skipped.
+Tests marked `beside` run in an environment that has mergekit: `make test-beside`.
 """
 
+import copy
 import importlib.util
-import os
-import subprocess
-import sys
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.models import llama, save, tuned, write_tensors_of
-from commands.recipes import EXACT, RANDOM
+import yaml
+from checkpoints.models import llama, save, t5, tuned, write_tensors_of
+from commands.recipes import EXACT, RANDOM, STAGES
 from composing import composed
+from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
@@ -23,9 +24,6 @@ from mergekit_lab.commands.recipes import read_recipe
 from mergekit_lab.commands.recipes.parameters import evaluate
 from mergekit_lab.merging import merge_tensors
 from mergekit_lab.programs import start
-
-MERGEKIT = sys.executable if importlib.util.find_spec("mergekit") else os.environ.get("MERGEKIT_PYTHON")
-needs_mergekit = pytest.mark.skipif(not MERGEKIT, reason="mergekit is not installed (see MERGEKIT_PYTHON)")
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +47,72 @@ def here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return dict(merge_tensors(prepared.base, prepared.experts, prepared.method, dtype=prepared.dtype))
 
 
+def run(text: str, out: Path) -> Path:
+    (out.parent / "r.yml").write_text(text)
+    common = ["+experiment=merge_checkpoints", "device=cpu", "progress=false", "overwrite=true"]
+    cfg, choices = composed([*common, f"recipe={out.parent}/r.yml", f"out={out}"])
+    start(cfg, out.parent / "run", choices, [])
+    return out
+
+
 def mergekits(text: str, out: Path):
-    Path("recipe.yml").write_text(text)
-    code = "import sys; from mergekit.scripts.run_yaml import main; sys.argv[0] = 'mergekit-yaml'; main()"
-    subprocess.run(
-        [str(MERGEKIT), "-c", code, "recipe.yml", str(out), "--quiet", "--no-write-model-card",
-         "--random-seed", "1"],
-        check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    options = MergeOptions(random_seed=1, write_model_card=False, quiet=True)
+    run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), str(out), options=options)
     return opened(out)
 
 
-@needs_mergekit
-@pytest.mark.slow
-@pytest.mark.parametrize("case", EXACT)
-def test_a_recipe_gives_mergekits_numbers(case: str, tmp_path) -> None:
-    theirs, ours = mergekits(EXACT[case], tmp_path / "out"), here(EXACT[case])
+def beside_mergekit(test):
+    """Their warnings are not ours."""
+    there = importlib.util.find_spec("mergekit") is not None
+    for mark in (
+        pytest.mark.beside,
+        pytest.mark.filterwarnings("ignore"),
+        pytest.mark.skipif(not there, reason="mergekit is not installed: `make test-beside` has it"),
+    ):
+        test = mark(test)
+    return test
+
+
+def assert_same(ours, theirs) -> None:
     assert set(theirs) == set(ours)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=3e-7, atol=3e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@needs_mergekit
-@pytest.mark.slow
+@beside_mergekit
+@pytest.mark.parametrize("case", EXACT)
+def test_a_recipe_gives_mergekits_numbers(case: str, tmp_path) -> None:
+    assert_same(here(EXACT[case]), mergekits(EXACT[case], tmp_path / "out"))
+
+
+@beside_mergekit
+@pytest.mark.parametrize("case", STAGES)
+def test_documents_that_use_each_others_results_give_mergekits_numbers(case: str, tmp_path) -> None:
+    from click.testing import CliRunner
+    from mergekit.scripts.multimerge import main
+
+    Path("multi.yml").write_text(STAGES[case])
+    paths = [
+        "--out-path",
+        f"{tmp_path}/theirs",
+        "--intermediate-dir",
+        str(tmp_path),
+        "--quiet",
+        "--no-write-model-card",
+    ]
+    ended = CliRunner().invoke(main, ["multi.yml", *paths])
+    assert ended.exit_code == 0, ended.output
+    ours, theirs = run(STAGES[case], tmp_path / "ours"), tmp_path / "theirs"
+    assert_same(opened(ours), opened(theirs))
+    kept = [json.loads((out / "config.json").read_text()) for out in (ours, theirs)]
+    assert kept[0]["num_hidden_layers"] == kept[1]["num_hidden_layers"]
+
+
+@beside_mergekit
 @pytest.mark.parametrize("case", RANDOM)
 def test_a_random_recipe_agrees_with_mergekit_in_distribution(case: str, tmp_path) -> None:
     """One expert: as many entries stay, of the same norms, as much like the task vector."""
@@ -133,7 +174,16 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("[1, 2]", "is no mergekit recipe"),
         ("merge_method: ties: x", "cannot be read"),
         ("models: []", "has no merge_method"),
-        ("merge_method: passthrough\n" + TWO, "merge_method 'passthrough' is not supported"),
+        ("merge_method: moe\n" + TWO, "merge_method 'moe' is not supported"),
+        ("merge_method: passthrough\n" + TWO, "passthrough takes one model, not 2"),
+        (
+            "merge_method: nuslerp\nmodels: [{model: a, parameters: {weight: 1}}]",
+            "nuslerp takes 2 models, not 1",
+        ),
+        (
+            "merge_method: nearswap\nbase_model: base\nparameters: {t: -1}\nmodels: [{model: a}]",
+            "t for .* is -1.0",
+        ),
         ("merge_method: tie\n" + TWO, "merge_method 'tie' is not supported; did you mean 'ties'"),
         (START + TWO + "chat_template: chatml\n", "chat_template 'chatml' is not supported"),
         (START + TWO + "modules: {}\n", "modules other than default"),
@@ -174,13 +224,24 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "slices: [{sources: [{model: a, layer_range: [0, x]}]}]", r"\[0, 'x'\]; it must be two"),
         (
             START + "parameters: {weight: 1}\nslices: [{sources: [{model: a, layer_range: [0, 9]}]}]",
-            "go to layer 9, and the model has 4",
+            "has 4 layers, and layers 0 to 9 are asked for",
         ),
         (
-            START
-            + "parameters: {weight: 1}\nslices: [{base_model: b, sources: [{model: a, layer_range: [0, 2]}]},"
+            "merge_method: ties\nparameters: {weight: 1}\n"
+            "slices: [{base_model: b, sources: [{model: a, layer_range: [0, 2]}]},"
             + " {sources: [{model: a, layer_range: [2, 4]}]}]",
-            "slices with different base_model",
+            "some slices have a base_model",
+        ),
+        (
+            "merge_method: linear\nparameters: {weight: 1}\n"
+            "slices: [{sources: [{model: a, layer_range: [0, 2]}," + " {model: a, layer_range: [2, 4]}]}]",
+            "a twice in one slice",
+        ),
+        (
+            "merge_method: karcher\n"
+            "slices: [{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 2]}]},"
+            + " {sources: [{model: b, layer_range: [2, 4]}]}]",
+            "slices with different numbers of models for karcher",
         ),
         (START + "models: [{model: a, parameters: {weight: [{filter: [a], value: 1}]}}]", "has the filter"),
         (START + TWO + "dtype: 16\n", "dtype is '16'"),
@@ -198,19 +259,12 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
             "key 'override_architecture'",
         ),
         (
+            START + "slices: [{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 4]}]}]",
+            "the sources of a slice have 2, 3 layers",
+        ),
+        (
             START + "slices: [{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 3]}]}]",
-            "different layer_range",
-        ),
-        (START + "slices: [{sources: [{model: a, layer_range: [1, 4]}]}]", "layers 1 to 4 after layer 0"),
-        (
-            START + "parameters: {weight: 1}\nslices: [{sources: [{model: a, layer_range: [0, 3]}]}]",
-            "leave out layer 3",
-        ),
-        (
-            START
-            + "slices: [{sources: [{model: a, layer_range: [0, 2]}]},"
-            + " {sources: [{model: b, layer_range: [2, 4]}]}]",
-            "other models in the slice from layer 2",
+            "different layer_range, without the base_model",
         ),
         (
             "merge_method: della\nbase_model: base\nmodels: [{model: a, parameters: {weight: 1, density: "
@@ -368,3 +422,111 @@ def test_tokenizer_source_is_the_choice_of_a_vocabulary(folder, tmp_path) -> Non
     for source, rows in (("base", 36), ("union", 38), (f"{tmp_path}/long", 38)):
         merge(text + f"tokenizer_source: {source}\n")
         assert open_checkpoint(tmp_path / "out").specs["lm_head.weight"].shape[0] == rows
+
+
+def run_layers(layers, hidden: torch.Tensor, model) -> torch.Tensor:
+    """What a Llama's decoder makes of embeddings through these layers."""
+    positions = torch.arange(hidden.shape[1])[None]
+    rotary = model.model.rotary_emb(hidden, positions)
+    for layer in layers:
+        hidden = layer(hidden, position_ids=positions, position_embeddings=rotary, attention_mask=None)
+    return hidden
+
+
+def test_stacked_layers_load_in_transformers_and_compute_what_they_compute_in_that_order(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    models = {name: AutoModelForCausalLM.from_pretrained(name).eval() for name in "abc"}
+    text = EXACT["layers of three models, interleaved, one twice"]
+    for name in "abc":
+        text = text.replace(f"model: {name},", f"model: {Path(name).absolute()},")
+    merged = AutoModelForCausalLM.from_pretrained(run(text, tmp_path / "out")).eval()
+    assert merged.config.num_hidden_layers == 6
+    order = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("b", 2), ("c", 3)]
+    layers = [copy.deepcopy(models[name].model.layers[layer]) for name, layer in order]
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        layers[4].mlp.down_proj.weight.zero_()
+        hidden = run_layers(layers, models["a"].model.embed_tokens(tokens), models["a"])
+        torch.testing.assert_close(
+            merged.model(tokens).last_hidden_state, models["c"].model.norm(hidden), rtol=1e-5, atol=1e-6
+        )
+    assert "a 0:2, b 1:3, b 2:3, c 3:4" in (tmp_path / "out/README.md").read_text()
+
+
+def test_what_a_configuration_lists_by_layer_follows_the_layers(tmp_path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    for name in "ab":
+        shutil.copytree(name, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"layer_types": kinds}))
+    text = EXACT["depth up-scaling"].replace("model: a", f"model: {tmp_path}/a")
+    config = json.loads((run(text, tmp_path / "out") / "config.json").read_text())
+    assert config["num_hidden_layers"] == 6
+    assert config["layer_types"] == kinds[:3] + kinds[1:]
+
+
+def test_stages_are_made_by_name_and_a_dry_run_sees_their_shapes(folder, tmp_path, capsys) -> None:
+    text = (
+        STAGES["the result stands first"]
+        .replace("model: ", f"model: {folder}/")
+        .replace(f"{folder}/deep", "deep")
+    )
+    (tmp_path / "r.yml").write_text(text)
+    common = ["+experiment=merge_checkpoints", "device=cpu", "progress=false", "dry_run=true"]
+    cfg, choices = composed([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
+    start(cfg, tmp_path / "run", choices, [])
+    assert "deep" not in [path.name for path in tmp_path.iterdir()]
+    capsys.readouterr()
+    merged = opened(run(text, tmp_path / "out"))
+    b, c, a = (opened(folder / name) for name in "bca")
+    for layer, (model, own) in enumerate([*((b, n) for n in range(4)), (c, 2), (c, 3), (a, 0)]):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(merged[name.format(layer)], model[name.format(own)]), layer
+    assert torch.equal(merged["model.embed_tokens.weight"], b["model.embed_tokens.weight"])
+    assert torch.equal(merged["lm_head.weight"], a["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\n{0}---\nname: x\n{0}", "two documents have the name 'x'"),
+        ("name: x\n{0}---\nname: y\n{0}", "one must be the result, and x, y are used by no other"),
+        ("name: x/y\n{0}---\n{0}", "'x/y' of a document is no plain name"),
+        (
+            "name: x\n{1}[{{model: y}}]\n---\nname: y\n{1}[{{model: x}}]\n---\n{1}[{{model: x}}]",
+            r"in a circle \(document 3, x, y",
+        ),
+        ("{0}---\nmodels: []", "document 2 of recipe=.* has no merge_method"),
+    ],
+)
+def test_documents_that_do_not_fit_each_other_are_refused(text: str, message: str) -> None:
+    head = "merge_method: karcher\nmodels: "
+    Path("recipe.yml").write_text(text.format(f"{head}[{{model: a}}, {{model: b}}]\n", head))
+    with pytest.raises(InputError, match=message):
+        read_recipe(Path("recipe.yml"))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            "{model: a, layer_range: [0, 2]}]}, {sources: [{model: wide, layer_range: [0, 2]}",
+            "do not fit those of a",
+        ),
+        ("{model: t5, layer_range: [0, 1]}", "several stacks of layers"),
+        ("{model: a, layer_range: [0, 2]}]}, {sources: [{model: other, layer_range: [0, 2]}", "rope_theta"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(models: str, message: str, folder) -> None:
+    if not Path("t5").exists():
+        save(t5(), folder / "t5")
+        shutil.copytree("a", "wide")
+        state = {n: torch.cat([v, v]) if "up_proj" in n else v for n, v in dict(opened("a")).items()}
+        save_file(state, "wide/model.safetensors", {"format": "pt"})
+        shutil.copytree("a", "other")
+        config = json.loads(Path("a/config.json").read_text())
+        config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+        Path("other/config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        here(f"merge_method: passthrough\nslices: [{{sources: [{models}]}}]")

@@ -7,20 +7,30 @@ from torch import Tensor
 
 from mergekit_lab.merging import (
     DELLA,
+    RAM,
+    SCE,
     SLERP,
     TIES,
+    ArceeFusion,
     Breadcrumbs,
+    Karcher,
     Method,
     ModelStock,
+    MultiSLERP,
+    NearSwap,
+    NuSLERP,
+    Passthrough,
     TaskArithmetic,
     merge_state_dicts,
 )
 from mergekit_lab.merging.contract import Segment
 from mergekit_lab.merging.dropping import draw_uniform, make_counters
 
-mergekit = pytest.importorskip("mergekit.merge_methods", exc_type=ImportError)
-if not hasattr(mergekit, "merge_state_dicts"):
-    pytest.skip("this mergekit merges no state dicts in memory", allow_module_level=True)
+pytestmark = pytest.mark.beside
+try:
+    import mergekit.merge_methods as mergekit
+except ImportError:
+    pytestmark = [pytestmark, pytest.mark.skip(reason="mergekit is not installed: `make test-beside` has it")]
 
 WEIGHTS = [0.5, 1.5, 0.7]
 BY_EXPERT = {"0": 0.5, "1": 1.5, "2": 0.7}
@@ -125,3 +135,94 @@ def test_model_stock(experts: int, filter_wise: bool) -> None:
         base, *people = ({n: v for n, v in state.items() if n != "conv.weight"} for state in (base, *people))
     wanted = theirs("model_stock", base, people, filter_wise=filter_wise)
     assert_same(merge_state_dicts(base, people, ModelStock(filter_wise=filter_wise)), wanted)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.25, 0.75], [0.5, -0.5]])
+@pytest.mark.parametrize("along", ["tensor", "last", "first"])
+@pytest.mark.parametrize("task_vectors", [False, True])
+def test_nuslerp(task_vectors: bool, along: str, weights: list[float]) -> None:
+    base, (first, second, _) = world()
+    first["a.bias"], second["b.weight"] = (
+        base["a.bias"],
+        first["b.weight"] * 2,
+    )  # one is 0, two parallel
+    wanted = mergekit.merge_state_dicts(
+        {"0": first, "1": second} | ({"base": base} if task_vectors else {}),
+        "nuslerp",
+        parameters={
+            "weight": {"0": weights[0], "1": weights[1]},
+            "nuslerp_flatten": along == "tensor",
+            "nuslerp_row_wise": along == "first",
+        },
+        base="base" if task_vectors else None,
+    )
+    method = NuSLERP(along=along, task_vectors=task_vectors, weights=weights)
+    assert_same(merge_state_dicts(base if task_vectors else first, [first, second], method), wanted)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("task_vectors", [False, True])
+def test_multislerp(task_vectors: bool, normalize: bool) -> None:
+    base, experts = world()
+    parameters = {"weight": BY_EXPERT, "normalize_weights": normalize}
+    models = {str(t): expert for t, expert in enumerate(experts)}
+    if task_vectors:
+        wanted = theirs("multislerp", base, experts, **parameters)
+    else:
+        wanted = mergekit.merge_state_dicts(models, "multislerp", parameters=parameters)
+    method = MultiSLERP(weights=WEIGHTS, normalize=normalize, task_vectors=task_vectors)
+    assert_same(merge_state_dicts(base if task_vectors else experts[0], experts, method), wanted)
+
+
+@pytest.mark.parametrize(("steps", "spread"), [(1, 1.0), (10, 1.0), (10, 20.0)])
+def test_karcher(steps: int, spread: float) -> None:
+    base, experts = world()
+    experts = [{n: base[n] + spread * (v - base[n]) for n, v in expert.items()} for expert in experts]
+    experts[1]["a.bias"] = torch.zeros(12)  # no direction
+    models = {str(t): expert for t, expert in enumerate(experts)}
+    wanted = mergekit.merge_state_dicts(models, "karcher", parameters={"max_iter": steps})
+    found = merge_state_dicts(experts[0], experts, Karcher(steps=steps))
+    for name, value in wanted.items():  # theirs stops by float32 arcs
+        assert relative_error(found[name], value) <= 1e-5, name
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_sce(size: float, density: float) -> None:
+    base, experts = world()
+    experts = [{n: base[n] + size * (v - base[n]) for n, v in expert.items()} for expert in experts]
+    wanted = theirs("sce", base, experts, select_topk=density)
+    assert_same(merge_state_dicts(base, experts, SCE(density=density, preset="mergekit")), wanted)
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 0.15])
+@pytest.mark.parametrize("boost", [0.0, 0.3])
+def test_ram(boost: float, epsilon: float) -> None:
+    base, experts = world()
+    parameters = {"epsilon": epsilon} | ({"r": boost, "alpha": 0.4} if boost else {})
+    wanted = theirs("ramplus_tl" if boost else "ram", base, experts, **parameters)
+    method = RAM(epsilon=epsilon, boost=boost, bound=0.4, scope="tensor")
+    assert_same(merge_state_dicts(base, experts, method), wanted)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.05, 10.0])
+def test_nearswap(t: float) -> None:
+    base, (other, *_) = world()
+    other["a.bias"][0] = base["a.bias"][0]
+    wanted = theirs("nearswap", base, [other], t=t)
+    assert_same(merge_state_dicts(base, [base, other], NearSwap(t=t)), wanted)
+
+
+def test_arcee_fusion() -> None:
+    base, (other, *_) = world()
+    wanted = theirs("arcee_fusion", base, [other])
+    assert_same(merge_state_dicts(base, [base, other], ArceeFusion()), wanted)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5, -2.0])
+def test_passthrough(factor: float | None) -> None:
+    _, (expert, *_) = world()
+    wanted = mergekit.merge_state_dicts({"0": expert}, "passthrough", parameters={"scale": factor})
+    found = merge_state_dicts(expert, [expert], Passthrough(factor=1.0 if factor is None else factor))
+    assert all(torch.equal(found[n], v) or factor for n, v in wanted.items())
+    assert_same(found, wanted)

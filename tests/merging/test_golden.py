@@ -11,6 +11,7 @@ from merging.conftest import in_dtype, relative_error
 
 from mergekit_lab.merging import (
     DARE,
+    PCB,
     TIES,
     TSVM,
     WUDI,
@@ -18,6 +19,7 @@ from mergekit_lab.merging import (
     Fisher,
     IsoC,
     IsoCTS,
+    LiNeS,
     Method,
     RegMean,
     TaskArithmetic,
@@ -74,6 +76,9 @@ CASES = [
     ("wudi_iter300_f32_T4", WUDI(), F32, 1e-6),
     ("wudi_iter300_f64_T4", WUDI(), F64, 1e-6),
     ("wudi_fusionbench_iter300_f64_T4", WUDI(all_matrices=True), F64, 1e-6),
+    ("pcb_ratio0.1_T4", PCB(ratio=0.1), F32, 1e-6),
+    ("pcb_ratio0.6_T4", PCB(ratio=0.6), F32, 1e-6),
+    ("lines_sum_beta0.5_T4", LiNeS(slope=0.5, inner=TaskArithmetic(coefficient=1.0)), F32, 1e-6),
     ("regmean_mergelm_ratio1_T4", RegMean(), F64, 1e-6),
     ("regmean_mergelm_ratio0.9_T4", RegMean(ratio=0.9), F64, 1e-6),
     *(

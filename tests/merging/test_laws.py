@@ -12,19 +12,29 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    PCB,
+    RAM,
+    SCE,
     SLERP,
     TIES,
     TSVM,
     WUDI,
     AdaMerging,
+    ArceeFusion,
     Breadcrumbs,
     ConsensusTA,
     EpiMer,
     Fisher,
     IsoC,
     IsoCTS,
+    Karcher,
+    LiNeS,
     Method,
     ModelStock,
+    MultiSLERP,
+    NearSwap,
+    NuSLERP,
+    Passthrough,
     RegMean,
     TaskArithmetic,
     WeightAverage,
@@ -79,10 +89,29 @@ METHODS: dict[str, Method] = {
     "slerp_asymmetric": SLERP(t=0.3),
     "model_stock": ModelStock(),
     "model_stock_filter_wise": ModelStock(filter_wise=True),
+    "nuslerp": NuSLERP(),
+    "nuslerp_columns": NuSLERP(along="first", task_vectors=False),
+    "multislerp": MultiSLERP(),
+    "karcher": Karcher(),
+    "sce": SCE(density=0.4),
+    "sce_mergekit": SCE(preset="mergekit"),
+    "ram": RAM(epsilon=0.1),
+    "ram_plus": RAM(epsilon=0.1, boost=0.5),
+    "ram_plus_by_tensor": RAM(epsilon=0.1, boost=0.5, scope="tensor"),
+    "nearswap": NearSwap(t=0.05),
+    "arcee_fusion": ArceeFusion(),
+    "passthrough": Passthrough(factor=0.5),
+    "lines": LiNeS(first=0.4),
+    "lines_ties": LiNeS(first=0.4, inner=TIES(density=0.3)),
+    "lines_tsvm": LiNeS(first=0.4, inner=TSVM()),
+    "pcb": PCB(ratio=0.3),
+    "pcb_all": PCB(ratio=1.0),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
     "slerp_asymmetric",  # t counts from the first expert
+    "nearswap",  # takes the second where it is near the first
+    "arcee_fusion",  # as nearswap
 }
 NO_COEFFICIENT = {
     "average",
@@ -101,8 +130,16 @@ NO_COEFFICIENT = {
     "slerp_asymmetric",
     "model_stock",
     "model_stock_filter_wise",
+    "nuslerp",
+    "nuslerp_columns",
+    "multislerp",
+    "karcher",
+    "nearswap",
+    "arcee_fusion",
+    "passthrough",
 }
-EXPERTS = {"slerp": 2, "slerp_asymmetric": 2}
+NEED_TWO = ("slerp", "slerp_asymmetric", "nuslerp", "nuslerp_columns", "nearswap", "arcee_fusion")
+EXPERTS = dict.fromkeys(NEED_TWO, 2) | {"passthrough": 1}
 THIRDS = (1 / 3, 1 / 3, 1 / 3)
 MEAN = TaskArithmetic(weights=THIRDS, coefficient=1.0)
 # As they are, but for what scales or thins out.
@@ -128,6 +165,13 @@ IDENTICAL_EXPERTS = {
     "consensus_by_expert": ConsensusTA(tall=[0.2, 0.4, 0.6], weights=THIRDS, coefficient=1.0),
     "adamerging": AdaMerging(weights=THIRDS),
     "adamerging_layer_wise": AdaMerging(weights=[{"a.*": 0.1, "*": 0.4}, {"a.*": 0.5}, {"a.*": 0.4}]),
+    "sce": SCE(),
+    "ram": RAM(epsilon=0.0),
+    "ram_plus": RAM(epsilon=0.0, boost=0.5),
+    "ram_plus_by_tensor": RAM(epsilon=0.0, boost=0.5, scope="tensor"),
+    "passthrough": Passthrough(),
+    "lines": LiNeS(inner=MEAN, first=1.0),
+    "lines_ties": LiNeS(inner=TIES(density=1.0), first=1.0),
 }
 IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "tsvm": "directions that experts share are whitened away from each other",
@@ -141,6 +185,9 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "iso_c": "the spectrum becomes flat",
     "iso_cts": "the spectrum becomes flat",
     "iso_cts_own": "the spectrum becomes flat",
+    "lines_tsvm": "as tsvm",
+    "pcb": "tails are clamped, and what has no balance is left out",
+    "pcb_all": "tails are clamped",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -168,6 +215,13 @@ ONE_EXPERT = {
     "consensus_by_expert": ConsensusTA(k=1, tall=[0.2], coefficient=1.0),
     "adamerging": AdaMerging(weights=[1.0]),
     "adamerging_layer_wise": AdaMerging(weights=[{"*": 1.0}]),
+    "sce": SCE(),
+    "ram": RAM(epsilon=0.0),
+    "ram_plus": RAM(epsilon=0.0, boost=0.5),
+    "ram_plus_by_tensor": RAM(epsilon=0.0, boost=0.5, scope="tensor"),
+    "passthrough": Passthrough(),
+    "lines": LiNeS(first=1.0, inner=TaskArithmetic(coefficient=1.0)),
+    "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
 }
 ONE_EXPERT_BECOMES_ANOTHER = {
     "tsvm_rank": "the rank is capped",
@@ -175,9 +229,12 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "iso_c": "the spectrum becomes flat",
     "iso_cts": "the spectrum becomes flat",
     "iso_cts_own": "the spectrum becomes flat",
+    "lines_tsvm": "scaled by 0.4",
+    "pcb": "what has no balance is left out",
+    "pcb_all": "tails are clamped",
 }
-NEED_TWO_EXPERTS = {"slerp", "slerp_asymmetric", "model_stock", "model_stock_filter_wise"}
-WITHOUT_WEIGHTS = NEED_TWO_EXPERTS
+NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
+WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}
 every_method = pytest.mark.parametrize("label", METHODS)
 
 
@@ -357,10 +414,10 @@ def test_weights_may_differ_by_tensor(label: str) -> None:
         with pytest.raises(InputError, match="weights is"):
             with_weights(METHODS[label], [1.0] * len(experts))
         return
-    patterns = {name: {"a.*": 1.0 + t, "*": 1.0} for t, name in enumerate(experts)}
+    patterns = {name: {"a.*": 1.0 + t / 2, "*": 1.0} for t, name in enumerate(experts)}
     mixed, plain, scaled = (
         run(with_weights(METHODS[label], weights), base, experts, fishers)
-        for weights in (patterns, [1.0] * 3, [1.0, 2.0, 3.0])
+        for weights in (patterns, [1.0] * len(experts), [1.0 + t / 2 for t in range(len(experts))])
     )
     for name in mixed:
         assert torch.equal(mixed[name], (scaled if name.startswith("a.") else plain)[name]), name

@@ -10,6 +10,7 @@ from merging.world import assert_close, assert_equal, run, world
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
+    RAM,
     SLERP,
     TIES,
     WUDI,
@@ -18,12 +19,16 @@ from mergekit_lab.merging import (
     Fisher,
     IsoC,
     IsoCTS,
+    LiNeS,
     Method,
     ModelStock,
     RegMean,
     TaskArithmetic,
     WeightAverage,
+    merge_state_dicts,
 )
+
+ONE = TaskArithmetic(coefficient=1.0)
 
 
 def test_task_arithmetic_takes_a_list_of_coefficients_and_forgets_with_a_negative_one() -> None:
@@ -166,3 +171,39 @@ def test_fisher_refuses_what_it_cannot_normalise_and_what_overflows() -> None:
 
 def test_whole_model_trimming_of_a_model_without_entries_is_that_model() -> None:
     assert merge_one(TIES(), torch.zeros(2, 0, 3)).shape == (0, 3)
+
+
+def test_lines_scales_layers_from_first_to_first_plus_slope_and_stacks_each_for_itself() -> None:
+    names = ["embed", "a.layers.0.w", "a.layers.1.w", "a.layers.2.w", "b.blocks.0.w", "b.blocks.1.w", "norm"]
+    base = {name: torch.zeros(2) for name in names}
+    merged = merge_state_dicts(
+        base, [{n: torch.ones(2) for n in names}], LiNeS(first=0.5, slope=1.0, inner=ONE)
+    )
+    assert [float(merged[name][0]) for name in names] == [0.5, 0.5, 1.0, 1.5, 0.5, 1.5, 0.5]
+
+
+def test_lines_takes_the_norm_of_what_is_merged_into_account() -> None:
+    deltas = draw(3, 400)
+    ties = TIES(density=0.2)
+    merged = merge_one(ties, deltas)
+    factor = float(deltas.sum(dim=0).abs().sum() / merged.abs().sum()) / 3
+    assert relative_error(merge_one(LiNeS(inner=ties), deltas), factor * merged) < 1e-12
+    with pytest.raises(InputError, match="which is not known before: give first"):
+        merge_one(LiNeS(inner=ConsensusTA()), deltas)
+    assert relative_error(merge_one(LiNeS(inner=ONE), deltas), deltas.mean(dim=0)) < 1e-12
+
+
+def test_ram_counts_own_and_shared_entries_over_the_model_or_a_tensor() -> None:
+    deltas = [
+        {"w": torch.tensor([1.0, 1.0, 0.0, 0.0]), "v": torch.tensor([1.0, 0.0])},
+        {"w": torch.tensor([0.0, 3.0, 2.0, 0.0]), "v": torch.tensor([0.0, 0.0])},
+    ]
+    base = {"w": torch.zeros(4), "v": torch.zeros(2)}
+    plain = merge_state_dicts(base, deltas, RAM())
+    assert plain["w"].tolist() == [1.0, 2.0, 2.0, 0.0]
+    of_model = merge_state_dicts(base, deltas, RAM(boost=1.0, bound=10.0))  # ratios 1/2 and 1/1
+    assert of_model["w"].tolist() == [1.5, 2.0, 4.0, 0.0]
+    assert of_model["v"].tolist() == [1.5, 0.0]
+    of_tensor = merge_state_dicts(base, deltas, RAM(boost=1.0, bound=10.0, scope="tensor"))
+    assert of_tensor["w"].tolist() == [2.0, 2.0, 4.0, 0.0]
+    assert of_tensor["v"].tolist() == [1.0, 0.0]

@@ -46,7 +46,9 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=pytest.mark.beside if name == "ray" else ()) for name in LAUNCHERS]
+)
 def test_two_jobs_share_one_expert_and_end_in_one_comparison(launcher, tmp_path, trained) -> None:
     if launcher != "local":
         needs(MODULES[launcher], "launchers")

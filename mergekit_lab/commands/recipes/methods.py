@@ -10,7 +10,9 @@ Learned from what mergekit 0.1.5 computes. With `x_t` the weighted, thinned task
 | breadcrumbs, …_ties      | magnitude, both tails            | as task_arithmetic, as ties                 |
 | della, della_linear      | chance by rank of magnitude      | as ties, as task_arithmetic                 |
 | linear                   | –                                | Σ w_t θ_t, by Σ w_t if `normalize`          |
-| slerp, model_stock       | –                                | `SLERP`, `ModelStock`                       |
+
+slerp, nuslerp, multislerp, karcher, model_stock, sce, ram, ramplus_tl, nearswap, arcee_fusion and passthrough
+are the methods here of those names; nuslerp and multislerp of task vectors where there is a base_model.
 """
 
 from __future__ import annotations
@@ -23,7 +25,24 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging import DARE, SLERP, TIES, Method, ModelStock, Site, TaskArithmetic, WeightAverage
+from mergekit_lab.merging import (
+    DARE,
+    RAM,
+    SCE,
+    SLERP,
+    TIES,
+    ArceeFusion,
+    Karcher,
+    Method,
+    ModelStock,
+    MultiSLERP,
+    NearSwap,
+    NuSLERP,
+    Passthrough,
+    Site,
+    TaskArithmetic,
+    WeightAverage,
+)
 from mergekit_lab.merging.breadcrumbs import keep_middle
 from mergekit_lab.merging.contract import Blocks
 from mergekit_lab.merging.della import assign_probabilities
@@ -35,7 +54,6 @@ from mergekit_lab.ranges import require
 REQUIRED = object()
 """The default of a parameter that a recipe must give."""
 
-PER_MODEL = {"weight", "density", "gamma", "epsilon"}
 _TASK_VECTORS: dict[str, Any] = {"weight": REQUIRED, "density": 1.0, "lambda": 1.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"weight": REQUIRED, "normalize": True},
@@ -49,17 +67,51 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "della_linear": {**_TASK_VECTORS, "normalize": False, "rescale": True, "epsilon": 0.15},
     "slerp": {"t": REQUIRED},
     "model_stock": {"filter_wise": False},
+    "nuslerp": {"weight": REQUIRED, "nuslerp_flatten": True, "nuslerp_row_wise": False},
+    "multislerp": {"weight": REQUIRED, "normalize_weights": True, "eps": 1e-8},
+    "karcher": {"max_iter": 10, "tol": 1e-5},
+    "sce": {"select_topk": 1.0},
+    "ram": {"epsilon": 1e-5},
+    "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
+    "nearswap": {"t": REQUIRED},
+    "arcee_fusion": {},
+    "passthrough": {"scale": 1.0},
 }
 """Parameters of each merge_method, and what mergekit takes where a recipe does not say."""
 
-_FLAGS = {"normalize", "rescale", "filter_wise"}
+BASE_IS_FIRST = {"slerp", "nearswap", "arcee_fusion"}
+"""Methods that go from the base_model to one other model."""
+BASE_IS_ONE_OF_ALL = {"linear", "karcher", "passthrough"}
+"""Methods for which the base_model is a model as others."""
+WITHOUT_BASE = {*BASE_IS_ONE_OF_ALL, "nuslerp", "multislerp"}
+"""Methods that need no base_model."""
+NUMBERS = dict.fromkeys(BASE_IS_FIRST | {"nuslerp"}, 2) | {"passthrough": 1}
+"""How many models these merge."""
+
+
+def is_per_model(merge_method: str, key: str) -> bool:
+    """Whether each model has a parameter of its own."""
+    return key in _PER_MODEL and not (key == "epsilon" and merge_method.startswith("ram"))
+
+
+_PER_MODEL = {"weight", "density", "gamma", "epsilon", "scale"}
+_FLAGS = {
+    *("normalize", "rescale", "filter_wise", "nuslerp_flatten", "nuslerp_row_wise", "normalize_weights"),
+}
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "density": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "gamma": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "epsilon": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "t": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "select_topk": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "max_iter": (lambda value: value >= 0 and value == int(value), "a whole number of at least 0"),
+    "tol": (lambda value: value > 0, "positive"),
+    "eps": (lambda value: value > 0, "positive"),
+    "r": (lambda value: value >= 0, "at least 0"),
+    "alpha": (lambda value: value >= 0, "at least 0"),
 }
 """Those of the methods here."""
+_NEARSWAP_T = (lambda value: value >= 0, "at least 0")
 
 _THINNED = {"ties": "magnitude", "dare": "chance", "breadcrumbs": "middle", "della": "rank"}
 _SMALL = 1e-8
@@ -107,7 +159,7 @@ class PerTensor(Method):
         return merged if method.scale == 1 else merged * method.scale
 
 
-def check_parameter(key: str, value: Any, name: str) -> None:
+def check_parameter(merge_method: str, key: str, value: Any, name: str) -> None:
     """Refuse a parameter's value for a tensor that the methods here would refuse.
 
     Raises:
@@ -116,11 +168,18 @@ def check_parameter(key: str, value: Any, name: str) -> None:
     what = f"the recipe's {key} for {name}"
     require(key in _FLAGS or not isinstance(value, bool), what, value, "a number")
     fits, rule = _RANGES.get(key, (lambda _: True, ""))
+    if merge_method == "nearswap" and key == "t":
+        fits, rule = _NEARSWAP_T
     require(fits(value), what, value, rule)
 
 
 def method_for(
-    merge_method: str, shared: Mapping[str, Any], by_model: Mapping[str, list[Any]], entries: int, seed: int
+    merge_method: str,
+    shared: Mapping[str, Any],
+    by_model: Mapping[str, list[Any]],
+    entries: int,
+    seed: int,
+    based: bool,
 ) -> Method:
     """The method of one tensor.
 
@@ -130,13 +189,12 @@ def method_for(
         by_model: parameters of the tensor, one an expert.
         entries: how many the tensor has.
         seed: of random masks.
+        based: whether there is a base_model.
     """
     if merge_method == "linear":
         return Linear(weights=tuple(by_model["weight"]), normalize=bool(shared["normalize"]))
-    if merge_method == "slerp":
-        return SLERP(t=float(shared["t"]))
-    if merge_method == "model_stock":
-        return _MergekitStock(filter_wise=bool(shared["filter_wise"]))
+    if merge_method in _OTHERS:
+        return _OTHERS[merge_method](shared, by_model, based)
     weights, densities = tuple(float(w) for w in by_model["weight"]), by_model["density"]
     family, _, ending = merge_method.partition("_")
     elects = family == "ties" or ending == "ties" or merge_method == "della"
@@ -162,6 +220,37 @@ def method_for(
         rescale=bool(shared["rescale"]),
         seed=seed,
     )
+
+
+_OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], Method]] = {
+    "slerp": lambda shared, by_model, based: SLERP(t=float(shared["t"])),
+    "nuslerp": lambda shared, by_model, based: NuSLERP(
+        along="tensor" if shared["nuslerp_flatten"] else "first" if shared["nuslerp_row_wise"] else "last",
+        task_vectors=based,
+        weights=tuple(by_model["weight"]),
+    ),
+    "multislerp": lambda shared, by_model, based: MultiSLERP(
+        normalize=bool(shared["normalize_weights"]),
+        epsilon=float(shared["eps"]),
+        task_vectors=based,
+        weights=tuple(by_model["weight"]),
+    ),
+    "karcher": lambda shared, by_model, based: Karcher(
+        steps=int(shared["max_iter"]), tolerance=float(shared["tol"])
+    ),
+    "model_stock": lambda shared, by_model, based: _MergekitStock(filter_wise=bool(shared["filter_wise"])),
+    "sce": lambda shared, by_model, based: SCE(density=float(shared["select_topk"]), preset="mergekit"),
+    "ram": lambda shared, by_model, based: RAM(epsilon=float(shared["epsilon"]), scope="tensor"),
+    "ramplus_tl": lambda shared, by_model, based: RAM(
+        epsilon=float(shared["epsilon"]),
+        boost=float(shared["r"]),
+        bound=float(shared["alpha"]),
+        scope="tensor",
+    ),
+    "nearswap": lambda shared, by_model, based: NearSwap(t=float(shared["t"])),
+    "arcee_fusion": lambda shared, by_model, based: ArceeFusion(),
+    "passthrough": lambda shared, by_model, based: Passthrough(factor=float(by_model["scale"][0])),
+}
 
 
 def _inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:

@@ -8,37 +8,42 @@ Of conditions the first whose `filter` is in the tensor's name counts.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mergekit_lab.checkpoints import split_layer, stands_before_layers
 from mergekit_lab.commands.recipes.methods import (
     DEFAULTS,
-    PER_MODEL,
     REQUIRED,
     PerTensor,
     check_parameter,
+    is_per_model,
     method_for,
 )
 from mergekit_lab.errors import InputError, abbreviate, listing
 from mergekit_lab.ranges import require
 
 _MOST = torch.finfo(torch.float32).max
-_LAYER = re.compile(r"\.(\d+)\.")
-_BEFORE_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|shared)\.")
 
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """Layers from `first` to before `stop` (−1: to the last), and what the recipe says of them alone."""
+    """Layers of the result from `first` to before `stop` (−1: to the last), and what is said of them alone.
+
+    Attributes:
+        parameters: for all models.
+        by_model: for one; filters are compared with the names that a tensor has in it.
+        starts: the layer of a model that is the first here; `first` where it is not said.
+    """
 
     first: int
     stop: int
     parameters: Mapping[str, Any]
     by_model: Mapping[str, Mapping[str, Any]]
+    starts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,14 @@ class RecipeParameters:
     slices: Sequence[LayerSlice]
     parameters: Mapping[str, Any]
     seed: int
+    based: bool = True
 
     def method(self, entries: Mapping[str, int]) -> PerTensor:
         layers = _layer_counts(entries)
-        deepest = max(layers.values(), default=0)
-        if self.slices[-1].stop > deepest:
-            raise InputError(
-                f"the recipe's slices go to layer {self.slices[-1].stop}, and the model has {deepest} layers"
-            )
         by_tensor = {}
         for name, count in entries.items():
             shared, by_model = self._resolve(name, layers)
-            by_tensor[name] = method_for(self.merge_method, shared, by_model, count, self.seed)
+            by_tensor[name] = method_for(self.merge_method, shared, by_model, count, self.seed, self.based)
         return PerTensor(merge_method=self.merge_method, seed=self.seed, by_tensor=by_tensor)
 
     def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -70,46 +71,49 @@ class RecipeParameters:
         shared, by_model = {}, {}
         for key, default in wanted.items():
             levels = [part.parameters, self.parameters]
-            if key not in PER_MODEL:
+            if not is_per_model(self.merge_method, key):
                 shared[key] = _first(levels, key, name, t, default)
                 continue
             by_model[key] = [
-                _first([part.by_model.get(model, {}), *levels], key, name, t, default) for model in self.models
+                _first([part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default)
+                for model in self.models
             ]
             lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
             if lacking:
                 raise InputError(f"the recipe gives no {key} to {listing(lacking)} for {name}")
             for value in by_model[key]:
-                check_parameter(key, value, name)
+                check_parameter(self.merge_method, key, value, name)
         lost = [key for key, value in shared.items() if value is REQUIRED]
         if lost:
             raise InputError(f"the recipe gives no {lost[0]} for {name}")
         for key, value in shared.items():
-            check_parameter(key, value, name)
+            check_parameter(self.merge_method, key, value, name)
         return shared, by_model
 
     def _locate(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
         """The slice that a tensor lies in, and `t` there."""
-        found = _LAYER.search(name)
-        if found is None:
-            return self.slices[0 if _BEFORE_LAYERS.search(name) else -1], 0.0
-        layer = int(found[1])
-        total = layers[name[: found.start()]]
-        for part in self.slices:
-            stop = total if part.stop < 0 else part.stop
-            if part.first <= layer < stop:
-                length = stop - part.first
-                return part, (layer - part.first) / (length - 1) if length > 1 else 1.0
-        raise InputError(f"the recipe's slices leave out layer {layer} ({name}): all layers must be merged")
+        place = split_layer(name)
+        if place is None:
+            return self.slices[0 if stands_before_layers(name) else -1], 0.0
+        part = next(part for part in self.slices if place.layer < part.stop or part.stop < 0)
+        length = (layers[place.stack] if part.stop < 0 else part.stop) - part.first
+        return part, (place.layer - part.first) / (length - 1) if length > 1 else 1.0
+
+
+def _name_in(part: LayerSlice, model: str, name: str) -> str:
+    """What a model calls the tensor `name` of the result."""
+    place = split_layer(name)
+    if place is None or model not in part.starts:
+        return name
+    return place.at(place.layer - part.first + part.starts[model])
 
 
 def _layer_counts(names: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
-        found = _LAYER.search(name)
-        if found:
-            stack = name[: found.start()]
-            counts[stack] = max(counts.get(stack, 0), int(found[1]) + 1)
+        place = split_layer(name)
+        if place:
+            counts[place.stack] = max(counts.get(place.stack, 0), place.layer + 1)
     return counts
 
 

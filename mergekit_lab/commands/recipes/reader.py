@@ -12,19 +12,26 @@ in distribution only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from mergekit_lab.checkpoints import Checkpoint
-from mergekit_lab.commands.prepare import Adapter
-from mergekit_lab.commands.recipes.methods import DEFAULTS, PerTensor
+from mergekit_lab.commands.prepare import Adapter, Arranged, Piece
+from mergekit_lab.commands.recipes.methods import (
+    BASE_IS_FIRST,
+    BASE_IS_ONE_OF_ALL,
+    DEFAULTS,
+    NUMBERS,
+    WITHOUT_BASE,
+    PerTensor,
+)
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
-from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -47,6 +54,7 @@ class Recipe:
         embeddings, tokenizer_from: what `tokenizer_source` asks for.
         notes: what of it has no effect here.
         text: the YAML as it was.
+        stages: what other documents of it make first, by name, each after those that it needs.
     """
 
     base: Any
@@ -57,6 +65,7 @@ class Recipe:
     tokenizer_from: str | None
     notes: Sequence[str]
     text: str
+    stages: Mapping[str, Recipe] = field(default_factory=dict)
 
     def method(self, base: Checkpoint) -> PerTensor:
         """The method for a model with these tensors."""
@@ -64,25 +73,89 @@ class Recipe:
         return self.settings.method(entries)
 
 
-def read_recipe(file: Path, seed: int = 0) -> Recipe:
+def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe:
     """Read a mergekit YAML.
+
+    Args:
+        file: one document, or several that use each other's results by `name`; the one that no other uses is
+            the recipe, the others are its stages.
+        seed: of random masks.
+        folder: where the stages' results will be, by name; None: each is taken for its base, which has the same
+            tensors.
 
     Raises:
         InputError: it is none, or asks for something that is not done here, by name.
     """
     try:
         text = file.read_text()
-        content = yaml.safe_load(text)
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"recipe={file} cannot be read ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict) or "merge_method" not in content:
-        raise InputError(f"recipe={file} is no mergekit recipe: it has no merge_method")
-    return _Reader(content, str(file)).recipe(text, seed)
+    for number, document in enumerate(documents or [None], start=1):
+        if not isinstance(document, dict) or "merge_method" not in document:
+            which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
+            raise InputError(f"{which} is no mergekit recipe: it has no merge_method")
+    if len(documents) == 1:
+        return _Reader(documents[0], str(file), {}).recipe(text, seed)
+    return _read_stages(documents, file, text, seed, folder)
+
+
+def _read_stages(
+    documents: Sequence[Mapping[str, Any]], file: Path, text: str, seed: int, folder: Path | None
+) -> Recipe:
+    """Several documents, in the order in which they can be run."""
+    named: dict[str, Mapping[str, Any]] = {}
+    for number, document in enumerate(documents):
+        name = str(document.get("name") or f"document {number + 1}")
+        if name in named:
+            raise InputError(f"{file}: two documents have the name {name!r}")
+        if document.get("name") and Path(name).name != name:
+            raise InputError(f"{file}: the name {name!r} of a document is no plain name")
+        named[name] = document
+    sources: dict[str, Any] = {name: name for name in named}
+    needs = {name: _Reader(document, str(file), sources).used() for name, document in named.items()}
+    last = [name for name in named if not any(name in others for others in needs.values())]
+    if len(last) != 1:
+        ends = f"{listing(last)} are used by no other" if last else "they use each other in a circle"
+        raise InputError(f"{file}: of several documents one must be the result, and {ends}")
+    done: dict[str, Recipe] = {}
+    while len(done) < len(named):
+        ready = [name for name in named if name not in done and needs[name] <= done.keys()]
+        if not ready:
+            raise InputError(f"{file}: documents use each other in a circle ({listing(named.keys() - done)})")
+        for name in ready:
+            made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
+            done[name] = _Reader(named[name], str(file), made).recipe(text, seed)
+    recipe = done.pop(last[0])
+    notes = [*recipe.notes, *(f"{name}: {note}" for name, stage in done.items() for note in stage.notes)]
+    return replace(recipe, stages=done, notes=notes)
+
+
+class _Source(NamedTuple):
+    """A model of a slice: its layers from `first` to before `stop`, and what is said of it alone."""
+
+    name: str
+    model: Any
+    first: int
+    stop: int
+    parameters: Mapping[str, Any]
+
+
+class _Slice(NamedTuple):
+    base: tuple[str, Any] | None
+    sources: list[_Source]
+    parameters: Mapping[str, Any]
+
+    @property
+    def named_base(self) -> list[_Source]:
+        return [_Source(*self.base, 0, -1, {})] if self.base else []
 
 
 class _Reader:
-    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+    def __init__(self, content: Mapping[str, Any], where: str, made: Mapping[str, Any]) -> None:
         self.where = where
+        self.made = made
+        self.referenced: set[str] = set()
         self.unused: set[str] = set()
         self.merge_method = str(content["merge_method"])
         if self.merge_method not in DEFAULTS:
@@ -137,28 +210,27 @@ class _Reader:
         return found
 
     @cached_property
-    def slices(self) -> list[tuple[list[tuple[str, Any, Mapping[str, Any]]], LayerSlice]]:
-        """Of each slice its models (name, source, parameters), and itself."""
+    def slices(self) -> list[_Slice]:
+        """The recipe's slices; of a list of models one, of all layers."""
+        base = self.model(self.content["base_model"]) if self.content.get("base_model") else None
         if "models" in self.content:
-            sources = [
-                self.source(node, {"model", "parameters"}) for node in self.items(self.content, "models")
-            ]
-            return [(sources, LayerSlice(0, -1, {}, {name: parameters for name, _, parameters in sources}))]
+            keys = {"model", "parameters"}
+            sources = [self.source(node, keys) for node in self.items(self.content, "models")]
+            return [_Slice(base, sources, {})]
         keys = {"model", "layer_range", "parameters"}
         found = []
-        reached = 0
         for node in self.items(self.content, "slices"):
             self.known(node, {"sources", "parameters", "base_model"}, "a slice")
-            sources = [self.source(source, keys) for source in self.items(node, "sources")]
-            ranges = {self.layer_range(source) for source in self.items(node, "sources")}
-            if len(ranges) != 1:
-                self.refuse("a slice whose sources have different layer_range")
-            first, stop = next(iter(ranges))
-            if first != reached or stop <= first:
-                self.refuse(f"a slice of layers {first} to {stop} after layer {reached} (stacking layers)")
-            reached = stop
-            by_model = {name: parameters for name, _, parameters in sources}
-            found.append((sources, LayerSlice(first, stop, self.parameters(node, "a slice"), by_model)))
+            own = self.model(node["base_model"]) if node.get("base_model") else base
+            sources = [
+                self.source(source, keys, self.layer_range(source)) for source in self.items(node, "sources")
+            ]
+            lengths = {source.stop - source.first for source in sources}
+            if len(lengths) > 1 or min(lengths, default=1) < 1:
+                raise InputError(
+                    f"{self.where}: the sources of a slice have {listing(map(str, lengths))} layers"
+                )
+            found.append(_Slice(own, sources, self.parameters(node, "a slice")))
         return found
 
     def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
@@ -169,20 +241,12 @@ class _Reader:
             )
         return int(given[0]), int(given[1])
 
-    def base(self) -> tuple[str | None, Any]:
-        """The base's name and source: of the recipe, or of every slice."""
-        parts = self.items(self.content, "slices") or [{}]
-        given = [part.get("base_model") or self.content.get("base_model") for part in parts]
-        if any(node != given[0] for node in given):
-            self.refuse("slices with different base_model")
-        return self.model(given[0]) if given[0] else (None, None)
-
-    def source(self, node: Any, keys: set[str]) -> tuple[str, Any, Mapping[str, Any]]:
+    def source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
         self.known(node, keys, "a model")
         if "model" not in node:
             raise InputError(f"{self.where}: a model has no model")
-        name, source = self.model(node["model"])
-        return name, source, self.parameters(node, name)
+        name, model = self.model(node["model"])
+        return _Source(name, model, *layers, self.parameters(node, name))
 
     def model(self, node: Any) -> tuple[str, Any]:
         """A model's name and source: `path`, `path@revision`, `path+adapter`, or a mapping of these."""
@@ -195,7 +259,16 @@ class _Reader:
                 raise InputError(f"{self.where}: the model reference {node!r} has no adapter after its +")
         if not model:
             raise InputError(f"{self.where}: the model reference {abbreviate(node)} has no path")
-        return (f"{model}+{lora}", Adapter(model, lora)) if lora else (model, model)
+        if model in self.made:
+            self.referenced.add(model)
+        source = self.made.get(model, model)
+        return (f"{model}+{lora}", Adapter(source, lora)) if lora else (model, source)
+
+    def used(self) -> set[str]:
+        """The documents whose results this one needs."""
+        len(self.slices)
+        self.tokenizer()
+        return self.referenced
 
     def path(self, node: Any) -> str:
         if isinstance(node, Mapping):
@@ -208,29 +281,25 @@ class _Reader:
 
     def recipe(self, text: str, seed: int) -> Recipe:
         parameters = self.parameters(self.content, "the recipe")
-        sources, _ = next(iter(self.slices), ([], None))
-        named = {name: source for name, source, _ in sources}
-        if not named:
+        if not any(part.sources for part in self.slices):
             raise InputError(f"{self.where}: no models")
-        for others, part in self.slices:
-            if {name for name, _, _ in others} != named.keys():
-                self.refuse(f"other models in the slice from layer {part.first}")
-        base_name, base = self.base()
-        experts = self.experts(named, base_name, base)
+        rows = [self.roles(part) for part in self.slices]
+        columns = self.columns([experts for _, experts in rows])
+        names = [source.name for part in self.slices for source in (*part.sources, *part.named_base)]
+        short = _short(dict.fromkeys(names))
+        experts = _short([", ".join(dict.fromkeys(short[s.name] for s in column if s)) for column in columns])
+        labels = list(experts.values())
+        filled = [[s or base for s, (base, _) in zip(column, rows, strict=True)] for column in columns]
         embeddings, tokenizer = self.tokenizer()
-        short = _short(experts)
-        every = {**short, **_short([base_name] if base_name else [])}
-        for full in sorted(every, key=len, reverse=True):
-            text = text.replace(full, every[full])
-        settings = RecipeParameters(
-            self.merge_method, list(experts), [part for _, part in self.slices], parameters, seed
-        )
+        for full in sorted(short, key=len, reverse=True):
+            text = text.replace(full, short[full])
         dtype = self.content.get("out_dtype") or self.content.get("dtype")
-        first = next(iter(named.values()))
         return Recipe(
-            base=first if base is None else base,
-            experts={short[name]: source for name, source in experts.items()},
-            settings=settings,
+            base=self.join([base for base, _ in rows]),
+            experts={label: self.join(column) for label, column in zip(labels, filled, strict=True)},
+            settings=RecipeParameters(
+                self.merge_method, labels, self.layers(labels, columns), parameters, seed, bool(self.based)
+            ),
             dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
@@ -238,22 +307,87 @@ class _Reader:
             text=text,
         )
 
-    def experts(self, named: Mapping[str, Any], base_name: str | None, base: Any) -> dict[str, Any]:
-        """Which of the recipe's models have parameters of their own: all for linear, else all but the base."""
-        if self.merge_method == "linear":
-            return dict(named) if base_name is None else {**named, base_name: base}
-        if base_name is None:
-            raise InputError(f"{self.where}: {self.merge_method} needs a base_model")
-        others = {name: source for name, source in named.items() if name != base_name}
+    @cached_property
+    def based(self) -> bool:
+        """Whether there is a base_model: in every slice, or in none."""
+        based = {part.base is not None for part in self.slices}
+        if len(based) > 1:
+            raise InputError(f"{self.where}: some slices have a base_model, and some have none")
+        return based == {True}
+
+    def roles(self, part: _Slice) -> tuple[_Source, list[_Source]]:
+        """Of a slice what is the base, and what has parameters of its own: all models where the base is one as
+        others, else all but the base."""
+        names = [source.name for source in part.sources]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            self.refuse(f"{twice[0]} twice in one slice")
+        if not part.sources:
+            raise InputError(f"{self.where}: a slice has no sources")
+        if not self.based or part.base is None:
+            if self.merge_method not in WITHOUT_BASE:
+                raise InputError(f"{self.where}: {self.merge_method} needs a base_model")
+            return part.sources[0], self.counted(part.sources)
+        name, model = part.base
+        own = next((source for source in part.sources if source.name == name), None)
+        others = [source for source in part.sources if source is not own]
+        if own is None:
+            ranges = {(source.first, source.stop) for source in part.sources}
+            if len(ranges) > 1:
+                self.refuse("a slice whose sources have different layer_range, without the base_model")
+            own = _Source(name, model, *next(iter(ranges)), {})
+            if self.merge_method in BASE_IS_ONE_OF_ALL:
+                in_models = "models" in self.content and self.merge_method != "passthrough"
+                return own, self.counted([*others, own] if in_models else others)
+        if self.merge_method in BASE_IS_ONE_OF_ALL:
+            return own, self.counted(part.sources)
         if not others:
             raise InputError(f"{self.where}: no models besides the base_model")
-        if self.merge_method == "slerp":
+        if self.merge_method in BASE_IS_FIRST:
             if len(others) != 1:
                 raise InputError(
-                    f"{self.where}: slerp is between base_model and one other model, not {len(others)}"
+                    f"{self.where}: {self.merge_method} is between base_model and one other model, not "
+                    f"{len(others)}"
                 )
-            return {base_name: base, **others}
-        return others
+            return own, [own, *others]
+        return own, self.counted(others)
+
+    def counted(self, experts: list[_Source]) -> list[_Source]:
+        wanted = NUMBERS.get(self.merge_method, len(experts))
+        if len(experts) != wanted:
+            models = "one model" if wanted == 1 else f"{wanted} models"
+            raise InputError(f"{self.where}: {self.merge_method} takes {models}, not {len(experts)}")
+        return experts
+
+    def columns(self, rows: list[list[_Source]]) -> list[list[_Source | None]]:
+        """The experts, each with what it is in every slice; None where a slice has fewer."""
+        first = {source.name for source in rows[0]}
+        if all({source.name for source in row} == first for row in rows):  # whatever their order
+            order = [source.name for source in rows[0]]
+            rows = [sorted(row, key=lambda source: order.index(source.name)) for row in rows]
+        most = max(map(len, rows))
+        if min(map(len, rows)) < most and "weight" not in DEFAULTS[self.merge_method]:
+            self.refuse(f"slices with different numbers of models for {self.merge_method}")
+        return [[row[n] if n < len(row) else None for row in rows] for n in range(most)]
+
+    def join(self, sources: Sequence[_Source]) -> Any:
+        if "models" in self.content:
+            return sources[0].model
+        return Arranged(tuple(Piece(source.model, source.first, source.stop) for source in sources))
+
+    def layers(self, labels: Sequence[str], columns: list[list[_Source | None]]) -> list[LayerSlice]:
+        """What the slices say of the result's layers; a model that is not in one has no weight there."""
+        found, first = [], 0
+        for number, part in enumerate(self.slices):
+            held = {label: column[number] for label, column in zip(labels, columns, strict=True)}
+            by_model = {label: s.parameters if s else {"weight": 0.0} for label, s in held.items()}
+            if "models" in self.content:
+                return [LayerSlice(0, -1, {}, by_model)]
+            stop = first + part.sources[0].stop - part.sources[0].first
+            starts = {label: s.first for label, s in held.items() if s}
+            found.append(LayerSlice(first, stop, part.parameters, by_model, starts))
+            first = stop
+        return found
 
     def notes(self) -> list[str]:
         unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
@@ -275,7 +409,8 @@ class _Reader:
             return "intersect", None
         if wanted == "union":
             return "pad", None
-        return "pad", self.model(wanted)[0]
+        source = self.model(wanted)[1]
+        return "pad", source if isinstance(source, str) else None
 
 
 def _short(names: Iterable[str]) -> dict[str, str]:

@@ -1,0 +1,92 @@
+"""LoRA adapters as peft saves them: factors by weight, and the configuration that goes with them.
+
+The factors hold the change as it is (`ΔW = B·A`, a scaling of 1), whatever the rank of each weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG
+from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.writer import write_tensors
+from mergekit_lab.errors import InputError
+
+_KINDS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+"""peft's task types, by how the names of transformers' classes end."""
+_SUFFIX = ".weight"
+
+
+class LowRankChange(NamedTuple):
+    """`B·A` of one weight, `B` `[out, r]` and `A` `[r, in]`."""
+
+    b: Tensor
+    a: Tensor
+
+
+def write_adapter(
+    folder: Path,
+    changes: Mapping[str, LowRankChange],
+    *,
+    base_name: str = "",
+    base_folder: Path | None = None,
+    transposed: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+        folder: where to; it is there.
+        changes: by the names of weights of linear layers in the base (`….q_proj.weight`).
+        base_name: what the base is called on the hub; empty: it is not said.
+        base_folder: where its `config.json` is, which says what kind of model it is.
+        transposed: whether the base stores these weights as [in, out].
+        dtype: of the factors.
+
+    Raises:
+        InputError: nothing is changed, or a name that is no weight's.
+    """
+    if not changes:
+        raise InputError("an adapter of no changes: no weight of a linear layer differs from the base's")
+    odd = [name for name in changes if not name.endswith(_SUFFIX)]
+    if odd:
+        raise InputError(f"{odd[0]} is no weight of a linear layer, which LoRA adapters change")
+    ranks = {name.removesuffix(_SUFFIX): change.a.shape[0] for name, change in changes.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {module: own for module, own in ranks.items() if own != rank}
+    classes = read_config(base_folder).get("architectures") or [""]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": next((kind for end, kind in _KINDS.items() if str(classes[0]).endswith(end)), None),
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "target_modules": list(ranks),
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    tensors = {}
+    for module, change in zip(ranks, changes.values(), strict=True):
+        name = f"base_model.model.{module}"
+        tensors[f"{name}.lora_A.weight"] = change.a.to(dtype).contiguous()
+        tensors[f"{name}.lora_B.weight"] = change.b.to(dtype).contiguous()
+    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

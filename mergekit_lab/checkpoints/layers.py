@@ -1,0 +1,177 @@
+"""A model that is put together of layers of others: stacked, interleaved, repeated, left out.
+
+What stands before the layers is the first part's, what stands after them the last one's. The configuration says
+how many layers there are, and what it lists layer by layer follows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
+from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.errors import InputError, listing
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_BEFORE = re.compile(r"embed(?!_out)|(^|\.)(wte|wpe|shared)\.")
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types", "attention_layers")
+
+
+class LayerRange(NamedTuple):
+    """Layers of a model from `first` to before `stop`."""
+
+    model: Checkpoint
+    first: int
+    stop: int
+
+
+class LayerName(NamedTuple):
+    """A tensor's name in parts: `model.layers`, 3, `mlp.up_proj.weight`."""
+
+    stack: str
+    layer: int
+    rest: str
+
+    def at(self, layer: int) -> str:
+        """The name of the same tensor in another layer."""
+        return f"{self.stack}.{layer}.{self.rest}"
+
+
+def split_layer(name: str) -> LayerName | None:
+    """The layer that a tensor belongs to; None where it belongs to none."""
+    found = _LAYER.search(name)
+    return found and LayerName(name[: found.start()], int(found[1]), name[found.end() :])
+
+
+def stands_before_layers(name: str) -> bool:
+    """Whether a tensor that belongs to no layer is used before them, as an embedding is."""
+    return bool(_BEFORE.search(name))
+
+
+def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
+    """A model of these layers, in this order.
+
+    Raises:
+        InputError: a model has no layers, or several stacks of them; a range that is not in it; layers that do
+            not fit each other; a configuration that does not say how many layers there are.
+    """
+    for part in parts:
+        count = _count_layers(part.model)[1]
+        if not 0 <= part.first < part.stop <= count:
+            raise InputError(
+                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are asked for"
+            )
+    found = _Arranged(parts, label)
+    known = _list_shapes(parts[0].model)
+    for part in parts[1:]:
+        odd = [
+            rest
+            for rest, shapes in _list_shapes(part.model).items()
+            if rest in known and not shapes & known[rest]
+        ]
+        if odd:
+            raise InputError(
+                f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
+                f"({listing(odd)})"
+            )
+    return found
+
+
+class _Arranged(Computed):
+    def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
+        first, last = parts[0].model, parts[-1].model
+        stack = _count_layers(first)[0]
+        tied = first.find_ties()
+        before: list[str] = []
+        after: list[str] = []
+        for name in first:
+            if split_layer(name) is None:
+                early = stands_before_layers(name) or name in tied or name not in last
+                (before if early else after).append(name)
+        where = {name: (first, name) for name in before}
+        number = 0
+        for part in parts:
+            places: dict[int, list[LayerName]] = {}
+            for name in part.model:
+                if place := split_layer(name):
+                    places.setdefault(place.layer, []).append(place)
+            for layer in range(part.first, part.stop):
+                where |= {
+                    place._replace(stack=stack).at(number): (part.model, place.at(layer))
+                    for place in places[layer]
+                }
+                number += 1
+        where |= {name: (last, name) for name in after}
+        self._where = where
+        models = list({id(part.model): part.model for part in parts}.values())
+        specs: dict[str, TensorSpec] = {name: model.specs[own] for name, (model, own) in where.items()}
+        files = dict.fromkeys(file for model in models for file in model.files)
+        super().__init__(label, specs, files, first.folder)
+        self._tied = {name: kept for name, kept in tied.items() if name in specs and kept in specs}
+        self.untied = first.untied
+        self.changed = {**first.changed, **_rewrite(parts, number)}
+
+    def compute(self, name: str) -> Tensor:
+        model, own = self._where[name]
+        return model[own]
+
+    def find_ties(self) -> dict[str, str]:
+        return self._tied
+
+
+def _count_layers(model: Checkpoint) -> tuple[str, int]:
+    """What the layers' names begin with, and how many there are."""
+    counts: dict[str, int] = {}
+    for name in model:
+        place = split_layer(name)
+        if place:
+            counts[place.stack] = max(counts.get(place.stack, 0), place.layer + 1)
+    if len(counts) != 1:
+        stacks = f"several stacks of layers ({listing(counts)})" if counts else "no layers"
+        raise InputError(f"{model.label} has {stacks}: slices need a model with one")
+    return next(iter(counts.items()))
+
+
+def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes of a layer's tensors over all layers, by what their names end with."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for name, spec in model.specs.items():
+        place = split_layer(name)
+        shapes.setdefault(place.rest if place else name, set()).add(tuple(spec.shape))
+    return shapes
+
+
+def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
+    """Keys of the first part's configuration with other values for these layers."""
+    config = _read_layers(parts[0].model)
+    count = _count_layers(parts[0].model)[1]
+    if not config:
+        return {}
+    keys = [key for key in _COUNTS if config.get(key) == count]
+    if not keys:
+        raise InputError(
+            f"{parts[0].model.label}: no key of its config.json says that it has {count} layers "
+            f"({listing(_COUNTS)}), so it cannot be told that there are {layers}"
+        )
+    changed: dict[str, Any] = dict.fromkeys(keys, layers)
+    for key in _BY_LAYER:
+        each = [_read_layers(part.model).get(key) for part in parts]
+        if isinstance(config.get(key), list) and all(
+            isinstance(v, list) and len(v) >= p.stop for v, p in zip(each, parts, strict=True)
+        ):
+            changed[key] = [
+                v for values, p in zip(each, parts, strict=True) for v in (values or [])[p.first : p.stop]
+            ]
+    return {key: value for key, value in changed.items() if config[key] != value}
+
+
+def _read_layers(model: Checkpoint) -> dict[str, Any]:
+    """The part of a configuration that speaks of layers, as it is for these tensors."""
+    config = {**read_config(model.folder), **model.changed}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config

@@ -1,0 +1,98 @@
+"""A LoRA adapter of what fine-tuning changed in a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from mergekit_lab.commands.merge_checkpoints import merge
+from mergekit_lab.commands.prepare import Devices
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.inputs import Source
+
+log = logging.getLogger(__name__)
+
+
+def extract(
+    base: Source,
+    expert: Source,
+    out: str | Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    device: Devices = "auto",
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Make a LoRA adapter of a task vector, a folder that peft loads on the base.
+
+    Every changed weight of a linear layer is cut to its largest singular directions. What else changed
+    (embeddings, norms, biases) stays the base's; the card names it, and says how much of the change is lost.
+
+    Args:
+        base: what the expert was fine-tuned from.
+        expert: the fine-tuned model.
+        out: the folder to be made; whole or not at all.
+        rank: directions of a weight at most.
+        energy: share of each weight's squared change that is kept at least, in (0, 1].
+        include, exclude: name patterns, or one.
+        dtype: of the factors; float32 by default.
+        device: where the arithmetic happens.
+        overwrite: replace `out` if a merge wrote it.
+        progress: show a bar.
+
+    Returns:
+        `out`.
+
+    Raises:
+        InputError: neither `rank` nor `energy`; inputs that do not fit each other; a place where nothing may be
+            written.
+    """
+    return merge(
+        base, {"expert": expert}, out, TaskArithmetic(coefficient=1.0), format="adapter", rank=rank,
+        energy=energy, include=include, exclude=exclude, dtype=dtype, device=device, overwrite=overwrite,
+        progress=progress,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Extract:
+    """The configuration of the command; `extract` says what its keys are."""
+
+    command: Literal["extract"]
+    base: str | None
+    expert: str | None
+    out: str | None
+    rank: Annotated[int, Ge(1)] | None
+    energy: Annotated[float, Gt(0), Le(1)] | None
+    include: list[str] | None
+    exclude: list[str]
+    dtype: str | None
+    device: str | int | list[str | int]
+    overwrite: bool
+    progress: bool
+    run_dir: str
+
+    def run(self, folder: Path) -> None:
+        """Extract.
+
+        Raises:
+            InputError: it does not work.
+        """
+        if not (self.base and self.expert and self.out):
+            raise InputError("set base=<folder, file or hub id>, expert=<the same> and out=<folder>")
+        out = extract(
+            self.base, self.expert, self.out, rank=self.rank, energy=self.energy, include=self.include,
+            exclude=self.exclude, dtype=self.dtype, device=self.device, overwrite=self.overwrite,
+            progress=self.progress,
+        )  # fmt: skip
+        log.info("extracted what %s changed into %s", self.expert, out)

@@ -1,0 +1,171 @@
+"""A merge as one LoRA adapter: what is added to the base, in factors of low rank.
+
+Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is
+exact. Else every matrix's merged change is cut to its largest singular directions, and what that loses is
+counted. Other methods merge the products `B·A`, never the factors: a product has many factors, and their mean
+is no product's.
+
+Legend: `ΔW` a weight's merged change `[out, in]`, `r` its rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import Checkpoint, LowRankChange, adapter_of, conv1d_weights, stands_before_layers
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.merging.average import WeightAverage
+from mergekit_lab.merging.contract import Method
+from mergekit_lab.merging.factorizations import svd
+from mergekit_lab.merging.inputs import select_tensors
+from mergekit_lab.merging.stream import merge_tensors
+from mergekit_lab.merging.task_arithmetic import TaskArithmetic
+from mergekit_lab.ranges import require
+
+_ROUNDING = 1e-12
+
+
+@dataclass
+class AdapterMerge:
+    """One merge as an adapter; `changes` makes it, and the rest is known then.
+
+    Args:
+        base, experts, method: of the merge.
+        rank: of every weight at most; None: all that the experts have side by side, or what `energy` asks for.
+        energy: share of a weight's `‖ΔW‖²` that is kept at least, in (0, 1], by as few directions as it takes.
+
+    Attributes:
+        ranks: of each weight.
+        exact: whether nothing was cut.
+        left_out: tensors with a change that no adapter of linear layers holds; they stay the base's.
+        transposed: whether the base stores the weights as [in, out].
+
+    Raises:
+        InputError: a value out of range; neither is given and the merge is no sum of adapters.
+    """
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    method: Method
+    rank: int | None = None
+    energy: float | None = None
+    ranks: dict[str, int] = field(default_factory=dict, init=False)
+    left_out: list[str] = field(default_factory=list, init=False)
+    exact: bool = field(default=True, init=False)
+    transposed: bool = field(default=False, init=False)
+    _whole: float = field(default=0.0, init=False)
+    _lost: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or null")
+        require(self.energy is None or 0 < self.energy <= 1, "energy", self.energy, "in (0, 1], or null")
+        if self.rank is None and self.energy is None and not self.is_sum:
+            adapters = all(adapter_of(expert) for expert in self.experts.values())
+            why = f"{type(self.method).__name__} is no weighted sum" if adapters else "an expert is no adapter"
+            raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the factors of the experts, side by side, are those of the merge."""
+        plain = type(self.method) in (TaskArithmetic, WeightAverage)
+        return plain and all(self._own(expert) for expert in self.experts.values())
+
+    @property
+    def error(self) -> float:
+        """`‖what is lost‖ / ‖what is added‖` over the whole model."""
+        return math.sqrt(self._lost / self._whole) if self._whole else 0.0
+
+    def changes(
+        self, *, include: Sequence[str] | None = None, exclude: Sequence[str] = (), **options: Any
+    ) -> Iterator[tuple[str, LowRankChange]]:
+        """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""
+        oriented = conv1d_weights(self.base)
+        for name, change in self._join(include, exclude) if self.is_sum else ():
+            self.transposed |= name in oriented
+            yield name, self._keep(name, change)
+        if self.is_sum:
+            return
+        again = self.base.find_ties()
+        options |= {"include": include, "exclude": exclude, "dtype": torch.float64}
+        for name, value in merge_tensors(self.base, self.experts, self.method, **options):
+            if name in again or not value.is_floating_point():
+                continue
+            change = value - self.base[name].to(value)
+            if not bool(change.any()):
+                continue
+            if change.dim() != 2 or not name.endswith(".weight") or stands_before_layers(name):
+                self.left_out.append(name)
+                self._whole += float(change.square().sum())
+                self._lost += float(change.square().sum())
+                continue
+            self.transposed |= name in oriented
+            yield name, self._keep(name, change.mT if name in oriented else change)
+
+    def describe(self) -> list[str]:
+        """What a card says of it."""
+        ranks = sorted(set(self.ranks.values()))
+        how = "exact" if self.exact else "cut to the largest directions of each weight"
+        span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        notes = [f"adapter of rank {span}, {how}; relative error of what is added: {self.error:.3g}"]
+        if self.left_out:
+            notes.append(
+                f"{len(self.left_out)} tensors are no weights of linear layers and stay the base's: "
+                f"{listing(self.left_out)}"
+            )
+        return notes
+
+    def _own(self, expert: Checkpoint) -> bool:
+        folded = adapter_of(expert)
+        return folded is not None and folded.is_plain and set(folded) == set(expert)
+
+    def _join(
+        self, include: Sequence[str] | None, exclude: Sequence[str]
+    ) -> Iterator[tuple[str, LowRankChange]]:
+        """The experts' factors side by side, each weighed by its coefficient."""
+        for name in select_tensors(self.base.specs, self.base.find_ties(), include, exclude):
+            weights = self.method.weigh_experts(tuple(self.experts), name)
+            total = math.fsum(weights) if isinstance(self.method, WeightAverage) else 1.0
+            parts = []
+            for weight, expert in zip(weights, self.experts.values(), strict=True):
+                folded = adapter_of(expert)
+                factors = folded.read_factors(name) if folded else None
+                if factors is not None:
+                    own = weight / total * self.method.scale
+                    parts.append((factors.b.double() * own, factors.a.double()))
+            if parts:
+                yield name, LowRankChange(torch.cat([b for b, _ in parts], 1), torch.cat([a for _, a in parts]))
+
+    def _keep(self, name: str, change: LowRankChange | Tensor) -> LowRankChange:
+        """A change within the rank and the energy that are asked for; counts what is lost."""
+        if isinstance(change, LowRankChange):
+            whole = float(((change.b.mT @ change.b) * (change.a @ change.a.mT)).sum())
+        else:
+            whole = float(change.square().sum())
+        if not math.isfinite(whole):
+            raise InputError(f"the merged change of {name} holds NaN or infinite entries: a factor does, too")
+        self._whole += whole
+        rank = change.a.shape[0] if isinstance(change, LowRankChange) else math.inf
+        if not isinstance(change, LowRankChange) or self.energy is not None or rank > (self.rank or math.inf):
+            dense = change.b @ change.a if isinstance(change, LowRankChange) else change
+            change = self._cut(dense)
+        self.ranks[name] = change.a.shape[0]
+        return change
+
+    def _cut(self, change: Tensor) -> LowRankChange:
+        u, s, v = svd(change)
+        energies = s.square()
+        kept = len(s) if self.rank is None else min(self.rank, len(s))
+        if self.energy is not None:
+            enough = torch.searchsorted(energies.cumsum(0), self.energy * float(energies.sum()) * (1 - 1e-12))
+            kept = min(kept, int(enough) + 1)
+        lost = float(energies[kept:].sum())
+        self._lost += lost
+        self.exact &= lost <= _ROUNDING * float(energies.sum())
+        root = s[:kept].sqrt()
+        return LowRankChange(u[:, :kept] * root, (v[:, :kept] * root).mT)

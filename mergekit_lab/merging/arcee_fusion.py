@@ -1,0 +1,65 @@
+"""Arcee Fusion: take from the second expert the entries that stand out.
+
+Arcee 2025, "Meet mergekit v0.1"; arcee-ai/mergekit's `arcee_fusion`. An entry's importance is `|θ_2 − θ_1|`
+times the divergence `KL(softmax θ_2 ‖ softmax θ_1)` of its row. Entries above the outlier bound of the tensor,
+the median plus 1.5 times the distance between the quartiles, are the second's, all others the first's. mergekit
+draws a million entries at random for the quartiles of larger tensors; here they are those of all entries. Its
+two models are its base and another; here they are the two experts, as for SLERP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.merging.slerp import expect_two
+from mergekit_lab.ranges import require
+
+_FLOOR = 1e-8
+_SPREAD = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArceeFusion(Method):
+    """The first expert, with the second's entries where they are important; rows are along the last dimension.
+
+    Args:
+        weights: None; importance decides.
+
+    The order of the experts matters.
+
+    Raises:
+        InputError: at the merge, not exactly two experts.
+    """
+
+    by_matrix = True
+
+    def __post_init__(self) -> None:
+        require(self.weights is None, "weights", self.weights, "None: importance decides")
+
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        expect_two(experts, self)
+        return super().weigh_experts(experts, name)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        apart = deltas[1] - deltas[0]
+        importance = _diverge(base + deltas[1], base + deltas[0]) * apart.abs()
+        important = importance >= find_outlier_bound(importance)
+        return apart.mul_(important).add_(deltas[0])
+
+
+def find_outlier_bound(values: Tensor) -> Tensor:
+    """The median plus 1.5 times the distance between the quartiles, each the entry next below; 0-d."""
+    ranked = values.reshape(-1).sort().values
+    first, median, third = (ranked[int(torch.tensor(share) * (len(ranked) - 1))] for share in (0.25, 0.5, 0.75))
+    return median + _SPREAD * (third - first)
+
+
+def _diverge(second: Tensor, first: Tensor) -> Tensor:
+    """`KL(softmax second ‖ softmax first)` of each row, `[…, 1]`; both floored by 1e-8."""
+    p, q = (x.softmax(dim=-1).add_(_FLOOR) for x in (second, first))
+    return q.reciprocal_().mul_(p).log_().mul_(p).sum(dim=-1, keepdim=True)

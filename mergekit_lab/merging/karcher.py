@@ -1,0 +1,84 @@
+"""Karcher mean: the point on the sphere whose squared arcs to the experts' directions have the least sum.
+
+Karcher 1977, "Riemannian center of mass"; for weights "Functionality-oriented LLM merging on the Fisher-Rao
+manifold" (2026) and arcee-ai/mergekit, whose stopping rules run here: gradient steps of length 1 from the
+normalized weighted mean, until the mean tangent is shorter than `tolerance`. The result has the weighted mean
+of the lengths. All iterates are sums of the experts' directions, so they are computed from the products of the
+experts, in float64, and no pass over the tensor is made for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.sphere import SphericalMethod
+from mergekit_lab.ranges import require, require_positive, require_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Karcher(SphericalMethod):
+    """`Σ λ_t ‖x_t‖ / Σ λ_t` times the Karcher mean of the directions `x_t/‖x_t‖`, tensor by tensor.
+
+    Args:
+        steps: of the iteration at most, at least 0; 0 is the normalized weighted mean.
+        tolerance: of arcs and lengths, positive: a shorter arc is none, a shorter vector has no direction.
+        task_vectors: of the task vectors, and the base is added.
+        weights: `λ_t ≥ 0`, 1 by default.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    steps: int = 10
+    tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require_whole("steps", self.steps, 0)
+        require_positive("tolerance", self.tolerance)
+
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        weights = super().weigh_experts(experts, name)
+        require(min(weights) >= 0 < max(weights), "weights", self.weights, "at least 0, and not all 0")
+        return weights
+
+    def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
+        shares, lengths = weights / weights.sum(), gram.diagonal().sqrt()
+        if len(shares) == 1:
+            return [1.0]
+        pointed = lengths > self.tolerance
+        if not bool((pointed & (shares > 0)).any()):
+            return [0.0] * len(shares)
+        inverse = torch.where(pointed, 1 / torch.where(pointed, lengths, 1), 0)
+        cosines = gram * inverse * inverse[:, None]
+        mean = self._find_mean(cosines, torch.where(pointed, shares, 0))
+        return [float(share) for share in mean * inverse * float(shares @ lengths)]
+
+    def _find_mean(self, cosines: Tensor, shares: Tensor) -> Tensor:
+        """The mean as a sum of directions `[T]`, from their cosines `[T, T]`."""
+        shares = shares / shares.sum()
+
+        def measure(vector: Tensor) -> float:
+            return float((vector @ cosines @ vector).clamp(min=0).sqrt())
+
+        first = torch.zeros_like(shares)
+        first[int((shares > 0).nonzero()[0])] = 1
+        length = measure(shares)
+        mean = first if length < self.tolerance else shares / length
+        for _ in range(self.steps):
+            arcs = (cosines @ mean).clamp(-1, 1)
+            angles = arcs.acos()
+            pull = torch.where(angles < self.tolerance, 0, shares * angles / angles.sin())
+            tangent = pull - (pull @ arcs) * mean
+            length = measure(tangent)
+            if length < self.tolerance:
+                break
+            mean = torch.cos(mean.new_tensor(length)) * mean + torch.sin(mean.new_tensor(length)) * (
+                tangent / length
+            )
+            norm = measure(mean)
+            mean = mean / norm if norm > self.tolerance else mean
+        return mean

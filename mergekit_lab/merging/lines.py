@@ -1,0 +1,99 @@
+"""LiNeS: scale what another method merges by depth, little in the first layer and much in the last.
+
+Wang et al. 2025, "LiNeS: post-training layer scaling prevents forgetting and enhances model merging", section
+4; reference: wang-kee/LiNeS (`src/eval/eval.py`). Layer `l` of `L` is scaled by `a + b·l/(L−1)`, what belongs
+to no layer by `a`. For merges the authors take `a = ‖Σ δ_t‖₁ / (T·‖τ‖₁)`, with `τ` the merged task vector at
+coefficient 1, and search `b` on validation. Layers are told by the first number in a tensor's name, and each
+stack of them counts from 0: the two towers of a CLIP have their own `L`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import split_layer
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import Site, Stream, is_finite
+from mergekit_lab.merging.sparsified import SparsifiedMethod
+from mergekit_lab.merging.task_arithmetic import TaskArithmetic
+from mergekit_lab.ranges import require
+
+
+class _Survey(NamedTuple):
+    inner: Any
+    first: float
+    layers: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiNeS(SparsifiedMethod):
+    """`θ0 + α(a + b·l/(L−1))·inner(δ)` in layer `l` of `L`.
+
+    Args:
+        first: `a`, the factor of the first layer and of what belongs to none; None takes the authors' rule, for
+            which the inner method must merge entry by entry without a look at its tensor.
+        slope: `b`, how much larger the last layer's factor is; the paper's grid is 0.1, 0.2, … 1.
+        inner: the method that merges; coefficient, weights and side inputs are its own. The paper's rule is
+            meant for a coefficient of 1.
+
+    Raises:
+        InputError: a value out of range; at the merge, a rule that the inner method does not allow.
+    """
+
+    first: float | None = None
+    slope: float = 0.3
+
+    by_blocks = True
+    by_entries = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.first is None or is_finite(self.first), "first", self.first, "finite, or None")
+        require(is_finite(self.slope), "slope", self.slope, "finite")
+
+    @property
+    def pools(self) -> bool:  # type: ignore[override]
+        return False
+
+    def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
+        return deltas
+
+    def survey(self, stream: Stream) -> _Survey:
+        inner = super().survey(stream)
+        layers: dict[str, int] = {}
+        for name in stream.names:
+            if place := split_layer(name):
+                layers[place.stack] = max(layers.get(place.stack, 0), place.layer + 1)
+        first = self._balance(stream, inner) / len(stream.experts) if self.first is None else self.first
+        return _Survey(inner, first, layers)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        survey: _Survey = site.survey
+        factor = survey.first
+        if place := split_layer(name):
+            last = survey.layers[place.stack] - 1
+            factor += self.slope * (place.layer / last if last else 1.0)
+        elif not survey.layers:
+            site.note("lines", "no layers in the names: scaled as the first layer")
+        return super().merge(name, base, deltas, replace(site, survey=survey.inner)) * factor
+
+    def _balance(self, stream: Stream, survey: Any) -> float:
+        """`‖Σ δ_t‖₁ / ‖τ‖₁`."""
+        inner = self.inner
+        if isinstance(inner, TaskArithmetic) and inner.weights is None and inner.weigh_experts(("",)) == [1.0]:
+            return 1.0
+        if not inner.pools or inner.side_inputs:
+            raise InputError(
+                f"first=null takes the norm of what {type(inner).__name__} merges, which is not known before: "
+                "give first=<1 / number of experts>"
+            )
+        norms = torch.zeros(2, dtype=torch.float64)
+        for name, deltas, site in stream.blocks():
+            merged = inner.merge(name, torch.zeros_like(deltas[0]), deltas, replace(site, survey=survey))
+            norms += torch.stack([x.abs().sum(dtype=torch.float64).cpu() for x in (deltas.sum(dim=0), merged)])
+        return float(norms[0] / norms[1]) if norms[1] > 0 else 1.0

@@ -1,0 +1,53 @@
+"""NearSwap: take the second expert where it is near the first.
+
+alchemonaut's QuartetAnemoi-70B; arcee-ai/mergekit's `nearswap`. An entry moves towards the second by the share
+`min(1, t / |θ_2 − θ_1|)`, so by no more than `t`: differences up to `t` are taken over, larger ones are cut to
+it. mergekit's two models are its base and another; here they are the two experts, as for SLERP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.merging.slerp import expect_two
+from mergekit_lab.ranges import require
+
+_NONE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearSwap(Method):
+    """`θ_1 + min(1, t/|θ_2 − θ_1|)·(θ_2 − θ_1)`, entry by entry.
+
+    Args:
+        t: how far an entry moves at most, at least 0. Differences under 1e-6 count as that, as in mergekit.
+        weights: None; `t` takes their place.
+
+    The order of the experts matters.
+
+    Raises:
+        InputError: a value out of range; at the merge, not exactly two experts.
+    """
+
+    t: float = 1e-4
+
+    elementwise = True
+    propagates = True
+    pools = True
+
+    def __post_init__(self) -> None:
+        require(self.t >= 0, "t", self.t, "at least 0")
+        require(self.weights is None, "weights", self.weights, "None: t says how much of the second")
+
+    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
+        expect_two(experts, self)
+        return super().weigh_experts(experts, name)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        apart = deltas[1] - deltas[0]
+        share = (self.t / apart.abs().clamp_(min=_NONE)).clamp_(max=1)
+        return share.mul_(apart).add_(deltas[0])

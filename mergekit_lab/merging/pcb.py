@@ -1,0 +1,127 @@
+"""PCB-Merging: weigh every entry by how much its expert relies on it, and how well the others go with it.
+
+Du et al. 2024, "Parameter competition balancing for model merging", section 3; reference:
+duguodong7/pcb-merging (`pcb-merging.py`), whose arithmetic runs here. Magnitudes are clamped to their quantiles
+0.0001 and 0.9999 over the whole model; with `s` their place between the two, in [0, 1], an entry's balance is
+`exp(T·s²)·tanh(δ_t·Σδ)`. Of each expert the share `ratio` of largest balance stays and weighs by its height
+above the bound; the merged entry is the mean by these weights. All quantiles are exact, in passes over blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
+from mergekit_lab.merging.selection import select_each, select_largest
+from mergekit_lab.ranges import require
+
+_TAIL = 0.0001
+_NO_WEIGHT = 1e-12
+_MOST_EXPERTS = 88
+
+
+class _Survey(NamedTuple):
+    """One number an expert, `[T, 1]`: bounds of magnitudes, and of balances."""
+
+    low: Tensor
+    high: Tensor
+    bound: Tensor
+    most: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCB(ScaledMethod):
+    """`θ0 + α Σ w_t λ_t δ_t / Σ w_t`, entry by entry, with weights `w` by balance over the whole model.
+
+    Args:
+        ratio: share of entries of an expert that weigh, in (0, 1].
+        coefficient: `α`.
+        weights: `λ_t` of the clamped task vectors, 1 by default; the authors search them by evolution.
+
+    Raises:
+        InputError: a value out of range; at the merge, more than 88 experts, of which `exp` overflows.
+    """
+
+    ratio: float = 0.1
+
+    elementwise = True
+    pools = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.ratio <= 1, "ratio", self.ratio, "in (0, 1]")
+
+    def survey(self, stream: Stream) -> _Survey | None:
+        experts, entries = len(stream.experts), stream.entries
+        if experts > _MOST_EXPERTS:
+            raise InputError(f"PCB weighs by exp(number of experts), and {experts} are too many for it")
+        if not entries:
+            return None
+        low, high = _find_bounds(stream, int(entries * _TAIL), int(entries * (1 - _TAIL) - 1), entries)
+
+        def balance(name: str, deltas: Tensor, site: Site) -> Tensor:
+            return _balance(deltas, low, high)
+
+        balances = stream.map(balance)
+        bound = _find_ranked(balances, int(entries * (1 - self.ratio)), entries)
+        most = torch.full_like(bound, -torch.inf)
+        for block in _read(balances):
+            most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
+        return _Survey(low, high, bound, most)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        survey: _Survey = site.survey
+        low, high, bound, most = (x.to(deltas) for x in survey)
+        height = (most - bound).where(most > bound, 1)
+        weights = _balance(deltas, low, high).sub_(bound).clamp_(min=0).div_(height)
+        kept = site.weigh(deltas.sign() * deltas.abs().clamp(low, high))
+        return (kept * weights).sum(dim=0).div_(weights.sum(dim=0).clamp_(min=_NO_WEIGHT))
+
+
+def _read(stream: Stream) -> Iterator[Tensor]:
+    return (deltas for _, deltas, _ in stream.blocks())
+
+
+def _find_bounds(stream: Stream, first: int, last: int, entries: int) -> tuple[Tensor, Tensor]:
+    """The magnitudes of these ranks from below, `[T, 1]` each."""
+    shares = [partial(_read, share) for share in stream.divide()]
+    kept = [entries - first, entries - last]
+    bounds = [torch.tensor(largest.thresholds)[:, None] for largest in select_each(shares, kept, entries, True)]
+    smallest = torch.full_like(bounds[0], torch.inf)
+    if first == 0:
+        for block in _read(stream):
+            smallest = torch.minimum(smallest, block.abs().amin(dim=1, keepdim=True).to(smallest))
+    return smallest if first == 0 else bounds[0], bounds[1]
+
+
+def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
+    """The signed entries of this rank from below, `[T, 1]`."""
+
+    def select(sign: int, kept: int) -> Tensor:
+        shares = [lambda share=share: (x.mul(sign).relu_() for x in _read(share)) for share in stream.divide()]
+        return sign * torch.tensor(select_largest(shares, kept, entries, True).thresholds)[:, None]
+
+    positive = negative = torch.zeros(())
+    for block in _read(stream):
+        positive = positive + (block > 0).sum(dim=1, keepdim=True).cpu()
+        negative = negative + (block < 0).sum(dim=1, keepdim=True).cpu()
+    above, below = entries - rank <= positive, rank < negative
+    bound = torch.zeros(above.shape)
+    if bool(above.any()):
+        bound = torch.where(above, select(1, entries - rank), bound)
+    if bool(below.any()):
+        bound = torch.where(below, select(-1, rank + 1), bound)
+    return bound
+
+
+def _balance(deltas: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`exp(T·s²)·tanh(δ_t·Σδ)`, shaped like `deltas` `[T, n]`."""
+    low, high = low.to(deltas), high.to(deltas)
+    place = deltas.abs().clamp_(low, high).sub_(low).div_((high - low).where(high > low, 1))
+    return place.square_().mul_(len(deltas)).exp_().mul_((deltas * deltas.sum(dim=0)).tanh_())

@@ -1,0 +1,97 @@
+"""SCE: select the entries on which experts differ most, weigh experts by their energy, erase minority signs.
+
+Wan et al. 2024, "FuseChat: knowledge fusion of chat models", section 3.3. Of each tensor: Select keeps the
+positions of largest variance over the experts, the share `density` of those that vary at all (τ in the paper);
+Calculate weighs expert t by the mean square of what is left of its task vector; Erase drops entries against the
+sign of the sum, as TIES elects it. What agrees is averaged by these weights.
+
+`preset="mergekit"` is arcee-ai/mergekit's `sce`: experts count equally in a tensor where their mean squares sum
+to less than 1e-6, which in fine-tuned language models is nearly every one, and the mean's divisor is at least
+1e-6. `"paper"` has no such bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site
+from mergekit_lab.merging.selection import Largest, select_largest
+from mergekit_lab.merging.ties import elect
+from mergekit_lab.ranges import require, require_choice
+
+_NOTHING = 1e-6
+
+
+class _Survey(NamedTuple):
+    largest: Largest | None
+    shares: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SCE(ScaledMethod):
+    """`θ0 + α Σ s_t δ_t / Σ s_t` over the experts that agree with the elected sign, `s_t ∝ mean(δ_t²)`.
+
+    Args:
+        density: share of the varying positions that stay, in (0, 1]; 1 selects nothing.
+        preset: `"paper"` or `"mergekit"`.
+        coefficient: `α`.
+        weights: None; the experts' energies take their place.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    density: float = 1.0
+    preset: str = "paper"
+
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+        require_choice("preset", self.preset, ("paper", "mergekit"))
+        require(self.weights is None, "weights", self.weights, "None: they follow from the task vectors")
+
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _Survey:
+        largest = None
+        if self.density < 1:
+
+            def vary() -> Iterator[Tensor]:
+                return (_vary(deltas) for _, deltas, _ in blocks())
+
+            varying = sum(int(variance.count_nonzero()) for variance in vary())
+            largest = select_largest([vary], int(varying * self.density), entries)
+        squares: Tensor | float = 0.0
+        for _, deltas, site in blocks():
+            kept = self._select(deltas, largest, site.offset)
+            squares = squares + kept.square().sum(dim=1, dtype=torch.float64)
+        assert isinstance(squares, Tensor)
+        means = squares / entries
+        least = _NOTHING if self.preset == "mergekit" else torch.finfo(torch.float64).tiny
+        even = means.sum() < least
+        return _Survey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        survey: _Survey = site.tensor
+        kept = self._select(deltas, survey.largest, site.offset)
+        signs = elect(kept, "mass")
+        signs.add_(1 - signs.abs())
+        agreeing = (kept.sign() == signs) * survey.shares.to(kept)[:, None]
+        total = agreeing.sum(dim=0)
+        if self.preset == "mergekit":
+            return (kept * agreeing).sum(dim=0).div_(total.clamp_(min=_NOTHING))
+        return (kept * agreeing).sum(dim=0).div_(torch.where(total == 0, 1, total))
+
+    def _select(self, deltas: Tensor, largest: Largest | None, offset: int) -> Tensor:
+        if largest is None:
+            return deltas
+        return deltas * largest.trim(_vary(deltas), offset).sign_()
+
+
+def _vary(deltas: Tensor) -> Tensor:
+    """The variance of each position over the experts, `[1, n]`."""
+    return deltas.var(dim=0, unbiased=False)[None]
