@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import yaml
 from hydra.errors import MissingConfigException
 
 from mergekit_lab.commands import COMMANDS
-from mergekit_lab.errors import suggestion
+from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.paths import conf_dir
 
 _EXPERIMENT = "+experiment="
-_CONFIG_DIR = ("--config-dir", "-cd")
+_CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
+_SEARCH_PATH = "hydra.searchpath="
+_MOST_NODES = 200_000
+"""Of a YAML file once its aliases are written out. Our largest configuration has some hundred."""
 
 
 def translate(arguments: list[str]) -> list[str]:
@@ -41,6 +46,43 @@ def _command_of(experiment: str, arguments: list[str]) -> str | None:
         if file.is_file() and (found := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
             return found[1]
     return None
+
+
+def refuse_expanding(arguments: list[str]) -> None:
+    """Refuse YAML in a user's folders that a few lines of aliases make endless: OmegaConf writes them out.
+
+    Raises:
+        InputError: a file of more than 200,000 values, or one that contains itself.
+    """
+    searched = [each.partition("=")[2] for each in arguments if _SEARCH_PATH in each]
+    named = [Path(path) for each in searched for path in re.findall(r"(?:file://)?([^][,'\"\s]+)", each)]
+    for folder in (*_config_dirs(arguments), *named):
+        for file in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else ():
+            text = file.read_text(errors="replace") if file.is_file() else ""
+            if "&" in text and "*" in text and _count_nodes(text) > _MOST_NODES:
+                raise InputError(
+                    f"{file} has more than {_MOST_NODES} values once its aliases (*name) are written out: write "
+                    "fewer"
+                )
+
+
+def _count_nodes(text: str) -> float:
+    """Values of a YAML file with its aliases written out; what cannot be read is Hydra's to say."""
+    sizes: dict[int, float] = {}
+
+    def count(node: yaml.Node) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # met again below itself
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+            sizes[id(node)] = 1 + sum(map(count, inner))
+        return sizes[id(node)]
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        return count(node) if node is not None else 0
+    except (yaml.YAMLError, RecursionError):
+        return 0
 
 
 def _config_dirs(arguments: list[str]) -> Iterator[Path]:

@@ -1,12 +1,23 @@
-"""Output that nobody reads any more: a pager that was quit, a full disk. What is computed goes on."""
+"""What stands on the terminal; and output that nobody reads any more, a pager that was quit, a full disk: what
+is computed goes on."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
 from typing import Any
+
+
+class PlainFormatter(logging.Formatter):
+    """Messages alone; those of a warning begin with the word."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        marked = record.levelno == logging.WARNING and not text.lower().startswith("warning")
+        return f"warning: {text}" if marked else text
 
 
 class _Console(io.FileIO):

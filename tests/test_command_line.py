@@ -4,7 +4,8 @@ import pytest
 from composing import composed
 from hydra.errors import HydraException
 
-from mergekit_lab.command_line import explain
+from mergekit_lab import InputError
+from mergekit_lab.command_line import explain, refuse_expanding
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,20 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
     said = explain(caught.value)
     assert message in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "written", ["--config-dir={}", "hydra.searchpath=[file://{}]", "hydra.searchpath=[{}]"]
+)
+@pytest.mark.parametrize("nested", [True, False], ids=["bomb", "circle"])
+def test_aliases_that_would_fill_the_memory_are_refused_before_hydra_writes_them_out(
+    tmp_path, written: str, nested: bool
+) -> None:
+    lines = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
+    bomb = "\n".join(["a0: &a0 [x]", *lines]) if nested else "a: &a\n  b: *a\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/fine.yaml").write_text("a: &a {lr: 1.0}\nb: {<<: *a, c: [*a, *a]}\n")
+    refuse_expanding([written.format(tmp_path)])
+    (tmp_path / "experiment/bomb.yaml").write_text(bomb)
+    with pytest.raises(InputError, match=r"bomb.yaml has more than 200000 values once its aliases"):
+        refuse_expanding([written.format(tmp_path)])

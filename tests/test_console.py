@@ -1,5 +1,6 @@
 """Whatever becomes of the console, the work ends as it would have, and its exit code says so."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import pytest
 import torch
 from composing import TINY
 from safetensors.torch import save_file
+
+from mergekit_lab.console import PlainFormatter
 
 SPEAKING = """
 import logging, sys
@@ -93,3 +96,12 @@ def test_a_run_s_workers_finish_for_nobody_to_read_of_it(tmp_path) -> None:
     assert len(errors) < 2000, errors
     assert len(list((tmp_path / "store/experts").iterdir())) == 2
     assert not (tmp_path / "run/failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "shown"),
+    [("INFO", "done", "done"), ("WARNING", "odd", "warning: odd"), ("WARNING", "warning: odd", "warning: odd")],
+)
+def test_a_warning_begins_with_the_word_on_the_terminal(level: str, text: str, shown: str) -> None:
+    record = logging.LogRecord("name", logging.getLevelNamesMapping()[level], "file", 1, text, (), None)
+    assert PlainFormatter("%(message)s").format(record) == shown
