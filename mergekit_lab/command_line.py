@@ -61,8 +61,8 @@ def refuse_expanding(arguments: list[str]) -> None:
             text = file.read_text(errors="replace") if file.is_file() else ""
             if "&" in text and "*" in text and _count_nodes(text) > _MOST_NODES:
                 raise InputError(
-                    f"{file} has more than {_MOST_NODES} values once its aliases (*name) are written out: write "
-                    "fewer"
+                    f"{file} has more than {_MOST_NODES} values once its aliases (*name) are written out: "
+                    "write fewer"
                 )
 
 

@@ -160,8 +160,10 @@ def test_tokens_in_the_same_spare_rows_are_kept_apart(tmp_path) -> None:
     same = reconcile(base, [think, tool], "pad", think.folder)
     for checkpoint in (same.base, *same.experts):
         assert torch.equal(checkpoint[HEAD][34:], think[HEAD][34:])
-    (note,) = reconcile(base, [think]).notes
-    assert "2 tokens only there (</think>, <think>)" in note
+    with pytest.raises(InputError, match=r"2 tokens only there \(</think>, <think>\)"):
+        reconcile(base, [think])
+    (note,) = reconcile(think, [base]).notes
+    assert "2 only in the base (</think>, <think>)" in note
 
 
 def test_tokens_without_a_row_do_not_count(folders, tmp_path) -> None:
