@@ -200,10 +200,10 @@ def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
     if own is None or base is None:
         return ""
     more, less = own.keys() - base.keys(), base.keys() - own.keys()
-    moved = [token for token, row in base.items() if own.get(token, row) != row]
-    said = f"; {len(more)} tokens only there ({listing(more, 4)}), {len(less)} only in the base"
-    said += f" ({listing(less, 4)})" if less else ""
-    return said + (f", {len(moved)} in other rows ({listing(moved, 4)})" if moved else "")
+    moved = {token for token, row in base.items() if own.get(token, row) != row}
+    kinds = {"only there": more, "only in the base": less, "in other rows": moved}
+    said = [f"{len(names)} {where} ({listing(names, 4)})" for where, names in kinds.items() if names]
+    return f"; tokens: {', '.join(said)}"
 
 
 def _lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
