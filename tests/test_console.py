@@ -69,6 +69,13 @@ def test_a_process_without_any_console_ends_well(tmp_path, lost) -> None:
     assert (tmp_path / "done").exists()
 
 
+def test_no_file_gets_the_number_of_a_console_that_was_closed(tmp_path) -> None:
+    code = "from mergekit_lab.console import outlive_console as o; o(); print(0); open('f', 'w').fileno() > 2 or 1 / 0"
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "f").read_text() == ""
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_what_a_console_cannot_show_is_written_with_escapes(tmp_path, encoding) -> None:
     code = "from mergekit_lab.console import outlive_console as o; o(); print('α', '\\udcff')"

@@ -11,11 +11,16 @@ from typing import Any
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.bootstrap import Samples
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import FILE as PUBLISHED
 from mergekit_lab.reporting.published import Beside, read_beside, write_beside
 from mergekit_lab.reporting.records import Failure, Record, Timing, printable, read_records, write_text
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
+_READ = (
+    *("failure.json", "records.jsonl", "timings.json", "curves.json", "searches.json"),
+    *(CONFIG, SAMPLES, PUBLISHED),
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
     """A run's files, or why its folder has none that can be read. Never raises."""
     name = str(folder)
     try:
+        _refuse_streams(folder)
         if (folder / "failure.json").exists():
             failure = _read_object(folder / "failure.json")
             return Failure(
@@ -80,6 +86,15 @@ def read_run(folder: Path) -> RunFiles | Failure:
         return RunFiles(folder, records, curves, searches, timings, samples, published, config)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
+
+
+def _refuse_streams(folder: Path) -> None:
+    """Whoever reads a pipe or a device may wait without end, or fill the memory."""
+    from mergekit_lab.checkpoints.plain_files import check_file
+
+    for name in _READ:
+        if (folder / name).exists():
+            check_file(folder / name)
 
 
 def _write_samples(folder: Path, samples: Samples) -> None:

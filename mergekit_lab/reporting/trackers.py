@@ -159,6 +159,9 @@ class CsvTracker(Tracker):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    from mergekit_lab.checkpoints.plain_files import check_file
+
+    check_file(path)
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
