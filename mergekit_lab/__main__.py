@@ -36,15 +36,15 @@ def main(cfg: DictConfig) -> float | None:
 
 def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
-    from mergekit_lab.command_line import explain, refuse_expanding
+    from mergekit_lab.command_line import check_config_files, explain
 
     if "HYDRA_FULL_ERROR" in os.environ:
-        refuse_expanding(sys.argv[1:])
+        check_config_files(sys.argv[1:])
         main()
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what Hydra would print
     try:
-        refuse_expanding(sys.argv[1:])
+        check_config_files(sys.argv[1:])
         main()
     except (CompactHydraException, InputError) as error:
         print(explain(error), file=sys.stderr)

@@ -70,7 +70,8 @@ def test_a_process_without_any_console_ends_well(tmp_path, lost) -> None:
 
 
 def test_no_file_gets_the_number_of_a_console_that_was_closed(tmp_path) -> None:
-    code = "from mergekit_lab.console import outlive_console as o; o(); print(0); open('f', 'w').fileno() > 2 or 1 / 0"
+    opened = "open('f', 'w').fileno() > 2 or 1 / 0"
+    code = f"from mergekit_lab.console import outlive_console as o; o(); print(0); {opened}"
     done = subprocess.run(f'"{sys.executable}" -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "f").read_text() == ""
