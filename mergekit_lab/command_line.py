@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import yaml
 from hydra.errors import MissingConfigException
 
 from mergekit_lab.commands import COMMANDS
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.yaml_files import read_yaml_text
 
 _EXPERIMENT = "+experiment="
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
 _SEARCH_PATH = "hydra.searchpath="
-_MOST_NODES = 200_000
-"""Of a YAML file once its aliases are written out. Our largest configuration has some hundred."""
-_DEEPEST = 64
-"""Levels of a YAML file; our configurations have fewer than ten."""
 
 
 def translate(arguments: list[str]) -> list[str]:
@@ -52,58 +46,16 @@ def _command_of(experiment: str, arguments: list[str]) -> str | None:
 
 
 def check_config_files(arguments: list[str]) -> None:
-    """Refuse YAML in a user's folders that Hydra would choke on, by the file's name.
-
-    Raises:
-        InputError: a file of more than 200,000 values, or one that contains itself, once its aliases are
-            written out, as OmegaConf does; one that is nested deeper than any configuration; one with a
-            byte-order mark, after which Hydra sees no `# @package`.
-    """
+    """Refuse YAML in a user's folders that Hydra would choke on; see `read_yaml_text`."""
     searched = [each.partition("=")[2] for each in arguments if _SEARCH_PATH in each]
     named = [Path(path) for each in searched for path in re.findall(r"(?:file://)?([^][,'\"\s]+)", each)]
     for folder in (*_config_dirs(arguments), *named):
         for file in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else ():
-            text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-            if text.startswith("\ufeff"):
-                raise InputError(f"{file} begins with a byte-order mark: save it as UTF-8 without")
-            if _measure_depth(text) > _DEEPEST:
-                raise InputError(f"{file} is nested too deep to be read")
-            if "&" in text and "*" in text and _count_nodes(text) > _MOST_NODES:
+            if file.is_file() and read_yaml_text(file).startswith("\ufeff"):
                 raise InputError(
-                    f"{file} has more than {_MOST_NODES} values once its aliases (*name) are written out: "
-                    "write fewer"
+                    f"{file} begins with a byte-order mark, after which Hydra sees no `# @package`: save it as "
+                    "UTF-8 without"
                 )
-
-
-def _measure_depth(text: str) -> int:
-    """How many lists and mappings of a YAML file lie in each other, up to where it can be read."""
-    depth = deepest = 0
-    with suppress(yaml.YAMLError):
-        for event in yaml.parse(text, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            deepest = max(deepest, depth)
-            if deepest > _DEEPEST:
-                break
-    return deepest
-
-
-def _count_nodes(text: str) -> float:
-    """Values of a YAML file with its aliases written out; what cannot be read is Hydra's to say."""
-    sizes: dict[int, float] = {}
-
-    def count(node: yaml.Node) -> float:
-        if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # met again below itself
-            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
-            sizes[id(node)] = 1 + sum(map(count, inner))
-        return sizes[id(node)]
-
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        return count(node) if node is not None else 0
-    except yaml.YAMLError:
-        return 0
 
 
 def _config_dirs(arguments: list[str]) -> Iterator[Path]:
