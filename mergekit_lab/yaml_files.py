@@ -20,8 +20,8 @@ def read_yaml_text(file: Path) -> str:
     """The text of a YAML file whose values can be made; whether it is YAML is for its reader to say.
 
     Raises:
-        InputError: it is no text in UTF-8, is nested deeper than any configuration, contains itself, or has more
-            than 200,000 values once its aliases are written out, as OmegaConf does, and whoever prints them.
+        InputError: it is no text in UTF-8, is nested deeper than any configuration, contains itself, or has
+            more than 200,000 values once its aliases are written out, as OmegaConf and messages do.
         OSError: it cannot be read.
     """
     try:

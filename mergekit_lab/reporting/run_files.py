@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.paths import is_stream
 from mergekit_lab.reporting.bootstrap import Samples
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import FILE as PUBLISHED
@@ -60,7 +61,9 @@ def read_run(folder: Path) -> RunFiles | Failure:
     """A run's files, or why its folder has none that can be read. Never raises."""
     name = str(folder)
     try:
-        _refuse_streams(folder)
+        for file in _READ:
+            if is_stream(folder / file):  # whoever reads one may wait without end, or fill the memory
+                raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
             failure = _read_object(folder / "failure.json")
             return Failure(
@@ -86,15 +89,6 @@ def read_run(folder: Path) -> RunFiles | Failure:
         return RunFiles(folder, records, curves, searches, timings, samples, published, config)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
-
-
-def _refuse_streams(folder: Path) -> None:
-    """Whoever reads a pipe or a device may wait without end, or fill the memory."""
-    from mergekit_lab.checkpoints.plain_files import check_file
-
-    for name in _READ:
-        if (folder / name).exists():
-            check_file(folder / name)
 
 
 def _write_samples(folder: Path, samples: Samples) -> None:
