@@ -37,15 +37,17 @@ def main(cfg: DictConfig) -> float | None:
 
 def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
-    from mergekit_lab.command_line import explain
+    from mergekit_lab.command_line import check_config_files, explain
 
     if "HYDRA_FULL_ERROR" in os.environ:
+        check_config_files(sys.argv[1:])
         main()
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what Hydra would print
     try:
+        check_config_files(sys.argv[1:])
         main()
-    except CompactHydraException as error:
+    except (CompactHydraException, InputError) as error:
         print(explain(error), file=sys.stderr)
         sys.exit(1)
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from hydra.errors import MissingConfigException
 
 from mergekit_lab.commands import COMMANDS
-from mergekit_lab.errors import suggestion
+from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.yaml_files import read_yaml_text
 
 _EXPERIMENT = "+experiment="
 _SHIPPED_SUITE = "suite=glyphs8"
-_CONFIG_DIR = ("--config-dir", "-cd")
+_CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
+_SEARCH_PATH = "hydra.searchpath="
 
 
 def translate(arguments: list[str]) -> list[str]:
@@ -54,6 +56,19 @@ def _shipped(arguments: Iterable[str]) -> list[str]:
     files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
     found = [re.search(r"^# Shipped data:.*conf/shipped/(\w+)\.yaml", f.read_text(), re.M) for f in files]
     return [f"+shipped={match[1]}" for match in found if match]
+
+
+def check_config_files(arguments: list[str]) -> None:
+    """Refuse YAML in a user's folders that Hydra would choke on; see `read_yaml_text`."""
+    searched = [each.partition("=")[2] for each in arguments if _SEARCH_PATH in each]
+    named = [Path(path) for each in searched for path in re.findall(r"(?:file://)?([^][,'\"\s]+)", each)]
+    for folder in (*_config_dirs(arguments), *named):
+        for file in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else ():
+            if file.is_file() and read_yaml_text(file).startswith("\ufeff"):
+                raise InputError(
+                    f"{file} begins with a byte-order mark, after which Hydra sees no `# @package`: save it as "
+                    "UTF-8 without"
+                )
 
 
 def _config_dirs(arguments: list[str]) -> Iterator[Path]:

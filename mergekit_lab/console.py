@@ -1,12 +1,23 @@
-"""Output that nobody reads any more: a pager that was quit, a full disk. What is computed goes on."""
+"""What stands on the terminal; and output that nobody reads any more, a pager that was quit, a full disk: what
+is computed goes on."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
 from typing import Any
+
+
+class PlainFormatter(logging.Formatter):
+    """Messages alone; those of a warning begin with the word."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        marked = record.levelno == logging.WARNING and not text.lower().startswith("warning")
+        return f"warning: {text}" if marked else text
 
 
 class _Console(io.FileIO):
@@ -30,11 +41,17 @@ class _Console(io.FileIO):
 def outlive_console() -> None:
     """From here on, writing to stdout or stderr raises nothing, whatever becomes of them.
 
-    What they cannot encode is written with escapes.
+    What they cannot encode is written with escapes. One that was closed before we began leads nowhere, and no
+    file that is opened gets its number.
     """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        if number:
+            setattr(sys, ("stdout", "stderr")[number - 1], open(number, "w", closefd=False))  # noqa: SIM115
+    os.close(number)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper):  # closed before we began, or another program's own
+        if not isinstance(stream, io.TextIOWrapper):  # another program's own
             continue
         with suppress(OSError):
             stream.flush()

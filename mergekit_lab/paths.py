@@ -1,6 +1,7 @@
-"""Where the package's own files are, and where results go by default."""
+"""Where the package's own files are, where results go by default, and what there is no file."""
 
 import os
+import stat
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -27,3 +28,12 @@ def compiler_cache() -> Path:
 def _user_cache() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache) if cache else Path.home() / ".cache"
+
+
+def is_stream(path: Path) -> bool:
+    """Whether this is a pipe, a socket or a device, which whoever opens it may wait for without end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

@@ -60,8 +60,8 @@ def _without_garbage_collection() -> Iterator[None]:
 def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
     """Leave `failure.json` and the configuration where the program fails."""
     finished = _holds_results(folder) and not _in_sweep()
-    remove_failure(folder)
     try:
+        remove_failure(folder)
         yield
     except Exception as error:
         if finished and isinstance(error, InputError):
@@ -73,6 +73,11 @@ def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iter
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
         from mergekit_lab.store.store import says_full
 
+        where = isinstance(error, OSError) and Path(error.filename2 or error.filename or "/")
+        if where and not says_full(error) and where.is_relative_to(folder):
+            raise InputError(
+                f"{where} cannot be written ({error.strerror}): move it away, or set run_dir=PATH"
+            ) from error
         if isinstance(error, InputError) or not says_full(error):
             raise
         raise InputError(

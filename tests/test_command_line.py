@@ -4,7 +4,8 @@ import pytest
 from composing import composed
 from hydra.errors import HydraException
 
-from mergekit_lab.command_line import explain, translate
+from mergekit_lab import InputError
+from mergekit_lab.command_line import check_config_files, explain, translate
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,35 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
 )
 def test_a_papers_figure_on_glyphs_gets_what_its_header_says(arguments: list[str], added: list[str]) -> None:
     assert translate(arguments) == [*arguments, *added]
+
+
+@pytest.mark.parametrize(
+    "written", ["--config-dir={}", "hydra.searchpath=[file://{}]", "hydra.searchpath=[{}]"]
+)
+@pytest.mark.parametrize("nested", [True, False], ids=["bomb", "circle"])
+def test_aliases_that_would_fill_the_memory_are_refused_before_hydra_writes_them_out(
+    tmp_path, written: str, nested: bool
+) -> None:
+    lines = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
+    bomb = "\n".join(["a0: &a0 [x]", *lines]) if nested else "a: &a\n  b: *a\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/fine.yaml").write_text("a: &a {lr: 1.0}\nb: {<<: *a, c: [*a, *a]}\n")
+    check_config_files([written.format(tmp_path)])
+    (tmp_path / "experiment/bomb.yaml").write_text(bomb)
+    with pytest.raises(InputError, match=r"bomb.yaml has more than 200000 values once its aliases"):
+        check_config_files([written.format(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 1000 + "]" * 1000, "x.yaml is nested too deep"),
+        ("{" * 100_000, "x.yaml is nested too deep"),
+        ("\ufeff# @package _global_\na: 1\n", "x.yaml begins with a byte-order mark"),
+    ],
+    ids=["lists", "cut short", "mark"],
+)
+def test_what_hydra_would_choke_on_is_refused_by_the_file_s_name(tmp_path, text: str, message: str) -> None:
+    (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        check_config_files([f"--config-dir={tmp_path}"])

@@ -1,5 +1,6 @@
 """Whatever becomes of the console, the work ends as it would have, and its exit code says so."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import torch
 from composing import TINY
 from programs import start_program
 from safetensors.torch import save_file
+
+from mergekit_lab.console import PlainFormatter
 
 SPEAKING = """
 import logging, sys
@@ -67,6 +70,14 @@ def test_a_process_without_any_console_ends_well(tmp_path, lost) -> None:
     assert (tmp_path / "done").exists()
 
 
+def test_no_file_gets_the_number_of_a_console_that_was_closed(tmp_path) -> None:
+    opened = "open('f', 'w').fileno() > 2 or 1 / 0"
+    code = f"from mergekit_lab.console import outlive_console as o; o(); print(0); {opened}"
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "f").read_text() == ""
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_what_a_console_cannot_show_is_written_with_escapes(tmp_path, encoding) -> None:
     code = "from mergekit_lab.console import outlive_console as o; o(); print('α', '\\udcff')"
@@ -94,3 +105,12 @@ def test_a_run_s_workers_finish_for_nobody_to_read_of_it(tmp_path) -> None:
     assert len(done.stderr) < 2000, done.stderr
     assert len(list((tmp_path / "store/experts").iterdir())) == 2
     assert not (tmp_path / "run/failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "shown"),
+    [("INFO", "done", "done"), ("WARNING", "odd", "warning: odd"), ("WARNING", "warning: odd", "warning: odd")],
+)
+def test_a_warning_begins_with_the_word_on_the_terminal(level: str, text: str, shown: str) -> None:
+    record = logging.LogRecord("name", logging.getLevelNamesMapping()[level], "file", 1, text, (), None)
+    assert PlainFormatter("%(message)s").format(record) == shown

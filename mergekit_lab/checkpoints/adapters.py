@@ -24,7 +24,6 @@ from mergekit_lab.checkpoints.adapter_placement import place, target_class
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
-from mergekit_lab.checkpoints.in_memory import as_stored
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.errors import InputError, listing
 
@@ -198,9 +197,10 @@ def _folded(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[s
     check_placed(label, tensors, content, placed, config)
     changes = plan_changes(label, tensors, placed, content, config)
     untied = part_ties(label, tensors, placed, content, changes, config)
-    if placed.made is None:
-        return Folded(label, base, tensors, changes, config, untied)
-    stored = as_stored(Folded(label, placed.base, tensors, changes, config, untied), base, placed.made)
+    folded = Folded(label, placed.base, tensors, changes, config, untied)
+    if placed.back is None:
+        return folded
+    stored = placed.back(folded)
     others = {name: spec for name, spec in base.specs.items() if name not in stored}
     return View(stored, {**stored.specs, **others}, {name: _reader(base, name) for name in others})
 

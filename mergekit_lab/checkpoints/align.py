@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.in_memory import architecture_of, class_prefix, relaid
+from mergekit_lab.checkpoints.in_memory import Architecture, architecture_of, class_prefix, mixtures, relaid
 from mergekit_lab.checkpoints.tied_weights import (
     find_tied_groups,
     read_config,
@@ -188,17 +188,24 @@ def _in_the_bases_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoi
     extra = [name for name in renamed if name not in base and not _is_computed(name, renamed.specs[name])]
     if not lacking or not extra:
         return renamed
-    named = read_config(expert.folder).get("architectures")
-    own = str(named[0]) if isinstance(named, list) and named else None
-    for holder, kind in ((base, own), (base, None), (expert, None)):
-        architecture = architecture_of(holder, kind)
-        if architecture is None:
-            continue
-        moved = relaid(expert, architecture.made_of(expert), base, architecture.made_of(base))
+    for architecture in _architectures(base, expert):
+        moved = relaid(expert, architecture.made_of(expert), base.specs, architecture.made_of(base))
         if len(base.keys() - moved.keys()) < lacking:
             say(f"{expert.label}: names and layout as in the base, by {architecture.name} of transformers")
             return moved
     return renamed
+
+
+def _architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
+    """What may say how two layouts belong together, the surest first."""
+    named = read_config(expert.folder).get("architectures")
+    own = str(named[0]) if isinstance(named, list) and named else None
+    for holder, kind in ((base, own), (base, None), (expert, None)):
+        architecture = architecture_of(holder, kind)
+        if architecture is not None:
+            yield architecture
+    for holder in (base, expert):
+        yield from mixtures(holder.specs)
 
 
 def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:

@@ -283,17 +283,18 @@ def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping)}
     models = {key: value for key, value in inner.items() if _holds_tensors(value)}
     known = next((key for key in _CONTAINERS if key in models), None)
-    if known is None and not _holds_tensors(content):
+    twins: list[Any] = []
+    if known is not None:
+        content = models[known]
+        twins = [key for key, value in models.items() if value.keys() == content.keys()]
+    elif not _holds_tensors(content):
         inside = models or {key: inner[key] for key in _CONTAINERS if key in inner}
         if len(inside) == 1:
             return _find_state_dict(label, file, *inside.values())
-    if known is not None:
-        content = models[known]
-        twins = [str(key) for key, value in models.items() if value.keys() == content.keys()]
-        if len(twins) > 1:
-            raise InputError(
-                f"{label}: {file} holds several models ({listing(twins)}): save the one that you mean"
-            )
+        twins = list(models)
+    if len(twins) > 1:
+        names = listing(map(str, twins))
+        raise InputError(f"{label}: {file} holds several models ({names}): save the one that you mean")
     plain = [name for name, value in content.items() if _is_no_weight(name, value)]
     if plain:
         named = listing(map(str, plain))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints.model_files import Files
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import InputError, listing
@@ -64,6 +65,8 @@ def describe_tokenizer(
         ends, own = _ends(folder), _template(folder)
         other = ["chat template"] if own and own != _template(source) else []
         other += ["end tokens"] if ends and ends != _ends(source) else []
+        token = _end_token(folder)
+        other += [f"tokenizer's end token {token!r}"] if token and token != _end_token(source) else []
         if other:
             notes.append(
                 f"warning: {listing(other)} of {expert} differ from the result's and are not taken "
@@ -83,6 +86,13 @@ def _ends(folder: Path) -> set[int]:
     found = _token_ids(folder).get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     return {row for row in listed if type(row) is int}
+
+
+def _end_token(folder: Path) -> str | None:
+    """Of the tokenizer alone: what it ends a text with."""
+    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
@@ -114,10 +124,7 @@ def _template(folder: Path | None) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON ({error})") from None
+    content = read_json(file)
     if not isinstance(content, dict):
         raise InputError(f"{file} holds a {type(content).__name__}, not an object")
     return content

@@ -79,7 +79,7 @@ def get_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path:
 def find_cached_snapshot(repo: str, revision: str | None, weights: bool = True) -> Path | None:
     """The folder of a repository in the cache, if all that is wanted is there."""
     cached = find_cached_folder(repo, revision)
-    if cached is None or not (_is_complete(cached) if weights else any(cached.glob("*.json"))):
+    if cached is None or not (_is_complete(cached) if weights else any(cached.rglob("*.json"))):
         return None
     log.info("%s: the cached snapshot %s", repo, cached.name[:12])
     return cached
@@ -189,13 +189,18 @@ def _is_complete(folder: Path) -> bool:
     """Whether a cached snapshot has all its weights: others may have fetched its configuration only."""
     known = find_weights(folder)
     if not known:
-        return any(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+        adapters = [file.parent for file in folder.glob("*/adapter_config.json")]
+        return _holds_weights(folder) or (bool(adapters) and all(map(_holds_weights, adapters)))
     if not is_index(known[0]):
         return True
     try:
         return all(file.is_file() for file in read_index(folder.name, known[0]).values())
     except InputError:
         return False
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(file for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 
 def _explain(name: str, error: Exception) -> str:

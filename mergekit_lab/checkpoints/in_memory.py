@@ -66,8 +66,8 @@ class Made:
 
     def spec(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
         """Of the tensor in memory."""
-        whole = self.make(lambda name: torch.empty(specs[name].shape, device="meta"))
-        return TensorSpec(tuple(whole.shape), specs[self.names[0]].dtype)
+        whole = self.make(lambda n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device="meta"))
+        return TensorSpec(tuple(whole.shape), whole.dtype)
 
     def take(self, whole: Tensor, name: str, shape_of: Callable[[str], tuple[int, ...]]) -> Tensor:
         """The file's tensor of a name out of the tensor in memory."""
@@ -91,6 +91,8 @@ class Architecture:
         name: of the class.
         shapes: of every tensor, by its name in memory.
         tied: names in memory of second names of tied weights, each with the first.
+        list_pieces: shapes of every tensor of a file of an earlier release, with a mixture's experts one by
+            one.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Architecture:
     renamings: list[Any]
     converters: list[Any]
     prefix: str
+    list_pieces: Callable[[], Mapping[str, tuple[int, ...]]] = dict
 
     def made_of(self, names: Iterable[str]) -> dict[str, Made]:
         """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
@@ -187,7 +190,37 @@ def _architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architec
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     converters = [entry for entry in conversions if hasattr(entry, "operations")]
     renamings = [entry for entry in conversions if not hasattr(entry, "operations")]
-    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix)
+    pieces = partial(_list_pieces, model)
+    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix, pieces)
+
+
+def _list_pieces(model: Any) -> Mapping[str, tuple[int, ...]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {
+        key: tuple(value.shape) for key, value in revert_weight_conversion(model, model.state_dict()).items()
+    }
+
+
+def mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
+    """How the stacked experts of a mixture without a class are made of matrices, one for each expert and
+    projection, by the two spellings of transformers. Stacks of square matrices are not among them: theirs may
+    be [in, out]."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    shapes = {n: s.shape for n, s in specs.items() if len(s.shape) != 3 or s.shape[-1] != s.shape[-2]}
+    known = [(kind, get_checkpoint_conversion_mapping(kind) or []) for kind in ("qwen2_moe", "mixtral")]
+    return [
+        Architecture(
+            f"{kind}'s layout of experts",
+            shapes,
+            {},
+            [entry for entry in entries if not hasattr(entry, "operations")],
+            [entry for entry in entries if hasattr(entry, "operations")],
+            "",
+        )
+        for kind, entries in known
+    ]
 
 
 def _largest_count(config: Any) -> int:
@@ -243,13 +276,14 @@ def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]
 
 
 def relaid(
-    checkpoint: Checkpoint, own: Mapping[str, Made], like: Checkpoint, theirs: Mapping[str, Made]
+    checkpoint: Checkpoint, own: Mapping[str, Made], like: Mapping[str, TensorSpec], theirs: Mapping[str, Made]
 ) -> View:
     """A checkpoint under another one's names, in its stacks or pieces.
 
     Args:
-        own, theirs: how each tensor in memory is made of the tensors of `checkpoint`, and of those of `like`.
-            What is in one of them alone keeps its name.
+        own, theirs: how each tensor in memory is made of the tensors of `checkpoint`, and of the other's. What
+            is in one of them alone keeps its name.
+        like: of every tensor of the other one.
     """
     specs: dict[str, TensorSpec] = {}
     read: dict[str, Callable[[], Tensor]] = {}
@@ -258,7 +292,7 @@ def relaid(
 
     def piece(target: str, name: str) -> Tensor:
         whole = own[target].make(source.__getitem__)
-        return theirs[target].take(whole, name, lambda other: like.specs[other].shape)
+        return theirs[target].take(whole, name, lambda other: like[other].shape)
 
     for target, made in own.items():
         if target not in theirs:
@@ -270,9 +304,9 @@ def relaid(
         elif there.name is not None:
             specs[there.name], read[there.name] = wanted, partial(made.make, checkpoint.__getitem__)
             new |= dict.fromkeys(made.names, "")
-        elif made.name is not None:
+        elif made.name is not None and there.spec(like).shape == wanted.shape:
             for name in there.names:
-                specs[name] = TensorSpec(like.specs[name].shape, wanted.dtype)
+                specs[name] = TensorSpec(like[name].shape, wanted.dtype)
                 read[name] = partial(piece, target, name)
             new[made.name] = ""
     for name, spec in checkpoint.specs.items():

@@ -9,7 +9,6 @@ difference; what it does not know is compared as it stands.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from mergekit_lab.checkpoints.adapters import adapter_of
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import listing
 
@@ -141,10 +141,10 @@ def _folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _open_clip_config(folder: Path) -> dict[str, Any]:
+    content = read_json(folder / OPEN_CLIP.config)
     try:
-        content = json.loads((folder / OPEN_CLIP.config).read_text())
         return _flat({key: value for key, value in content["model_cfg"].items() if value is not False})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -22,6 +22,8 @@ _NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|in
 """Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
 _NO_SCALE = re.compile(r"bias|(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$")
 """What ordinary modules have beside a weight."""
+_SCALE = re.compile(r"scale|absmax|amax", re.IGNORECASE)
+_SCALE_WORD = re.compile(r"(inv|de|de?quant)?scales?|inv|abs|a?max|absmax|weights?|w", re.IGNORECASE)
 _INNER = re.compile(r"(\._\w+)+$")
 """Below its name, what a weight of a tensor subclass is made of: `weight._data`."""
 
@@ -34,11 +36,22 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
     for name in specs:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     packed = [name for name, spec in specs.items() if spec.dtype in _FLOAT8 | _INTEGERS]
+    scales: dict[tuple[str, ...], list[str]] = {}
+    for name in specs if packed else ():
+        if _SCALE.search(name):
+            scales.setdefault(_words(name), []).append(name)
     return [
         name
         for name in packed
-        if (configured and len(specs[name].shape) > 1) or _is_quantized(name, specs, modules)
+        if (configured and len(specs[name].shape) > 1)
+        or _is_quantized(name, specs, modules)
+        or any(_could_scale(other, specs[other], specs[name]) for other in scales.get(_words(name), ()))
     ]
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """What a weight's name and its scale's have in common, wherever that stands: `a.q.weight`, `scales.a.q`."""
+    return tuple(word for word in re.split(r"[._]", name) if word and not _SCALE_WORD.fullmatch(word))
 
 
 def _is_quantized(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> bool:

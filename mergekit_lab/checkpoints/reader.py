@@ -59,7 +59,7 @@ def open_checkpoint(
     label = label or str(source)
     wanted = _parse_unless_local(source)
     if wanted and headers_only and find_cached_snapshot(*wanted) is None:
-        small = get_snapshot(*wanted, weights=False)
+        small = adapter_folder(get_snapshot(*wanted, weights=False), label)
         if not (small / ADAPTER_CONFIG).is_file():
             return RemoteHeaders(label, *wanted)
     path = adapter_folder(find_source(source), label)

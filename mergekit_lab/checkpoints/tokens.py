@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.errors import InputError, listing
 
 _MOST_ROWS = 1 << 31
@@ -25,7 +25,9 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
     try:
         tokens = _tokens(folder)
         wrong = [token for token, row in (tokens or {}).items() if not 0 <= row < _MOST_ROWS]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
     if wrong:
         raise InputError(
@@ -44,7 +46,7 @@ def other_tokenizer(folder: Path | None) -> bytes | None:
 
 def _tokens(folder: Path) -> dict[str, int] | None:
     def content(name: str) -> Any:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        return read_json(folder / name)
 
     if (folder / "tokenizer.json").is_file():
         return _fast_tokens(content("tokenizer.json"))
@@ -52,6 +54,7 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     if (folder / "vocab.json").is_file():
         tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
     elif (folder / "vocab.txt").is_file():
+        check_file(folder / "vocab.txt")
         with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
             tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
     if tokens is not None and (folder / "added_tokens.json").is_file():

@@ -113,10 +113,15 @@ def _reconciled(
         if tokens[position] is None and vocabulary_rows(expert) == vocabulary_rows(base):
             tokens[position] = tokens[0]
     differ = any(own is not None and own != tokens[0] for own in tokens[1:])
-    if not names and differ and tokens[0] is not None and (choice is not None or _clashes(tokens)):
+    if (
+        not names
+        and differ
+        and tokens[0] is not None
+        and (choice is not None or not _are_in(tokens[0], tokens))
+    ):
         names = vocabulary_names(base, experts, resized=False)
     if not names:
-        return Reconciled(base, tuple(experts), notes=_only_added(experts, tokens))
+        return Reconciled(base, tuple(experts), notes=_lacking(experts, tokens))
     _check_one_size(names, (base, *experts))
     if choice is None:
         raise InputError(_choices(base, experts, names, tokens))
@@ -161,21 +166,9 @@ def _describe(checkpoint: Checkpoint, base: Checkpoint, name: str) -> str:
     return f"{checkpoint.label!r} has {rows} rows ({wanted} in the base)"
 
 
-def _clashes(tokens: Sequence[dict[str, int] | None]) -> bool:
-    """Whether some token has two rows, or some row two tokens: then rows do not belong together by number."""
-    row_of: dict[str, int] = {}
-    tokens_of: dict[int, set[str]] = {}
-    for own in tokens:
-        by_row: dict[int, set[str]] = {}
-        for token, row in (own or {}).items():
-            if row_of.setdefault(token, row) != row:
-                return True
-            by_row.setdefault(row, set()).add(token)
-        for row, names in by_row.items():
-            if tokens_of.setdefault(row, names).isdisjoint(names):
-                return True
-            tokens_of[row] |= names
-    return False
+def _are_in(base: dict[str, int], tokens: Sequence[dict[str, int] | None]) -> bool:
+    """Whether every token of the experts has the base's row: then rows belong together by number."""
+    return all(own is None or own.items() <= base.items() for own in tokens)
 
 
 def _choices(
@@ -207,21 +200,18 @@ def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
     if own is None or base is None:
         return ""
     more, less = own.keys() - base.keys(), base.keys() - own.keys()
-    moved = [token for token, row in base.items() if own.get(token, row) != row]
-    said = f"; {len(more)} tokens only there ({listing(more, 4)}), {len(less)} only in the base"
-    said += f" ({listing(less, 4)})" if less else ""
-    return said + (f", {len(moved)} in other rows ({listing(moved, 4)})" if moved else "")
+    moved = {token for token, row in base.items() if own.get(token, row) != row}
+    kinds = {"only there": more, "only in the base": less, "in other rows": moved}
+    said = [f"{len(names)} {where} ({listing(names, 4)})" for where, names in kinds.items() if names]
+    return f"; tokens: {', '.join(said)}"
 
 
-def _only_added(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
-    notes = []
-    for expert, own in zip(experts, tokens[1:], strict=True):
-        if own is not None and tokens[0] is not None and own != tokens[0]:
-            notes.append(
-                f"warning: {expert.label!r} has as many rows{_differing(own, tokens[0])}, and no row has two "
-                "tokens: rows are merged by number"
-            )
-    return tuple(notes)
+def _lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
+    return tuple(
+        f"warning: {expert.label!r} has as many rows{_differing(own, tokens[0])}: rows are merged by number"
+        for expert, own in zip(experts, tokens[1:], strict=True)
+        if own is not None and tokens[0] is not None and own != tokens[0]
+    )
 
 
 def _unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Method, ScaledMethod, Site
+from mergekit_lab.merging.contract import Method, ScaledMethod, Site, is_finite
 from mergekit_lab.ranges import require
 
 
@@ -49,7 +49,8 @@ class ConsensusTA(ScaledMethod):
             values = list(self.tall.values())
         else:
             values = list(self.tall) if isinstance(self.tall, Sequence) else [self.tall]
-        require(all(value >= 0 for value in values), "tall", self.tall, "at least 0")
+        right = all(value >= 0 and is_finite(value) for value in values)
+        require(right, "tall", self.tall, "at least 0, and finite in float32")
 
     elementwise = True
     propagates = True

@@ -10,14 +10,15 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
 from mergekit_lab.ranges import require
 
 
@@ -193,11 +194,15 @@ class Method:
         return numbers
 
     def check(self, experts: Sequence[str]) -> None:
-        """Refuse, before any work, weights that do not fit these experts, and a coefficient that is no finite
-        number."""
+        """Refuse, before any work, weights that do not fit these experts, and settings that are no finite
+        numbers."""
         self.weigh_experts(experts)
-        require(isinstance(self.scale, Real), "coefficient", self.scale, "a number")
-        require(is_finite(self.scale), "coefficient", self.scale, "finite in float32")
+        number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
+        require(number, "coefficient", self.scale, "a number")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            finite = not isinstance(value, int | float) or is_finite(value)
+            require(finite, setting.name, value, "finite in float32")
 
     def check_tensors(self, names: Sequence[str]) -> None:
         """Refuse, before any work, a model whose merged tensors have these names.
@@ -289,9 +294,9 @@ def _match(patterns: Mapping[str, float], name: str, default: float) -> float:
 
 
 def _read_number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"weights hold {value!r}; each must be a number, or a mapping from name pattern to number"
-        ) from None
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool):
+            return float(value)
+    raise InputError(
+        f"weights hold {abbreviate(value)}; each must be a number, or a mapping from name pattern to number"
+    )

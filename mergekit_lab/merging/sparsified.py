@@ -37,6 +37,7 @@ class SparsifiedMethod(Method):
 
     def __post_init__(self) -> None:
         require(self.weights is None, "weights", self.weights, "None: give them to the inner method")
+        require(isinstance(self.inner, Method), "inner", self.inner, "a method")
 
     @property
     def by_entries(self) -> bool:

@@ -28,7 +28,7 @@ def _say_weak(record: Record, group: str) -> str | None:
     if record.zero_shot_value is None or record.value >= record.zero_shot_value:
         return None
     return (
-        f"The expert of {record.task}{group} is worse on its own task than the base: "
+        f"The expert of {record.task}{group} is worse than zero-shot on its own task: "
         f"{to_percent(record.value)} and {to_percent(record.zero_shot_value)} %. Is it this task's expert, and "
         "are the labels in its order?"
     )
@@ -54,7 +54,7 @@ def _say_shared(records: Sequence[Record], vary: Sequence[str]) -> list[str]:
         if record.kind == "expert":
             tasks[_name_group(record, vary), record.weights or record.model_key][record.task] = None
     return [
-        f"The experts of {' and '.join(of_file)}{group} are one file: is each the expert of its own task?"
+        f"The experts of {' and '.join(of_file)}{group} are the same file: is each the expert of its own task?"
         for (group, _), of_file in tasks.items()
         if len(of_file) > 1
     ]

@@ -235,6 +235,7 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
         )
         for run, folder in folders.items()
         for path in sorted((folder / "analysis").glob("*.png"))
+        if path.is_file()
     ]
 
 

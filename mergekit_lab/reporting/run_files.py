@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.paths import is_stream
 from mergekit_lab.reporting.bootstrap import Samples
 from mergekit_lab.reporting.plots import Curves, Searches
+from mergekit_lab.reporting.published import FILE as PUBLISHED
 from mergekit_lab.reporting.published import Beside, read_beside, write_beside
 from mergekit_lab.reporting.records import Failure, Record, Timing, printable, read_records, write_text
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
+_READ = (
+    *("failure.json", "records.jsonl", "timings.json", "curves.json", "searches.json"),
+    *(CONFIG, SAMPLES, PUBLISHED),
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ def read_run(folder: Path) -> RunFiles | Failure:
     """A run's files, or why its folder has none that can be read. Never raises."""
     name = str(folder)
     try:
+        for file in _READ:
+            if is_stream(folder / file):  # whoever reads one may wait without end, or fill the memory
+                raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
             failure = _read_object(folder / "failure.json")
             return Failure(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.errors import InputError
+from mergekit_lab.paths import is_stream
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.tables import Table
 from mergekit_lab.reporting.writing import quote_formula
@@ -159,6 +161,8 @@ class CsvTracker(Tracker):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    if is_stream(path):
+        raise InputError(f"{path} is a pipe or a device, not a file")
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)

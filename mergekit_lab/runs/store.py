@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.backbones import Backbone
-from mergekit_lab.checkpoints import format_size, make_folder
+from mergekit_lab.checkpoints import escape_markdown, format_size, make_folder
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
@@ -202,6 +202,7 @@ def _card(artifact: Artifact) -> str:
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
     return (
         "---\nlibrary_name: mergekit_lab\n---\n"
-        f"# {artifact.kind}: {_describe(artifact)}\n\nMade {artifact.created} by mergekit_lab; named "
-        f"{artifact.key} by the hash of what decides it:\n\n```json\n{content}\n```\n"
+        f"# {escape_markdown(f'{artifact.kind}: {_describe(artifact)}')}\n\n"
+        f"Made {artifact.created} by mergekit_lab; named {artifact.key} by the hash of what decides it:\n\n"
+        f"```json\n{content}\n```\n"
     )

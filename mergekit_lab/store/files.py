@@ -26,15 +26,6 @@ def read_file(path: Path, limit: int) -> bytes:
     return data
 
 
-def is_stream(path: Path) -> bool:
-    """Whether this is a pipe, a socket or a device, which whoever opens it may wait for without end."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
 def discard(path: Path) -> None:
     """Delete a file or a folder, as far as that can be done; of a link, the link."""
     with suppress(OSError):

@@ -30,7 +30,8 @@ from typing import Any
 from mergekit_lab import __version__
 from mergekit_lab.checkpoints import hash_file
 from mergekit_lab.errors import InputError
-from mergekit_lab.store.files import discard, is_stream, read_file
+from mergekit_lab.paths import is_stream
+from mergekit_lab.store.files import discard, read_file
 from mergekit_lab.store.lock import FolderLock
 
 SCHEMA = 1

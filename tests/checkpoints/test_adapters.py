@@ -219,7 +219,7 @@ def test_an_adapter_alone_asks_for_its_base(tmp_path) -> None:
         open_checkpoint(tmp_path)
     for broken in ("{", "[" * 100_000):
         (tmp_path / "adapter_config.json").write_text(broken)
-        with pytest.raises(InputError, match="not an adapter's configuration"):
+        with pytest.raises(InputError, match=r"adapter_config.json is (not JSON|nested too deep)"):
             open_checkpoint(tmp_path)
 
 

@@ -221,6 +221,35 @@ def test_names_in_memory_are_found_in_the_folders_files(make, options, tmp_path)
         torch.testing.assert_close(folded[name], wanted[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_single_experts_fit_the_stacks_of_a_mixture(dtype: torch.dtype, tmp_path) -> None:
+    """As earlier releases of transformers made them, on what release 5 saves: what they are on the pieces."""
+    model = mixtral().to(dtype)
+    model.save_pretrained(tmp_path / "pieces")
+    model.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    generator, factors = torch.Generator().manual_seed(2), {}
+    for name, value in load_file(tmp_path / "pieces" / "model.safetensors").items():
+        if name.endswith(("experts.1.w1.weight", "experts.0.w2.weight", "q_proj.weight", "moe.gate.weight")):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{module}.lora_A.weight"] = torch.randn(2, value.shape[1], generator=generator)
+            factors[f"{module}.lora_B.weight"] = torch.randn(value.shape[0], 2, generator=generator)
+    (tmp_path / "a").mkdir()
+    save_file(factors, tmp_path / "a" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    merged = {
+        layout: type(model).from_pretrained(
+            merged_alone(tmp_path / layout, tmp_path / "a", tmp_path / f"{layout}-out")
+        )
+        for layout in ("pieces", "stacks")
+    }
+    changed = 0
+    for name, value in merged["pieces"].state_dict().items():
+        assert torch.equal(merged["stacks"].state_dict()[name], value)
+        changed += not torch.equal(value, model.state_dict()[name])
+    assert changed == 4
+
+
 def test_new_tokens_bring_their_rows_and_the_unused_copy_is_no_change(tmp_path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "base")

@@ -204,6 +204,18 @@ def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> Non
         assert torch.equal(align(once, twice)[HEAD], twice[HEAD])
 
 
+@pytest.mark.parametrize("stacked", ["base", "expert"])
+def test_layouts_of_a_mixture_are_told_by_names_where_no_configuration_is(stacked: str, tmp_path) -> None:
+    model = mixtral()
+    model.save_pretrained(tmp_path / "pieces")
+    model.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    layouts = ("stacks", "pieces") if stacked == "base" else ("pieces", "stacks")
+    base, expert = (open_checkpoint(load_file(tmp_path / name / "model.safetensors")) for name in layouts)
+    same = align(base, expert)
+    assert same.keys() == base.keys()
+    assert all(torch.equal(same[name], base[name]) for name in base)
+
+
 @pytest.mark.parametrize("make", [gemma3, qwen2_vl, mixtral])
 def test_names_and_stacks_in_memory_are_those_of_the_files_of_that_model(make, tmp_path) -> None:
     """A folder and a state dict of one model, each as base and as expert: matrices an expert, and stacks."""

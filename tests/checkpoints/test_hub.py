@@ -129,6 +129,29 @@ def test_headers_for_open_clip_are_read_from_afar_too_and_those_of_pickles_are_n
         open_checkpoint("org/name", headers_only=True)
 
 
+def test_an_adapter_that_has_a_name_lies_in_a_folder_below_the_repositorys(
+    tmp_path, online, monkeypatch
+) -> None:
+    served = tmp_path / "served/models/org/name"
+    for file in served.iterdir():
+        file.unlink()
+    (served / "math").mkdir()
+    write_tensors(
+        served / "math/adapter_model.safetensors",
+        {
+            "base_model.model.w.lora_A.weight": torch.ones(1, 2),
+            "base_model.model.w.lora_B.weight": torch.ones(4, 1),
+        },
+    )
+    (served / "math/adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    base = open_checkpoint({"w.weight": torch.zeros(4, 2)})
+    for headers_only in (True, False):
+        opened = open_checkpoint("org/name", base=base, headers_only=headers_only)
+        assert torch.equal(opened["w.weight"], torch.ones(4, 2))
+        online.clear()
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -40,6 +40,8 @@ QUANTIZED = {
     "bitsandbytes nf4": {"q.weight": (U8, 256, 1), "q.weight.absmax": (F32, 8)},
     "mlx": {"q.weight": (U32, 32, 4), "q.scales": (BF16, 32, 1), "q.biases": (BF16, 32, 1)},
     "bitnet": {"q.weight": (U8, 8, 16), "q.weight_scale": (BF16, 1)},
+    "beside its module": {"attn.q.weight": (F8, 32, 16), "attn.q_scale": (F32,)},
+    "in a folder of scales": {"attn.q.weight": (F8, 32, 16), "scales.attn.q": (F32, 32)},
     "an unknown one": {"q.nibbles": (U8, 32, 16), "q.stretch": (BF16, 32)},
 }
 PLAIN = {

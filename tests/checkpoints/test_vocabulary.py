@@ -131,7 +131,7 @@ def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tm
     chat = with_tokens(tmp_path / "chat", [f"t{n}" for n in range(35)] + ["<chat>"])
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
     for other, said in (
-        (chat, r"1 tokens only there \(<chat>\), 1 only in the base \(t35\)"),
+        (chat, r"tokens: 1 only there \(<chat>\), 1 only in the base \(t35\)"),
         (turned, r"2 in other rows \(t0, t1\)"),
     ):
         with pytest.raises(InputError, match=rf"{said}(.|\n)*embeddings=intersect"):
@@ -160,8 +160,10 @@ def test_tokens_in_the_same_spare_rows_are_kept_apart(tmp_path) -> None:
     same = reconcile(base, [think, tool], "pad", think.folder)
     for checkpoint in (same.base, *same.experts):
         assert torch.equal(checkpoint[HEAD][34:], think[HEAD][34:])
-    (note,) = reconcile(base, [think]).notes
-    assert "2 tokens only there (</think>, <think>)" in note
+    with pytest.raises(InputError, match=r"tokens: 2 only there \(</think>, <think>\)"):
+        reconcile(base, [think])
+    (note,) = reconcile(think, [base]).notes
+    assert "2 only in the base (</think>, <think>)" in note
 
 
 def test_tokens_without_a_row_do_not_count(folders, tmp_path) -> None:
@@ -229,12 +231,22 @@ def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
         ('{"a": 1e400}', "cannot be read"),
         ('{"a": null}', "cannot be read"),
         ("[3]", "cannot be read"),
-        ("{" * 100_000, "cannot be read"),
+        ('{"a":' * 100_000, "nested too deep"),
+        ("{", "is not JSON"),
     ],
 )
 def test_a_tokenizer_with_rows_that_cannot_be_is_refused(vocabulary: str, message: str, tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocabulary}}}}}')
     with pytest.raises(InputError, match=message):
+        read_tokens(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer_and_a_pointer_is_none(tmp_path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"model": {"vocab": {"a": 0}}}', encoding="utf-8-sig")
+    assert read_tokens(tmp_path) == {"a": 0}
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1\n")
+    with pytest.raises(InputError, match=r"tokenizer.json is a Git LFS pointer, not the file"):
         read_tokens(tmp_path)
 
 

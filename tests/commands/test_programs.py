@@ -7,7 +7,7 @@ import pytest
 from composing import composed, partition
 from omegaconf import OmegaConf, open_dict
 
-from mergekit_lab import InputError
+from mergekit_lab import InputError, programs
 from mergekit_lab.command_line import translate
 from mergekit_lab.commands import COMMANDS, command_class
 from mergekit_lab.programs import start
@@ -76,3 +76,17 @@ def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> Non
         start(cfg, tmp_path, choices, ["base=nowhere"])
     assert "low_rank" in (tmp_path / "failure.json").read_text()
     assert OmegaConf.load(tmp_path / "config.yaml").base == "nowhere"
+
+
+@pytest.mark.parametrize("name", ["failure.json", "diagnosis.json"])
+def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
+    (tmp_path / name).mkdir()
+
+    def work() -> None:
+        (tmp_path / name).write_text("{}")
+
+    with (
+        pytest.raises(InputError, match=rf"{name} cannot be written \(Is a directory\): move it away"),
+        programs._leave_failures(OmegaConf.create({}), tmp_path, []),
+    ):
+        work()

@@ -164,6 +164,7 @@ def test_gradients_and_filters(setting, t, name, wanted) -> None:
     assert evaluate(setting, name, t, "weight") == wanted
 
 
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
 START = "merge_method: ties\nbase_model: base\n"
 TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]\n"
 
@@ -216,7 +217,11 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "models: [{model: a, parameters: {weight: 1%s}}]" % ("0" * 400), "must be a finite number"),
         (START + "models: [{model: [a], parameters: {weight: 1}}]", r"model reference \['a'\] is no path"),
         (START + "models: [{model: null, parameters: {weight: 1}}]", "model reference None has no path"),
-        ("[" * 5000, "cannot be read"),
+        ("[" * 5000, "nested too deep"),
+        (f"{BOMB}merge_method: *a9", "more than 200000 values once its aliases"),
+        ("merge_method: [ties]", "merge_method .* is not supported"),
+        ("merge_method: linear\nmodels: [{model: true, parameters: {weight: 1}}]", "True is no path"),
+        ("merge_method: linear\nmodels: [{model: ' ', parameters: {weight: 1}}]", "has no path"),
         (START + "models: 3", "models is 3; it must be a list"),
         (START + "slices: 3", "slices is 3; it must be a list"),
         (START + "slices: [{sources: 3}]", "sources is 3; it must be a list"),

@@ -102,6 +102,8 @@ def test_a_curvature_that_outweighs_all_others_names_the_tensor() -> None:
         lambda: EpiMer(floor=1e39),
         lambda: TSVM(coefficient=1e308).check(["a"]),
         lambda: WeightAverage(weights=[1e39]).check(["a"]),
+        lambda: RegMean(ridge=10**39).check(["a"]),
+        lambda: ConsensusTA(tall=10**400),
     ],
 )
 def test_settings_that_float32_does_not_hold_are_refused_before_any_work(make) -> None:
@@ -230,10 +232,21 @@ def test_weights_name_experts_by_number() -> None:
     refuse("weights name '3', which is no expert", base=base, experts=experts, method=method)
 
 
-@pytest.mark.parametrize("coefficient", [[0.5], "0.5"], ids=str)
+@pytest.mark.parametrize("coefficient", [[0.5], "0.5", True], ids=str)
 def test_a_coefficient_that_is_no_number_is_refused(coefficient) -> None:
     refuse(r"coefficient is .*; it must be a number", method=TIES(coefficient=coefficient))
     refuse(r"coefficient is .*; it must be a number", method=DARE(inner=TSVM(coefficient=coefficient)))
+
+
+@pytest.mark.parametrize("weight", [True, 10**400, "x", None], ids=lambda value: str(value)[:5])
+def test_a_weight_that_is_no_number_is_refused(weight) -> None:
+    refuse("weights hold .*; each must be a number", method=TIES(weights=[weight]))
+
+
+def test_an_inner_method_is_one() -> None:
+    for kind in (DARE, DELLA, Breadcrumbs):
+        with pytest.raises(InputError, match=r"inner is 0\.5; it must be a method"):
+            kind(inner=0.5)
 
 
 def test_different_values_under_tied_names_are_refused() -> None:

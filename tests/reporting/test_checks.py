@@ -33,7 +33,7 @@ def test_two_tasks_whose_experts_are_one_file_are_named() -> None:
     records = [expert("dtd", weights="h"), expert("svhn", weights="h"), expert("mnist", weights="i")]
     (warning,) = find_warnings(records)
     assert "dtd and svhn" in warning
-    assert "one file" in warning
+    assert "the same file" in warning
     by_key = [expert("dtd", model_key="k"), expert("svhn", model_key="k")]
     assert "dtd and svhn" in find_warnings(by_key)[0]
     seeds = [expert("dtd", weights="h"), expert("svhn", weights="h", seed=1)]

@@ -1,6 +1,7 @@
 import base64
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from mergekit_lab.reporting import (
     write_report,
 )
 from mergekit_lab.reporting.html import say_cache, say_duration
-from mergekit_lab.reporting.run_files import RunFiles, read_run
+from mergekit_lab.reporting.run_files import _READ, RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
 SEARCHES = {"merger0": [{"coefficient": 0.1, "normalized": 0.7, "chosen": True}]}
@@ -323,6 +324,17 @@ def test_a_run_whose_file_is_damaged_is_a_failure_with_a_reason(tmp_path, writte
     failure = read_run(folder)
     assert isinstance(failure, Failure)
     assert failure.error
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written):
+    for name in _READ:
+        folder = shutil.copytree(written.records.parent, tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        failure = read_run(folder)
+        assert isinstance(failure, Failure)
+        assert f"{name} is a pipe or a device, not a file" in failure.error
 
 
 def test_what_a_terminal_would_obey_comes_from_no_run_s_folder(tmp_path, written):

@@ -145,7 +145,7 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
         )
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
-    if all(isinstance(value, int | float | str) for value in setting):
+    if all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in setting):
         setting = [_number(value, key) for value in setting]
         position = t * (len(setting) - 1)
         low = min(int(position), len(setting) - 1)

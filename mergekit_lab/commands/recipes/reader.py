@@ -32,6 +32,7 @@ from mergekit_lab.commands.recipes.methods import (
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.yaml_files import read_yaml_text
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -87,7 +88,7 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
         InputError: it is none, or asks for something that is not done here, by name.
     """
     try:
-        text = file.read_text()
+        text = read_yaml_text(file)
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"recipe={file} cannot be read ({str(error).splitlines()[0]})") from None
@@ -157,11 +158,10 @@ class _Reader:
         self.made = made
         self.referenced: set[str] = set()
         self.unused: set[str] = set()
-        self.merge_method = str(content["merge_method"])
-        if self.merge_method not in DEFAULTS:
-            self.refuse(
-                f"merge_method {abbreviate(self.merge_method)}", suggestion(self.merge_method, DEFAULTS)
-            )
+        method = content["merge_method"]
+        if not isinstance(method, str) or method not in DEFAULTS:
+            self.refuse(f"merge_method {abbreviate(method)}", suggestion(str(method)[:100], DEFAULTS))
+        self.merge_method = method
         self.content = self.known(self.flat(content), _TOP | _IDLE, "the recipe")
         if ("models" in self.content) == ("slices" in self.content):
             raise InputError(f"{where}: give either models or slices")
@@ -275,9 +275,9 @@ class _Reader:
             self.known(node, {"path", "revision"}, "a model path")
             path = str(node.get("path") or "")
             return f"{path}@{node['revision']}" if path and node.get("revision") else path
-        if not isinstance(node, str | int | float | None):
+        if isinstance(node, bool) or not isinstance(node, str | int | float | None):
             raise InputError(f"{self.where}: the model reference {abbreviate(node)} is no path")
-        return str(node or "")
+        return str(node or "").strip()
 
     def recipe(self, text: str, seed: int) -> Recipe:
         parameters = self.parameters(self.content, "the recipe")
