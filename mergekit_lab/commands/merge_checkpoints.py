@@ -15,6 +15,7 @@ from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
 from mergekit_lab.commands.sources import local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
+from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
@@ -36,15 +37,15 @@ def merge(
     exclude: Sequence[str] = (),
     dtype: str | torch.dtype | None = None,
     device: Devices = "auto",
-    embeddings: str | None = None,
+    embeddings: Literal["intersect", "pad", "base"] | None = None,
     tokenizer_from: str | Path | None = None,
     allow_config_mismatch: Sequence[str] = (),
     buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    format: str = "dense",
+    format: Literal["dense", "low_rank"] = "dense",
     metrics: Mapping[str, float] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Merge models into a folder that `transformers` or open_clip loads.
 
@@ -69,7 +70,7 @@ def merge(
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
             with every expert's share apart; `expand` makes the model of them.
         metrics: numbers for the model card.
-        progress: show a bar.
+        progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
@@ -90,8 +91,9 @@ def merge(
         max_shard_bytes=max_shard_bytes, allow_config_mismatch=allow_config_mismatch, buffers=buffers,
     )  # fmt: skip
     return write(
-        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {}, progress=progress
-    )
+        prepared, Path(out), overwrite=overwrite, format=format, metrics=metrics or {},
+        progress=is_watched() if progress is None else progress,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class MergeCheckpoints:
         allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
         format: dense, or low_rank: what a spectral merge adds to the base, in factors.
+        metrics: numbers for the model card, by name.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -136,6 +139,7 @@ class MergeCheckpoints:
     buffers: Literal["merge", "base"]
     dtype: str | None
     format: Literal["dense", "low_rank"]
+    metrics: dict[str, float] | None
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -163,8 +167,9 @@ class MergeCheckpoints:
             _print_report(prepared, out, self.overwrite, self.format)
             return
         write(
-            prepared, out, overwrite=self.overwrite, format=self.format, progress=self.progress, recipe=recipe
-        )
+            prepared, out, overwrite=self.overwrite, format=self.format, metrics=self.metrics or {},
+            progress=self.progress, recipe=recipe,
+        )  # fmt: skip
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
