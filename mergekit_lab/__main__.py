@@ -1,4 +1,4 @@
-"""`python -m mergekit_lab +experiment=quickstart`"""
+"""`python -m mergekit_lab +experiment=quickstart`, or `mergekit-lab` alike."""
 
 import os
 import sys
@@ -45,22 +45,37 @@ def _run() -> None:
     try:
         main()
     except CompactHydraException as error:
-        print(explain(error), file=sys.stderr)
+        print(explain(error, sys.argv[1:]), file=sys.stderr)
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    from mergekit_lab.command_line import translate
+def run() -> None:
+    """The command line, from what a user typed to the exit code."""
+    from mergekit_lab.command_line import answer, explain_stop, translate
     from mergekit_lab.console import outlive_console
     from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
+    called = Path(sys.argv[0]).stem
+    if (
+        text := answer(sys.argv[1:], "mergekit-lab" if called == "mergekit-lab" else "python -m mergekit_lab")
+    ) is not None:
+        print(text)
+        return
+    if (
+        os.getcwd() not in sys.path
+    ):  # a console script has its own folder there, and `_target_` may name a user's
+        sys.path.insert(0, os.getcwd())
     gather_temporary_files()
     sys.argv[1:] = translate(sys.argv[1:])
     raise_on_sigterm()
     try:
         _run()
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print(explain_stop(sys.argv[1:]), file=sys.stderr)
         leave(130)
+
+
+if __name__ == "__main__":
+    run()
