@@ -77,7 +77,7 @@ def _read_texts(texts: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_text(name: str, text: Any) -> dict[str, Any]:
-    """A task of a file with the columns `prompt` and `answer`, or of the fields of `TextFile` that are given."""
+    """A task of a file with the columns `prompt` and `answer`, or of the given fields of `TextFile`."""
     fields = dict(text) if isinstance(text, Mapping) else {"source": text}
     source = str(fields.get("source", ""))
     path = Path(source).expanduser()

@@ -1,7 +1,7 @@
 """Messages to a shop from a seeded generator: two tasks with chosen answers that a small model learns soon.
 
-`topic` asks which department a message is for, `tone` how its writer feels. Both read the same kind of message, so
-experts of the two can be merged and each other's skill be lost.
+`topic` asks which department a message is for, `tone` how its writer feels. Both read the same kind of message,
+so an expert of one says little of the other, and a merge has something to lose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOPICS = {
     ),
     "returns": (
         "I want to send the {thing} back", "the {thing} came in the wrong size on {day}",
-        "the {thing} does not fit and I would like another one", "which label do I put on the box with the {thing}",
+        "the {thing} does not fit, I would like another one", "which label goes on the box with the {thing}",
     ),
     "account": (
         "I cannot sign in to see the {thing}", "my password was changed on {day}",
