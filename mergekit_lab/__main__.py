@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
@@ -15,6 +16,8 @@ from mergekit_lab.paths import conf_dir
 # Read when torch loads. By default its threads spin so long at barriers that two runs on the same cores
 # take twenty times as long as one; so they share them, and a run alone is as fast.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+_FULL_ERROR = "HYDRA_FULL_ERROR" in os.environ
 
 
 class UserError(CompactHydraException):
@@ -31,6 +34,8 @@ def main(cfg: DictConfig) -> float | None:
             cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
         )
     except InputError as error:
+        if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise
+            raise SystemExit(str(error)) from None
         raise UserError(str(error)) from error
 
 
@@ -38,7 +43,7 @@ def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
     from mergekit_lab.command_line import explain
 
-    if "HYDRA_FULL_ERROR" in os.environ:
+    if _FULL_ERROR:
         main()
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what Hydra would print

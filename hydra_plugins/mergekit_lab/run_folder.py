@@ -85,5 +85,6 @@ def _remove_empty(folder: Path, named: bool) -> None:
     with suppress(OSError):
         if not named and {file.name for file in folder.iterdir()} <= {"log.txt", ".hydra"}:
             shutil.rmtree(folder)
+            folder.parent.rmdir()  # if it was the only one
         else:
             folder.rmdir()

@@ -133,7 +133,7 @@ class Card:
         if self.recipe:
             body += ["As this mergekit recipe says:", "", *_fence(self.recipe, "yaml"), ""]
         elif self.command:
-            body += ["By this command, inputs called as below:", "", *_fence(self.command), ""]
+            body += ["By this command, inputs called as below:", "", *_fence(self.command, "sh"), ""]
         if self.equivalent:
             body += ["The same merge as a mergekit recipe:", "", *_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]

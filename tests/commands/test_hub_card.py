@@ -50,7 +50,7 @@ def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inpu
     merged = load_file(inputs / "out/model.safetensors")
     assert torch.equal(loaded["model"].state_dict()["model.norm.weight"], merged["model.norm.weight"])
 
-    (command,) = blocks(card, "")
+    (command,) = blocks(card, "sh")
     words = [word for word in shlex.split(command)[3:] if not word.startswith(("out=", "+experiment="))]
     merge_command(inputs, *words, "out=again")
     again = load_file(inputs / "again/model.safetensors")

@@ -1,6 +1,7 @@
 """What a stranger meets first: a bare command, a mistake, a folder, a dry run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ from hydra_plugins.mergekit_lab.run_folder import RunFolder, _remove_empty
 from mergekit_lab.command_line import answer, explain_stop, list_options, translate
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_duration
-from mergekit_lab.merging import resolve_device
+from mergekit_lab.merging import TIES, TSVM, resolve_device
+from mergekit_lab.merging.inputs import open_inputs
+from mergekit_lab.merging.jobs import count_work, plan_jobs
+from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.runs.plan import _seconds
 from mergekit_lab.training import TrainingSettings
+from mergekit_lab.training.fit import _Progress
+from mergekit_lab.training.module import FinetuneModule
 
 
 def test_the_bare_command_says_in_fifteen_lines_what_one_can_do() -> None:
@@ -140,8 +146,6 @@ def test_python_finds_names_and_choices() -> None:
     assert {"merge", "run", "merge_state_dicts"} <= set(dir(mergekit_lab))
     import pydoc
 
-    from mergekit_lab.merging import TIES
-
     text = pydoc.render_doc(TIES)
     assert "mergelm" in text
     stub = Path(mergekit_lab.__file__).with_suffix(".pyi").read_text()
@@ -159,3 +163,21 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
         with pytest.raises(InputError, match="is a command on checkpoints"):
             mergekit_lab.run("merge_checkpoints")
         assert GlobalHydra.instance().is_initialized()
+
+
+def test_the_bar_counts_the_whole_training_and_shows_the_loss() -> None:
+    bar = _Progress(clocked=False)
+    bar._trainer = SimpleNamespace(max_steps=60, global_step=50)  # type: ignore[assignment]
+    assert bar.total_train_batches == 60
+    module = FinetuneModule(torch.nn.Linear(1, 1), {}, torch.optim.SGD, steps=60)  # type: ignore[arg-type]
+    module.curve = [{"step": 50, "train_loss": 0.25}, {"step": 50, "val_accuracy": 1.0}]
+    assert bar.get_metrics(bar.trainer, module) == {"loss": "0.250"}
+
+
+def test_a_merge_that_factorizes_begins_with_what_is_soon_done_and_counts_by_cost() -> None:
+    base = {"a": torch.zeros(64, 64), "b": torch.zeros(8, 8), "c": torch.zeros(32, 32), "d": torch.zeros(9)}
+    method = TSVM()
+    (reader,) = open_readers(open_inputs(base, [base, base], method), method, "cpu", None)
+    assert plan_jobs(reader) == [["d"], ["a"], ["c"], ["b"]]
+    assert [count_work(method, name, tensor.shape) for name, tensor in base.items()] == [64**3, 8**3, 32**3, 9]
+    assert count_work(TIES(), "a", (64, 64)) == 64**2
