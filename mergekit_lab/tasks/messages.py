@@ -100,7 +100,7 @@ class Messages(TextTask):
                 if text not in seen:
                     misses = 0
                     seen.add(text)
-                    prompts.append(f"{text}\n{_QUESTIONS[self.kind]}")
+                    prompts.append(f"{text}\n{_QUESTIONS[self.kind]}\n")
                     answers.append(labels[self.kind])
             if name == part:
                 break

@@ -123,8 +123,7 @@ def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:
     frame = mergekit_lab.run(
         "quickstart",
         [
-            *TINY[1:],
-            "joint=false",
+            *TINY[2:],
             "stage=[finetune,analyze]",
             f"store.root={tmp_path}/store",
             f"run_dir={tmp_path}/0",
