@@ -80,7 +80,7 @@ def _command_of(experiment: str, arguments: list[str]) -> str | None:
     return None
 
 
-def _config_dirs(arguments: list[str]) -> Iterator[Path]:
+def _config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
     for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
         option, equals, value = each.partition("=")
         if option in _CONFIG_DIR:
