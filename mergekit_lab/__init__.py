@@ -1,6 +1,7 @@
 """Fine-tune experts so that they merge well, merge them well, and prove it.
 
-Importing this package loads no framework: public names are resolved on first use.
+Importing this package loads no framework: public names are resolved on first use, and
+`__init__.pyi` says their types.
 """
 
 from importlib import import_module
@@ -14,6 +15,7 @@ _PUBLIC = {
     "extract": "mergekit_lab.commands.extract",
     "merge_state_dicts": "mergekit_lab.merging",
     "open_checkpoint": "mergekit_lab.checkpoints",
+    "run": "mergekit_lab.from_python",
     "InputError": "mergekit_lab.errors",
 }
 
@@ -24,3 +26,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'mergekit_lab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

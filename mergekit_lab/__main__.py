@@ -1,4 +1,4 @@
-"""`python -m mergekit_lab +experiment=quickstart`"""
+"""`python -m mergekit_lab +experiment=quickstart`, or `mergekit-lab` alike."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
@@ -15,6 +16,8 @@ from mergekit_lab.paths import conf_dir
 # Read when torch loads. By default its threads spin so long at barriers that two runs on the same cores
 # take twenty times as long as one; so they share them, and a run alone is as fast.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+_FULL_ERROR = "HYDRA_FULL_ERROR" in os.environ
 
 
 class UserError(CompactHydraException):
@@ -32,6 +35,8 @@ def main(cfg: DictConfig) -> float | None:
             cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
         )
     except InputError as error:
+        if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise
+            raise SystemExit(str(error)) from None
         raise UserError(str(error)) from error
 
 
@@ -39,7 +44,7 @@ def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
     from mergekit_lab.command_line import check_config_files, explain
 
-    if "HYDRA_FULL_ERROR" in os.environ:
+    if _FULL_ERROR:
         check_config_files(sys.argv[1:])
         main()
         return
@@ -48,22 +53,37 @@ def _run() -> None:
         check_config_files(sys.argv[1:])
         main()
     except (CompactHydraException, InputError) as error:
-        print(explain(error), file=sys.stderr)
+        print(explain(error, sys.argv[1:]), file=sys.stderr)
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    from mergekit_lab.command_line import translate
+def run() -> None:
+    """The command line, from what a user typed to the exit code."""
+    from mergekit_lab.command_line import answer, explain_stop, translate
     from mergekit_lab.console import outlive_console
     from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
+    called = Path(sys.argv[0]).stem
+    if (
+        text := answer(sys.argv[1:], "mergekit-lab" if called == "mergekit-lab" else "python -m mergekit_lab")
+    ) is not None:
+        print(text)
+        return
+    if (
+        os.getcwd() not in sys.path
+    ):  # a console script has its own folder there, and `_target_` may name a user's
+        sys.path.insert(0, os.getcwd())
     gather_temporary_files()
     sys.argv[1:] = translate(sys.argv[1:])
     raise_on_sigterm()
     try:
         _run()
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print(explain_stop(sys.argv[1:]), file=sys.stderr)
         leave(130)
+
+
+if __name__ == "__main__":
+    run()

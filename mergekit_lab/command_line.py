@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from hydra.errors import MissingConfigException
 
+from mergekit_lab import __version__
 from mergekit_lab.commands import COMMANDS
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.paths import conf_dir
@@ -17,6 +21,39 @@ _EXPERIMENT = "+experiment="
 _SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
 _SEARCH_PATH = "hydra.searchpath="
+_TIMES = re.compile(r"\s*[×*]\s*|\s+x\s+")
+WELCOME = """\
+mergekit_lab fine-tunes experts of one backbone, merges them, and shows which way keeps most.
+
+Fine-tune four small experts, merge them seven ways, compare:
+  {command} +experiment=quickstart
+
+Compare ways to merge checkpoints that you have, on your own tasks:
+  {command} +experiment=compare_mergers base=BASE experts=[A,B] data=[A.csv,B.csv]
+
+Merge them:
+  {command} +experiment=merge_checkpoints base=BASE experts=[A,B] out=OUT merger=ties
+
+More: {command} --help    every group and its options; `merger=` or `+experiment=` says what each is
+      {command} --version
+Add dry_run=true to see what would be done, and how long it takes."""
+"""What the bare command says."""
+_STOPPED = "stopped; the same command goes on from here"
+
+
+def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | None:
+    """What is said at once, without reading a configuration: without arguments a way in, and the version."""
+    if not arguments:
+        return WELCOME.format(command=command)
+    return f"mergekit_lab {__version__}" if "--version" in arguments else None
+
+
+def explain_stop(arguments: Sequence[str]) -> str:
+    """What Ctrl-C leaves: a run goes on from the store, a command on checkpoints begins anew."""
+    named = [each.removeprefix("--config-name=") for each in arguments if each.startswith("--config-name=")]
+    if set(named) & set(COMMANDS):
+        return "stopped; nothing was written, and the same command begins anew"
+    return _STOPPED
 
 
 def translate(arguments: list[str]) -> list[str]:
@@ -25,9 +62,10 @@ def translate(arguments: list[str]) -> list[str]:
     A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
     becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
     says `command: diagnose`. A paper's figure with `suite=glyphs8` gets what its header says of shipped data,
-    `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`).
+    `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
+    `optimizer x merger` and `optimizer*merger` are the same).
     """
-    read = [each.replace("×", "*") if each.startswith("table=") else each for each in arguments]
+    read = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in arguments]
     read += _shipped(read)
     for position, each in enumerate(read):
         name = each.removeprefix(_EXPERIMENT).removeprefix("stage=")
@@ -71,18 +109,25 @@ def check_config_files(arguments: list[str]) -> None:
                 )
 
 
-def _config_dirs(arguments: list[str]) -> Iterator[Path]:
+def _config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
     for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
         option, equals, value = each.partition("=")
         if option in _CONFIG_DIR:
             yield Path(value if equals else following)
 
 
-def explain(error: Exception) -> str:
-    """What Hydra says of a command line, as one line with the nearest name."""
+def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
+    """What Hydra says of a command line, as one line with the nearest name; a name left empty lists them all.
+
+    Args:
+        error: Hydra's.
+        arguments: as Hydra got them, for options in a user's folder.
+    """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if not option:
+            return f"{list_options(group, _config_dirs(arguments))}\n{group}= names none: choose one of these"
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
         return f"there is no {group} {option!r}{suggestion(option, options)}"
     if wrong := re.match(r"Could not override '([^']+)'", text):
@@ -93,6 +138,39 @@ def explain(error: Exception) -> str:
         return f"unknown key {wrong[1]!r}{suggestion(key, known)}"
     cause = error.__cause__ or error.__context__
     return f"{text}: {cause}" if text.startswith("Error merging override") and cause else text
+
+
+def list_options(group: str, folders: Iterable[Path] = ()) -> str:
+    """The options of a group with the first comment of each, those of one family together.
+
+    Args:
+        group: as `merger`.
+        folders: a user's own, beside the package's.
+    """
+    files = {f.stem: f for folder in (conf_dir(), *folders) for f in sorted((folder / group).glob("*.yaml"))}
+    if group == "experiment":
+        files |= {name: conf_dir() / f"{name}.yaml" for name in COMMANDS}
+    families = [
+        list(names) for _, names in groupby(sorted(files), lambda name: re.split("_|(?=[0-9])", name)[0])
+    ]
+    single = [name for family in families if len(family) == 1 for name in family]
+    blocks = [single, *(family for family in families if len(family) > 1)]
+    width = max(map(len, files), default=0)
+    room = max(30, shutil.get_terminal_size((110, 24)).columns - width - 5)
+    return "\n\n".join(
+        "\n".join(f"  {name:<{width}}  {_first_comment(files[name], room)}".rstrip() for name in block)
+        for block in blocks
+        if block
+    )
+
+
+def _first_comment(file: Path, room: int) -> str:
+    """A file's first line that says what it is for."""
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            text = line.lstrip("# ").removeprefix("Question: ")
+            return textwrap.shorten(text, room, placeholder=" …")
+    return ""
 
 
 def _top_level_names() -> Iterable[str]:

@@ -1,5 +1,5 @@
-"""What stands on the terminal; and output that nobody reads any more, a pager that was quit, a full disk: what
-is computed goes on."""
+"""Who reads the output: a person, or nobody any more, as where a pager was quit or a disk is full. What is
+computed goes on."""
 
 from __future__ import annotations
 
@@ -64,3 +64,11 @@ def outlive_console() -> None:
             write_through=stream.write_through,
         )
         setattr(sys, name, wrapper)
+
+
+def is_watched() -> bool:
+    """Whether a person looks at what is printed: in a terminal, or in a notebook."""
+    from rich.console import Console
+
+    console = Console()
+    return console.is_terminal or console.is_jupyter

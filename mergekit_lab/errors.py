@@ -1,7 +1,7 @@
 """The error for what a user can mend: a file, a name, a value."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from reprlib import Repr
 
 
@@ -17,10 +17,13 @@ def listing(names: Iterable[str], limit: int = 8) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'density'?` where a known name is near, else `; known: …`."""
+    """`; did you mean 'density'?` where a known name is near, else `; known: …`, the nearest of them first."""
     options = sorted(known)
-    near = get_close_matches(name, options, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {listing(options, 20)}"
+    if near := get_close_matches(name, options, n=1):
+        return f"; did you mean {near[0]!r}?"
+    ordered = sorted(options, key=lambda option: -SequenceMatcher(None, name, option).ratio())
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return f"; known: {', '.join(ordered[:_SHOWN])}{more}"
 
 
 def abbreviate(value: object) -> str:
@@ -28,6 +31,8 @@ def abbreviate(value: object) -> str:
     return _SHORT.repr(value)
 
 
+_SHOWN = 12
+"""Names that one line has room for."""
 _SHORT = Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = 120

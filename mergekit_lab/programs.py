@@ -34,7 +34,7 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
 
     Raises:
         InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
-            run lie there, which a mistake leaves as they are.
+            run lie there, which a mistake leaves as they are, or no work was begun and nobody named the folder.
     """
     with _leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
@@ -68,6 +68,8 @@ def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iter
             remove_failure(folder)
             log.warning("%s keeps the results of an earlier run", folder)
             raise
+        if isinstance(error, InputError) and not (folder / FILE).exists() and _is_unnamed(folder):
+            raise  # before any work, in a folder that nobody would look into
         with suppress(OSError):  # the disk may be what failed
             write_failure(folder, overrides, f"{type(error).__name__}: {error}")
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
@@ -89,6 +91,17 @@ def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iter
 def _holds_results(folder: Path) -> bool:
     """Whether an earlier program came to its end here."""
     return any((folder / name).exists() for name in _RESULTS) and not (folder / FILE).exists()
+
+
+def _is_unnamed(folder: Path) -> bool:
+    """Whether Hydra made the folder, under the name that it has by default."""
+    if not HydraConfig.initialized() or _in_sweep():
+        return False
+    settings = HydraConfig.get()
+    said = [*settings.overrides.task, *settings.overrides.hydra]
+    made = None if OmegaConf.is_missing(settings.runtime, "output_dir") else settings.runtime.output_dir
+    named = any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in said)
+    return made == str(folder) and not named
 
 
 def _in_sweep() -> bool:

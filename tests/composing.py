@@ -16,6 +16,7 @@ from mergekit_lab.programs import start
 
 TINY = [
     "+experiment=quickstart",
+    "joint=true",
     "training.steps=4",
     "training.warmup_steps=1",
     "training.batch_size=16",

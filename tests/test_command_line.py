@@ -17,7 +17,10 @@ from mergekit_lab.command_line import check_config_files, explain, translate
         (["optimizer=adamww"], "there is no optimizer 'adamww'; did you mean 'adamw'?"),
         (["+experiment=merge_checkpoints", "merger=tiess"], "did you mean 'ties'?"),
         (["training.step=20"], "unknown key 'training.step'; did you mean 'steps'?"),
-        (["optimizer=sam", "optimizer.base.learning=1"], "unknown key 'optimizer.base.learning'; known: betas"),
+        (
+            ["optimizer=sam", "optimizer.base.learning=1"],
+            "unknown key 'optimizer.base.learning'; known: lr, betas",
+        ),
         (["optimzer=sam"], "unknown key 'optimzer'; did you mean 'optimizer'?"),
         (["sede=1"], "unknown key 'sede'; did you mean 'seed'?"),
         (["+experiment=merge_checkpoints", "joint=false"], "unknown key 'joint'"),

@@ -23,7 +23,7 @@ LEFT_TO_RIGHT = [
     {"commands"},
     {"runs"},
     {"programs", "command_line"},
-    {"__main__"},
+    {"from_python", "__main__"},
 ]
 BESIDE = {
     "store": {"errors", "owners", "paths", "checkpoints"},
@@ -31,8 +31,8 @@ BESIDE = {
 }
 ONLY_IN = {
     "lightning": {"training", "runs"},
-    "hydra": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
-    "omegaconf": {"__main__", "programs", "command_line", "schema", "commands", "runs"},
+    "hydra": {"__main__", "from_python", "programs", "command_line", "schema", "commands", "runs"},
+    "omegaconf": {"__main__", "from_python", "programs", "command_line", "schema", "commands", "runs"},
     "open_clip": {"backbones"},
     "peft": {"backbones"},
     "transformers": {"checkpoints", "backbones", "tasks", "training"},

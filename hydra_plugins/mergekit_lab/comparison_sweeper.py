@@ -145,6 +145,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.errors import InputError
         from mergekit_lab.runs.entry import refuse_missing
         from mergekit_lab.runs.run import Run
+        from mergekit_lab.runs.settle import settle
         from mergekit_lab.schema.run import check, with_chosen_merger
 
         shared: dict[str, Any] = {}
@@ -157,6 +158,7 @@ class ComparisonSweeper(BasicSweeper):
                 del config["hydra"]
             try:
                 refuse_missing(config)
+                config = settle(config)
                 check(config)
                 config = with_chosen_merger(config, said)
                 found[number] = Run(config, Path(), choices, shared)
@@ -247,7 +249,7 @@ class ComparisonSweeper(BasicSweeper):
 
 def _needs_others(config: Any) -> bool:
     """Whether a configuration names what is published elsewhere; found out without importing torch."""
-    weights = config.backbone.get("weights")
+    weights = config.get("base") or config.backbone.get("weights")
     if config.experts or (weights is not None and not str(weights).startswith("asset:")):
         return True
     return any(str(task.get("_target_")).endswith("HubImages") for task in config.suite.tasks.values())

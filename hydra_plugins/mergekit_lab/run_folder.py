@@ -3,6 +3,7 @@
 import atexit
 import fcntl
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+_WRITE_ELSEWHERE = ("merge_checkpoints", "expand")
+_WITHOUT_FOLDER = ("store", "fetch")
 _ROOM = 1 << 20
 """Bytes that must fit: a log, records, and a page with small figures."""
 
@@ -23,15 +26,31 @@ class RunFolder(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        _take(Path(config.hydra.run.dir))
+        if _leaves_nothing(config) and not _is_named(config):
+            config.hydra.run.dir = tempfile.mkdtemp()
+            atexit.register(shutil.rmtree, config.hydra.run.dir, ignore_errors=True)
+            return
+        _take(Path(config.hydra.run.dir), named=_is_named(config))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if not config.get("dry_run"):
-            _take(Path(config.hydra.sweep.dir))
+            _take(Path(config.hydra.sweep.dir), named=True)
 
 
-def _take(folder: Path) -> None:
-    """Make the folder this process's, or refuse it."""
+def _leaves_nothing(config: DictConfig) -> bool:
+    """Whether what is asked for has no results, or has them elsewhere, as a merge in `out`."""
+    stage = config.get("stage")
+    return bool(config.get("command") in _WRITE_ELSEWHERE or config.get("dry_run") or stage in _WITHOUT_FOLDER)
+
+
+def _is_named(config: DictConfig) -> bool:
+    """Whether the user named the folder."""
+    overrides = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
+    return any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in overrides)
+
+
+def _take(folder: Path, named: bool) -> None:
+    """Make the folder this process's, or refuse it; one that nobody named goes again if nothing came of it."""
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,8 +63,8 @@ def _take(folder: Path) -> None:
             f"the folder {folder} of what this run leaves cannot be written ({error.strerror}): set "
             "run_dir=PATH"
         ) from None
-    if not there:  # what is refused for another reason leaves nothing
-        atexit.register(_remove_empty, folder)
+    if not there:
+        atexit.register(_remove_empty, folder, named)
     _lock(folder)
 
 
@@ -61,6 +80,11 @@ def _lock(folder: Path) -> None:
         os.close(held)
 
 
-def _remove_empty(folder: Path) -> None:
+def _remove_empty(folder: Path, named: bool) -> None:
+    """Remove a folder in which nothing is but, where nobody named it, the log of what came of nothing."""
     with suppress(OSError):
-        folder.rmdir()
+        if not named and {file.name for file in folder.iterdir()} <= {"log.txt", ".hydra"}:
+            shutil.rmtree(folder)
+            folder.parent.rmdir()  # if it was the only one
+        else:
+            folder.rmdir()

@@ -22,7 +22,6 @@ from mergekit_lab.checkpoints.inspection import (
     describe_inputs,
     describe_model,
     describe_tensors,
-    format_size,
     plan_specs,
 )
 from mergekit_lab.checkpoints.layers import (
@@ -110,7 +109,6 @@ __all__ = [
     "find_source",
     "fingerprint",
     "follow_tokenizer",
-    "format_size",
     "hash_file",
     "make_folder",
     "measure_files",

@@ -86,6 +86,10 @@ class Card:
         metrics: numbers measured on the merged model.
         recipe: a mergekit YAML that asked for it.
         versions: of the programs.
+        hub: further fields of the header, as `license`.
+        usage: lines of Python that load the model.
+        command: merges the same inputs alike.
+        equivalent: a mergekit YAML of the same merge, where none asked for it.
     """
 
     title: str
@@ -100,6 +104,10 @@ class Card:
     notes: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     recipe: str | None = None
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    usage: str = ""
+    command: str = ""
+    equivalent: str = ""
 
     def write(self, folder: Path) -> None:
         """`README.md` and `mergekit_lab.json`."""
@@ -109,9 +117,10 @@ class Card:
 
     def text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""
-        head = ["---"]
+        head = ["---", *(f"{name}: {json.dumps(value)}" for name, value in self.hub.items())]
         if self.hub_ids:
             head += ["base_model:", *(f"- {json.dumps(name)}" for name in self.hub_ids)]
+            head += ["base_model_relation: merge"]
         head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{escape_markdown(self.method)}**" + (f", preset {escape_markdown(preset)}" if preset else "")
@@ -119,10 +128,15 @@ class Card:
             by = f"mergekit's **{escape_markdown(self.hyper_parameters['merge_method'])}**"
         body = [f"# {escape_markdown(self.title)}", ""]
         body += [f"{len(self.experts)} experts of one base, merged by {by}.", ""]
+        if self.usage:
+            body += _section("Use", ["```python", *self.usage.splitlines(), "```"])
         body += _section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
-            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.recipe)), default=0))
-            body += ["As this mergekit recipe says:", "", f"{fence}yaml", self.recipe.strip(), fence, ""]
+            body += ["As this mergekit recipe says:", "", *_fence(self.recipe, "yaml"), ""]
+        elif self.command:
+            body += ["By this command, inputs called as below:", "", *_fence(self.command, "sh"), ""]
+        if self.equivalent:
+            body += ["The same merge as a mergekit recipe:", "", *_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]
         prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
         rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
@@ -138,6 +152,11 @@ class Card:
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
         body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
+
+
+def _fence(text: str, language: str = "") -> list[str]:
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [f"{fence}{language}", text.strip(), fence]
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:

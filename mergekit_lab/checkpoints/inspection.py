@@ -22,6 +22,7 @@ from mergekit_lab.checkpoints.tied_weights import (
 )
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import listing
+from mergekit_lab.machine import format_size
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -51,15 +52,6 @@ class Report:
     def section(self, title: str, lines: Iterable[str]) -> None:
         """Add a title and the lines below it."""
         self.lines += [title, *(f"  {line}" for line in lines)]
-
-
-def format_size(count: float) -> str:
-    """`1.2 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list[str]:

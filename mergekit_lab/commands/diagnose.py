@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from rich.table import Table
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
 from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.prepare import prepare
-from mergekit_lab.commands.sources import read_sources
+from mergekit_lab.commands.sources import last_part, read_sources
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
@@ -72,12 +73,28 @@ class Diagnose:
         found, notes = self._measure()
         advice = advise(found)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(as_json(found, advice, notes), indent=1, allow_nan=False) + "\n")
+        commands = self._next_commands() if (found.total.norms > 0).sum() > 1 else []
+        told = as_json(found, advice, notes) | {"commands": commands}
+        (folder / FILE).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
         for note in notes:
             log.info("%s", note)
         show(found, advice, Console())
+        for command in commands:
+            print(f"   {command}")
         seconds = time.monotonic() - begun
         log.info("diagnosed %d experts in %.0f s: %s", len(found.experts), seconds, folder / FILE)
+
+    def _next_commands(self) -> list[str]:
+        """What to type to compare mergers on these experts, and to merge them by the advised one."""
+        experts = read_sources(self.experts, "experts")
+        names = list(experts) if isinstance(experts, dict) else [last_part(path) for path in experts]
+        listed = ",".join(experts.values() if isinstance(experts, dict) else experts)
+        texts = ",".join(f"{name}.csv" for name in names)
+        inputs = f"base={shlex.quote(str(self.base))} {shlex.quote(f'experts=[{listed}]')}"
+        return [
+            f"python -m mergekit_lab +experiment=compare_mergers {inputs} {shlex.quote(f'texts=[{texts}]')}",
+            f"python -m mergekit_lab +experiment=merge_checkpoints {inputs} out=merged merger=tsvm",
+        ]
 
     def _measure(self) -> tuple[Interference, Sequence[str]]:
         statistics = {} if self.fishers is None else {"fisher": read_sources(self.fishers, "fishers")}

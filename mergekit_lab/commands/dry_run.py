@@ -28,17 +28,16 @@ from mergekit_lab.checkpoints import (
     describe_inputs,
     describe_model,
     describe_tensors,
-    format_size,
     plan_shards,
     refuse_quantized,
 )
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.commands.write import input_files, plan_files_beside
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import free_bytes
+from mergekit_lab.machine import format_duration, format_size, free_bytes
 from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
-from mergekit_lab.merging.inputs import check_same_names, concerning, select_tensors
+from mergekit_lab.merging.inputs import check_same_names, concerning, explain_missing_side, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
@@ -127,7 +126,7 @@ def _side_problems(prepared: Prepared, merged: Sequence[str]) -> list[str]:
     method, base = prepared.method, prepared.base.specs
     for kind in method.side_inputs:
         if kind not in prepared.side:
-            problems.append(f"{type(method).__name__} needs a {kind} checkpoint for every expert: {kind}s=[…]")
+            problems.append(explain_missing_side(method, kind))
             continue
         own = {n: base[n] for n in merged if method.name_side(kind, n) == n}
         if own:
@@ -216,16 +215,17 @@ def _seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Re
     moved = (read + written) / _BYTES_A_SECOND
     sizes = [prepared.base.specs[name].numel for name in merged]
     if not sizes or result.problems:
-        return f"time: about {moved:.0f} s of reading and writing"
+        return f"time: about {format_duration(moved)} of reading and writing"
     try:
         arithmetic = _arithmetic(prepared, merged, sizes)
     except InputError as error:
         result.problems.append(str(error))
-        return f"time: about {moved:.0f} s of reading and writing"
+        return f"time: about {format_duration(moved)} of reading and writing"
     except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
-        return f"time: about {moved:.0f} s of reading and writing, arithmetic unknown ({type(error).__name__})"
-    rate = f"{arithmetic:.0f} s of arithmetic, {moved:.0f} s of disk at 1 GB/s"
-    return f"time: about {max(moved, arithmetic):.0f} s ({rate})"
+        cause = type(error).__name__
+        return f"time: about {format_duration(moved)} of reading and writing, arithmetic unknown ({cause})"
+    rate = f"{format_duration(arithmetic)} of arithmetic, {format_duration(moved)} of disk at 1 GB/s"
+    return f"time: about {format_duration(max(moved, arithmetic))} ({rate})"
 
 
 def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) -> bool:

@@ -30,6 +30,7 @@ from mergekit_lab.checkpoints import (
     write_files,
 )
 from mergekit_lab.commands.prepare import plan_output
+from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source
 
@@ -45,7 +46,7 @@ def expand(
     coefficient: float | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Make the model that a merge with `format="low_rank"` stored.
 
@@ -60,7 +61,7 @@ def expand(
         coefficient: `α` in place of the stored one.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
-        progress: show a bar.
+        progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
@@ -68,6 +69,7 @@ def expand(
     Raises:
         InputError: no such folder, another base, an unknown task; a place where nothing may be written.
     """
+    progress = is_watched() if progress is None else progress
     folder, out = Path(low_rank).expanduser(), Path(out).expanduser()
     origin = open_checkpoint(base, "the base")
     model = LowRank(folder, origin, str(low_rank), tasks, coefficient)

@@ -16,6 +16,7 @@ from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
 from mergekit_lab.commands.sources import local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
+from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
@@ -40,17 +41,17 @@ def merge(
     exclude: Sequence[str] = (),
     dtype: str | torch.dtype | None = None,
     device: Devices = "auto",
-    embeddings: str | None = None,
+    embeddings: Literal["intersect", "pad", "base"] | None = None,
     tokenizer_from: str | Path | None = None,
     allow_config_mismatch: Sequence[str] = (),
     buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    format: str = "dense",
+    format: Literal["dense", "low_rank", "adapter"] = "dense",
     rank: int | None = None,
     energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Merge models into a folder that `transformers` or open_clip loads.
 
@@ -79,7 +80,7 @@ def merge(
             merge is a weighted sum of them.
         energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
         metrics: numbers for the model card.
-        progress: show a bar.
+        progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
@@ -101,7 +102,7 @@ def merge(
     )  # fmt: skip
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, rank=rank, energy=energy,
-        metrics=metrics or {}, progress=progress,
+        metrics=metrics or {}, progress=is_watched() if progress is None else progress,
     )  # fmt: skip
 
 
@@ -124,6 +125,7 @@ class MergeCheckpoints:
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
         format: dense; low_rank: what a spectral merge adds to the base, in factors; adapter: one LoRA adapter.
         rank, energy: of an adapter.
+        metrics: numbers for the model card, by name.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -150,6 +152,7 @@ class MergeCheckpoints:
     format: Literal["dense", "low_rank", "adapter"]
     rank: Annotated[int, Ge(1)] | None
     energy: Annotated[float, Gt(0), Le(1)] | None
+    metrics: dict[str, float] | None
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -182,6 +185,7 @@ class MergeCheckpoints:
             return
         write(
             prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
+            metrics=self.metrics or {},
             progress=self.progress, recipe=recipe,
         )  # fmt: skip
         for note in prepared.notes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress, track
+from rich.progress import Progress, SpinnerColumn, track
 from torch import Tensor
 
 from mergekit_lab.checkpoints import (
@@ -35,12 +35,14 @@ from mergekit_lab.checkpoints import (
     write_adapter,
     write_files,
 )
+from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
 from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.adapter import AdapterMerge
 from mergekit_lab.merging.blocks import Notes
+from mergekit_lab.merging.jobs import count_work
 from mergekit_lab.prefetch import prefetch
 
 
@@ -75,17 +77,24 @@ def write(
     with make_folder(out, overwrite, planned) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
-            Progress(disable=not progress, transient=True) as bar,
+            Progress(
+                SpinnerColumn(),
+                *Progress.get_default_columns(),
+                disable=not progress,
+                transient=True,
+                speed_estimate_period=600.0,  # of a whole merge, whose tensors differ in what they cost
+            ) as bar,
         ):
-            task = bar.add_task(f"merging into {out.name}", total=sum(s.numel for s in specs.values()))
+            work = {name: count_work(prepared.method, name, spec.shape) for name, spec in specs.items()}
+            task = bar.add_task(f"merging into {out.name}", total=sum(work.values()))
             results = ((name, tensor) for name, tensor in tensors if name in specs)
             with closing(prefetch(lambda entry: _put(writer, *entry), results, ahead=2)) as written:
-                for entries in written:
-                    bar.advance(task, entries)
+                for name in written:
+                    bar.advance(task, work[name])
         write_files(beside, folder)
         if format == "low_rank":
             _low_rank_record(prepared).write(folder)
-        _card(prepared, out.name, metrics or {}, recipe, _account(notes)).write(folder)
+        _card(prepared, out.name, format, metrics or {}, recipe, _account(notes)).write(folder)
     return out
 
 
@@ -167,10 +176,10 @@ def _low_rank_record(prepared: Prepared) -> LowRankRecord:
     )
 
 
-def _put(writer: ShardedWriter, name: str, tensor: Tensor) -> int:
-    """Write a tensor; returns its entries."""
+def _put(writer: ShardedWriter, name: str, tensor: Tensor) -> str:
+    """Write a tensor; returns its name."""
     writer.write(name, tensor)
-    return tensor.numel()
+    return name
 
 
 def input_files(prepared: Prepared) -> list[Path]:
@@ -222,7 +231,12 @@ def _account(notes: Notes) -> list[str]:
 
 
 def _card(
-    prepared: Prepared, title: str, metrics: Mapping[str, float], recipe: str | None, account: Sequence[str]
+    prepared: Prepared,
+    title: str,
+    format: str,
+    metrics: Mapping[str, float],
+    recipe: str | None,
+    account: Sequence[str],
 ) -> Card:
     side = {
         kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
@@ -251,6 +265,10 @@ def _card(
         notes=[*prepared.notes, *account],
         metrics=metrics,
         recipe=recipe,
+        hub=describe_for_hub(prepared),
+        usage="" if format == "low_rank" else say_usage(prepared, title),
+        command=say_command(prepared, title, format),
+        equivalent="" if recipe or format == "low_rank" else write_recipe(prepared),
     )
 
 

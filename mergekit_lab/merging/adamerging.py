@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Learning:
     batch_size: int = 16
     lr: float = 1e-3
     start: float = _START
-    part: str = "test"
+    part: Literal["test", "validation", "train"] = "test"
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "at least 1")

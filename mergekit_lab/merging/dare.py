@@ -10,6 +10,7 @@ mergekit runs: every tensor gets its old L1 norm back, which is not the paper's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class DARE(SparsifiedMethod):
 
     density: float = 0.1
     seed: int = 0
-    rescale: str = "inverse"
+    rescale: Literal["inverse", "l1"] = "inverse"
 
     by_blocks = True
 

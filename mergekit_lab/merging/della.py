@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class DELLA(SparsifiedMethod):
     density: float = 0.7
     epsilon: float = 0.07
     seed: int = 0
-    rescale: str = "inverse"
+    rescale: Literal["inverse", "l1"] = "inverse"
     inner: Method = field(default_factory=lambda: TIES(preset="mergekit", density=1.0))
 
     by_matrix = True

@@ -41,10 +41,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         resolved = torch.device(device)
         resolved = torch.device("cuda", resolved.index or 0) if resolved.type == "cuda" else resolved
         torch.empty(0, device=resolved)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        count = torch.cuda.device_count()
-        raise InputError(
-            f"device {device!r} is not there: this machine has a CPU and {count} CUDA devices "
-            f"({str(error).splitlines()[0]})"
-        ) from None
+    except (RuntimeError, NotImplementedError, AssertionError):
+        names = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
+        raise InputError(f"device {str(device)!r} is not there: this machine has {names}") from None
     return resolved

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ class EpiMer(AtomMethod):
 
     rank: int | None = 32
     floor: float = 1e-8
-    aggregator: str = "sum"
-    coordinates: str = "tagged"
-    normalize: str = "none"
+    aggregator: Literal["sum", "mean"] = "sum"
+    coordinates: Literal["tagged", "full", "own"] = "tagged"
+    normalize: Literal["none", "trace", "norm"] = "none"
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 

@@ -9,7 +9,7 @@ tanganke/fusion_bench run: the floor is added, and the norm has it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ class Fisher(Method):
         InputError: a value out of range; at the merge, a Fisher without a norm to divide by.
     """
 
-    preset: str = "matena"
+    preset: Literal["matena", "mergelm"] = "matena"
     floor: float = 1e-6
-    normalize: str = "none"
+    normalize: Literal["none", "trace", "norm"] = "none"
     favor_target: bool = False
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)

@@ -313,10 +313,7 @@ def _open_side(
     opened = {}
     for kind in method.side_inputs:
         if kind not in by_kind:
-            raise InputError(
-                f"{type(method).__name__} needs a {kind} checkpoint for every expert: pass "
-                f"statistics={{{kind!r}: …}}"
-            )
+            raise InputError(explain_missing_side(method, kind))
         by_name = _name_sources(by_kind[kind], kind)
         if not isinstance(by_kind[kind], Mapping) and len(by_name) == len(experts):
             by_name = dict(zip(experts, by_name.values(), strict=True))
@@ -331,6 +328,14 @@ def _open_side(
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
+
+
+def explain_missing_side(method: Method, kind: str) -> str:
+    """What to give a method that reads side inputs of a kind; the same on the command line and in Python."""
+    return (
+        f"{type(method).__name__} needs a {kind} checkpoint for every expert: give {kind}s=[…] in the experts' "
+        f"order, or {{name: path}}; mergekit_lab.curvature makes them"
+    )
 
 
 def _without(base: Specs, specs: Specs) -> Specs:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from mergekit_lab.merging.blocks import Reader
+from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.spectral import SpectralMethod
 
 STACK_BYTES = 1 << 30
@@ -21,7 +22,7 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
     names, specs = reader.inputs.merged, reader.inputs.base.specs
     method = reader.method
     if reader.device.type == "cpu":
-        return [[name] for name in names]
+        return [[name] for name in _order(names, reader)]
     if isinstance(method, SpectralMethod):
         alone = [[name] for name in names if name in reader.inputs.stacks]
         groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
@@ -46,6 +47,21 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
         # the longest first, or several devices would wait for the one that has it
         return [*sorted([*stacks, *alone], key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
+
+
+def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
+    """What a tensor costs beside others of the same merge: a factorization goes with the smaller side too."""
+    factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
+    return math.prod(shape) * (min(shape[-2:]) if factorized else 1)
+
+
+def _order(names: Sequence[str], reader: Reader) -> Sequence[str]:
+    """Where tensors are factorized the cheapest first, which shows that it goes on, then the longest ones."""
+    if not isinstance(reader.method, SpectralMethod) or len(names) < 2:
+        return names
+    specs = reader.inputs.base.specs
+    ranked = sorted(names, key=lambda name: count_work(reader.method, name, specs[name].shape), reverse=True)
+    return [ranked[-1], *ranked[:-1]]
 
 
 def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:

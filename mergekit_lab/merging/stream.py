@@ -373,6 +373,7 @@ def merge_state_dicts(
     method: Method,
     *,
     fishers: Sources | None = None,
+    grams: Sources | None = None,
     statistics: Mapping[str, Sources] | None = None,
     dtype: torch.dtype | None = None,
     device: Devices = "cpu",
@@ -388,7 +389,7 @@ def merge_state_dicts(
         experts: `θ_t`: a mapping from name to checkpoint, or a list, named "0", "1", … by position.
             Names and shapes must be the base's.
         method: what to do, e.g. `TIES(density=0.2)`.
-        fishers: short for `statistics={"fisher": fishers}`.
+        fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
         statistics: side inputs by kind; each a mapping by expert name or a list in the experts' order.
         dtype: of the floating-point results; each tensor's own by default. Computation is in float32,
             or float64 where an input is.
@@ -408,10 +409,11 @@ def merge_state_dicts(
         InputError: inputs that disagree (every offender is named), NaN or infinite entries, no experts,
             missing side inputs, unreadable files, a pattern that matches nothing, a device that is not there.
     """
-    if fishers is not None:
-        if statistics and "fisher" in statistics:
-            raise InputError("give either fishers=… or statistics={'fisher': …}, not both")
-        statistics = {**(statistics or {}), "fisher": fishers}
+    for kind, given in (("fisher", fishers), ("gram", grams)):
+        if given is not None and kind in (statistics or {}):
+            raise InputError(f"give either {kind}s=… or statistics={{{kind!r}: …}}, not both")
+        if given is not None:
+            statistics = {**(statistics or {}), kind: given}
     origin = open_checkpoint(base, "the base")
     pairs = dict(
         merge_tensors(

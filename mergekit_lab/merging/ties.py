@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -127,7 +127,8 @@ class TIES(ScaledMethod):
     Args:
         density: share of entries that stay in each task vector, in (0, 1]; 1 trims nothing.
         coefficient: `α`; None takes the preset's (1, or 0.3 for `sum`).
-        preset: whose arithmetic, see `PRESETS`.
+        preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"mergekit"` or
+            `"peft"`; see `PRESETS`.
         election: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs.
         aggregator: `"mean"` or `"sum"` of the entries that agree; None takes the preset's.
         count_buffers: whole-model presets only: integer buffers count among the d entries, as
@@ -137,9 +138,9 @@ class TIES(ScaledMethod):
 
     density: float = 0.2
     coefficient: float | None = None  # type: ignore[assignment]
-    preset: str = "paper"
-    election: str = "mass"
-    aggregator: str | None = None
+    preset: Literal["paper", "mergelm", "sum", "mergekit", "peft"] = "paper"
+    election: Literal["mass", "frequency"] = "mass"
+    aggregator: Literal["mean", "sum"] | None = None
     count_buffers: bool = False
 
     elementwise = True

@@ -16,7 +16,7 @@ denominator so that g = 0 gives 0.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class ASAM(AscentOptimizer):
         named_parameters: Parameters,
         base: BaseOptimizer,
         rho: float = 0.5,
-        scaling: str = "samsung",
+        scaling: Literal["samsung", "saft", "printed"] = "samsung",
         eta: float = 0.01,
         ascent_fraction: float = 1.0,
         sync_ascent: bool = True,

@@ -12,7 +12,7 @@ worst of several draws is a closer one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class MergOPT(OffsetOptimizer):
         max_experts: int = 7,
         loc: float = 0.0,
         scale: float | str = 5e-4,
-        distribution: str = "laplace",
+        distribution: Literal["laplace", "gaussian"] = "laplace",
         seed: int = 0,
         worst_of: int = 1,
         per_rank: bool = False,

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
                 "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
             )
         records = read_records(folder / "records.jsonl")
-        if not records:
+        if not records and not any((folder / "analysis").glob("*.png")):
             return Failure(name, "records.jsonl is empty")
         timings = {
             stage: _read_timing(**timing) for stage, timing in _read_object(folder / "timings.json").items()

@@ -10,12 +10,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from mergekit_lab.reporting import write_report
 from mergekit_lab.reporting.figures import draw_analysis
+from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.check import build
+from mergekit_lab.schema.check import build, list_stages
 from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
@@ -58,3 +62,21 @@ def stage_analyze(run: Run) -> None:
     run.tracker.log_figure(name, paths[0])
     how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
     log.info("%s: %s, %s", name, how, paths[0])
+    _write_page(run)
+
+
+def _write_page(run: Run) -> None:
+    """A page of the analyses' figures, unless the run has or will have a report, in which they stand too."""
+    records = run.folder / "records.jsonl"
+    if "report" in list_stages(run.cfg) or (records.is_file() and records.stat().st_size):
+        return
+    paths = write_report(
+        run.folder,
+        [],
+        curves={},
+        searches={},
+        config_yaml=OmegaConf.to_yaml(run.cfg),
+        timings={},
+        title=f"{run.plain['suite']['name']}: analyses of {say_count(len(run.tasks), 'expert')}",
+    )
+    log.info("report %s", paths.html)

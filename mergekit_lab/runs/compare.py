@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Record, compare, print_table, read_records, write_cross_table
+from mergekit_lab.reporting import Record, ReportPaths, compare, print_table, read_records, write_cross_table
 from mergekit_lab.reporting.summary import say_count
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,17 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     paths = compare(folders, folder, title=f"Comparison of {say_count(len(folders), 'run')}")
     for failure in paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
-    if not paths.table.rows:
+    if len(paths.failures) == len(folders):
         raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
-    print_table(paths.table)
-    draw_cross_table(cfg, folder, read_records(paths.records))
+    _show(paths, cfg, folder)
     log.info("comparison %s\nreport %s", paths.summary, paths.html)
+
+
+def _show(paths: ReportPaths, cfg: DictConfig, folder: Path) -> None:
+    """Print the table, and draw the one that is asked for; runs of analyses alone have none."""
+    if paths.table.rows:
+        print_table(paths.table)
+        draw_cross_table(cfg, folder, read_records(paths.records))
 
 
 def _find_runs(pattern: str) -> list[Path]:
@@ -67,6 +73,5 @@ def _is_run(folder: Path) -> bool:
 def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig) -> None:
     """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
     paths = compare(folders, out, title="Comparison of a sweep")
-    print_table(paths.table)
-    draw_cross_table(cfg, out, read_records(paths.records))
+    _show(paths, cfg, out)
     log.info("comparison %s\nreport %s", paths.summary, paths.html)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.failure import remove_failure, write_failure
+from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.check import list_stages, stage_list
 from mergekit_lab.store import content_key
 
@@ -71,6 +72,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
 
         run_store(cfg, folder, choices)
         return None
+    cfg = settle(cfg)
     if set(wanted) & set(_ON_DATA):
         _run_on_data(wanted, cfg, folder)
         return None
@@ -115,7 +117,7 @@ def refuse_missing(*configs: DictConfig) -> None:
     """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
     from mergekit_lab.runs import preflight
 
-    preflight.refuse_missing(*(cfg for cfg in configs if _works_on_tasks(cfg)))
+    preflight.refuse_missing(*(settle(cfg) for cfg in configs if _works_on_tasks(cfg)))
 
 
 def _works_on_tasks(cfg: DictConfig) -> bool:

@@ -42,7 +42,7 @@ def expert_node(run: Run, task: str) -> Node:
             "experts", label, "finetune", task,
             decide=lambda: read_import_content(source, run.base_content, task)
             | {"finetuning": run.plain["finetuning"]} | _task_content(run, task),
-            make=lambda workspace: import_expert(source, run.base_state, task, workspace.out),
+            make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
         )  # fmt: skip
     settings, optimizer = task_settings(run, task), task_optimizer(run, task)
     number = list(run.tasks).index(task) + 1

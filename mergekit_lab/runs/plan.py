@@ -7,17 +7,23 @@ names of their own.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.machine import format_duration
 from mergekit_lab.runs.curvature import curvature_nodes
 from mergekit_lab.runs.finetune import finetune_nodes, fit_node
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.run import wants_fit
+from mergekit_lab.schema.run import evaluations_a_step, wants_fit
 from mergekit_lab.store import Store
 
 
@@ -75,7 +81,7 @@ class Plan:
             known = [guess for guess in guesses if guess is not None]
             open_ended = open_ended or len(known) < len(guesses)
             total += sum(known)
-            about = "unknown" if missing and not known else _duration(sum(known))
+            about = "unknown" if missing and not known else format_duration(sum(known))
             rows.append((kind, str(len(names)), str(len(names) - len(missing)), str(len(missing)), about))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
@@ -86,7 +92,7 @@ class Plan:
             [
                 f"{self.runs} run{'s' if self.runs > 1 else ''}, store {self.store.root}",
                 *lines,
-                f"In all about {_duration(total)} on one device{end}, from the times of earlier ones.",
+                f"In all about {format_duration(total)} on one device{end}, from the times of earlier ones.",
             ]
         )
 
@@ -126,24 +132,32 @@ def _depth(node: Node) -> int:
 
 def _seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
     """The median of like artifacts: of the same kind, and of the same backbone and optimizer as far as there
-    are any; a training's is scaled by its steps."""
+    are any; a training's is scaled by its gradients: steps, and how many each takes with its optimizer."""
     like = [r for r in artifacts if r.kind == node.kind and "wall_seconds" in r.info]
     for name in ("backbone", "optimizer", "method"):
         closer = [r for r in like if r.content.get(name) == node.content.get(name)]
         like = closer or like
     if not like:
         return None
-    steps = _steps(node.content)
+    gradients = _gradients(node.content)
     return statistics.median(
-        r.info["wall_seconds"] * (steps / _steps(r.content) if steps and _steps(r.content) else 1) for r in like
+        r.info["wall_seconds"] * (gradients / before if gradients and (before := _gradients(r.content)) else 1)
+        for r in like
     )
 
 
-def _steps(content: Mapping[str, Any]) -> float:
-    return float(content.get("training", {}).get("steps", 0))
+def _gradients(content: Mapping[str, Any]) -> float:
+    """Gradients of a whole batch that a training takes; 0 of what is no training."""
+    steps = float(content.get("training", {}).get("steps", 0))
+    if not steps or "_target_" not in content.get("optimizer", {}):
+        return steps
+    node = {name: value for name, value in content["optimizer"].items() if name != "pilots"}
+    return steps * _gradients_a_step(json.dumps(node, sort_keys=True))
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+@cache
+def _gradients_a_step(optimizer: str) -> float:
+    try:
+        return float(evaluations_a_step(OmegaConf.create(json.loads(optimizer))))
+    except InputError:  # of an optimizer that is here no more
+        return 1.0

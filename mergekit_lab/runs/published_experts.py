@@ -1,9 +1,9 @@
 """Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
 
-`experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names that FusionBench publishes under;
-`experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else `FOLDER/<task>`, a folder or a file, or what task
-arithmetic and its successors have at `FOLDER/ViT-B-32/CarsVal/finetuned.pt`; `experts={task: SOURCE}` names
-each.
+`experts={task: SOURCE}` names each. `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names
+that FusionBench publishes under. `experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else
+`FOLDER/<task>`, a folder or a file, or what task arithmetic and its successors have at
+`FOLDER/ViT-B-32/CarsVal/finetuned.pt`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from mergekit_lab.backbones import OpenClip, as_image_tower
 from mergekit_lab.checkpoints import (
     Checkpoint,
+    align,
     find_cached_snapshot,
     hash_file,
     open_checkpoint,
@@ -112,13 +113,26 @@ def read_import_content(source: str, backbone: Mapping[str, str], task: str) -> 
     return {"backbone": dict(backbone), "imported": digest, "task": task}
 
 
-def import_expert(source: str, base: Mapping[str, Any], task: str, out: Path) -> Mapping[str, Any]:
-    """Write an expert as the backbone's image tower.
+def import_expert(
+    source: str, backbone: Any, base: Mapping[str, Any], task: str, out: Path
+) -> Mapping[str, Any]:
+    """Write an expert under the backbone's names: an image tower of CLIP, else a whole model or an adapter.
 
     Raises:
         InputError: it cannot be read, is a pickle of a whole module, or of another architecture.
     """
-    opened: Checkpoint = open_checkpoint(source, f"the expert of {task}")
-    write_tensors(out / "model.safetensors", as_image_tower(opened, base, opened.label))
+    if isinstance(backbone, OpenClip):
+        opened: Checkpoint = open_checkpoint(source, f"the expert of {task}")
+        tensors = as_image_tower(opened, base, opened.label)
+    else:
+        origin = open_checkpoint(base, "the base")
+        aligned = align(origin, open_checkpoint(source, f"the expert of {task}", base=origin))
+        if lacking := base.keys() - aligned.keys():
+            raise InputError(
+                f"the expert of {task}, {source}, lacks {len(lacking)} tensors of the base "
+                f"({listing(lacking, 3)}): was it saved from another model?"
+            )
+        tensors = {name: aligned[name] for name in base}
+    write_tensors(out / "model.safetensors", tensors)
     (out / "curve.json").write_text(json.dumps([]))
     return {"source": source}

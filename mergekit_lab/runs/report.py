@@ -38,6 +38,8 @@ def stage_report(run: Run) -> None:
     readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
     if readers:
         title += f"; {listing(readers)} read test inputs, without their labels"
+    if not run.cfg.joint and not run.cfg.experts:
+        title += "; joint=true adds a model trained on all tasks at once"
     if run.backbone.note:
         title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)

@@ -8,19 +8,21 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.backbones import Backbone
-from mergekit_lab.checkpoints import escape_markdown, format_size, make_folder
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import format_size
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import printable
-from mergekit_lab.runs.graph import list_nodes
-from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.run import StoreSettings, build, check
+from mergekit_lab.schema.check import build, check_group
+from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
+
+if TYPE_CHECKING:
+    from mergekit_lab.runs.run import Run
 
 log = logging.getLogger(__name__)
 _SHORT = 12
@@ -34,8 +36,9 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     Raises:
         InputError: an action that needs something else, or damage that `verify` found.
     """
-    check(cfg)
-    settings = StoreSettings(**cfg.store)
+    plain: Any = OmegaConf.to_container(cfg.store, resolve=True)
+    check_group(plain, StoreSettings, ("store",))
+    settings = StoreSettings(**plain)
     store = Store(Path(settings.root).expanduser() if settings.root else default_store())
     if cfg.dry_run and settings.action in ("export", "import"):
         log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
@@ -49,6 +52,12 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         artifact = adopt(store, _read_path(settings))
         log.info("%s %s: %s", artifact.kind, artifact.key, "was there" if artifact.reused else "imported")
     else:
+        from mergekit_lab.runs.run import Run
+        from mergekit_lab.runs.settle import settle
+        from mergekit_lab.schema.run import check
+
+        cfg = settle(cfg)
+        check(cfg)
         run = Run(cfg, folder, choices)
         {"explain": _explain, "prune": _prune}[settings.action](run, settings)
 
@@ -111,6 +120,8 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
 
 def _explain(run: Run, settings: StoreSettings) -> None:
     """Why what this run wants was not found: what is nearest, and where it parts from it."""
+    from mergekit_lab.runs.graph import list_nodes
+
     missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
         log.info("all that this run wants is in the store %s", run.store.root)
@@ -133,6 +144,8 @@ def _explain(run: Run, settings: StoreSettings) -> None:
 
 
 def _prune(run: Run, settings: StoreSettings) -> None:
+    from mergekit_lab.runs.graph import list_nodes
+
     names = {(node.kind, node.key) for node in list_nodes(run)}
     chosen = [
         artifact
@@ -161,6 +174,8 @@ def _read_path(settings: StoreSettings) -> Path:
 def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
     the configuration names its backbone, what a library needs to load it."""
+    from mergekit_lab.checkpoints import make_folder
+
     out = _read_path(settings)
     chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
@@ -185,6 +200,8 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     made_of = artifact.content.get("backbone") or artifact.content.get("base")
     if "model.safetensors" not in artifact.files or not made_of:
         return []
+    from mergekit_lab.backbones import Backbone
+
     backbone = build(cfg.backbone, Backbone)
     try:
         if backbone.identity() == made_of:
@@ -200,6 +217,8 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
 
 def _card(artifact: Artifact) -> str:
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
+    from mergekit_lab.checkpoints import escape_markdown
+
     return (
         "---\nlibrary_name: mergekit_lab\n---\n"
         f"# {escape_markdown(f'{artifact.kind}: {_describe(artifact)}')}\n\n"

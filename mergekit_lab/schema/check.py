@@ -116,8 +116,13 @@ def check_against(cfg: DictConfig, schema: type) -> None:
     _check_keys(plain, schema, ())
 
 
-def _check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
-    """A group of keys that a dataclass of the schema reads, which then checks what crosses fields."""
+def check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
+    """A group of keys that a dataclass of the schema reads, which then checks what crosses fields.
+
+    Args:
+        node: plain.
+        path: of the group, for messages.
+    """
     where = ".".join(path)
     if not isinstance(node, Mapping):
         raise InputError(f"{where} is {abbreviate(node)}; it must be a group of keys")
@@ -144,7 +149,7 @@ def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> N
         if is_target and name == "coefficient" and keys[name] is None:
             continue  # validation chooses it
         if not is_target and is_dataclass(hints[name]):
-            _check_group(keys[name], hints[name], (*path, name))
+            check_group(keys[name], hints[name], (*path, name))
         else:
             _check(keys[name], hints.get(name, Any), (*path, name))
 

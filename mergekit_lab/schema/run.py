@@ -23,6 +23,7 @@ from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
+from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.schema.target import Target
 from mergekit_lab.tasks import Task
 from mergekit_lab.training import TrainingSettings
@@ -143,32 +144,6 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True)
-class StoreSettings:
-    """Where artifacts are kept, and what `stage=store` does there.
-
-    Args:
-        root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
-        action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
-            is not there; "prune"; "export" one artifact as a folder; "import" such a folder.
-        kind, key: narrow it to a kind ("experts"), or to keys that begin so.
-        older_than: narrow it to what was made more than so many days ago.
-        which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
-            goes where `kind` names it.
-        confirm: verify and prune remove; otherwise they say what would go.
-        path: of the folder exported or imported.
-    """
-
-    root: str | None
-    action: Literal["list", "verify", "explain", "prune", "export", "import"] = "list"
-    kind: str | None = None
-    key: str | None = None
-    older_than: Annotated[float, Ge(0)] | None = None
-    which: Literal["all", "run", "others"] = "others"
-    confirm: bool = False
-    path: str | None = None
-
-
-@dataclass(frozen=True)
 class Suite:
     """The tasks of a run.
 
@@ -183,7 +158,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class Main:
-    """The top level of a run's configuration, `main.yaml`; the groups' own pages say more."""
+    """The top level of a run's configuration, `main.yaml`; the groups' own pages say more.
+
+    `base`, `texts` and lists of `experts` are written out by `runs.settle` before.
+    """
 
     stage: str | list[str]
     backbone: Target[Backbone]
@@ -192,7 +170,9 @@ class Main:
     sources: dict[str, str | None]
     images_limit_gb: Annotated[float, Ge(0)]
     fetch_to: str
+    base: str | None
     experts: str | dict[str, str] | None
+    texts: None
     published: list[str]
     finetuning: Target[Parametrization]
     optimizer: Target[Optimizer]

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab import __version__
-from mergekit_lab.checkpoints import hash_file
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
 from mergekit_lab.store.files import discard, read_file
@@ -117,7 +116,7 @@ class Artifact:
         try:
             if is_stream(path):
                 return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
-            digest, size = hash_file(path), path.stat().st_size
+            digest, size = _hash(path), path.stat().st_size
         except OSError as error:
             return f"{self.title} cannot be read: {name!r}: {error.strerror}"
         if digest == wanted:
@@ -308,7 +307,7 @@ class Store:
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
-        files = {str(p.relative_to(out)): hash_file(p) for p in sorted(out.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(out)): _hash(p) for p in sorted(out.rglob("*")) if p.is_file()}
         manifest = {
             "schema": SCHEMA,
             "kind": kind,
@@ -443,3 +442,9 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _hash(path: Path) -> str:
+    from mergekit_lab.checkpoints import hash_file  # brings torch, which listing a store does without
+
+    return hash_file(path)

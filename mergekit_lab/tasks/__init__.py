@@ -7,6 +7,7 @@ from .decoding import Packed
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
 from .images import HubImages, Keeper
+from .messages import Messages
 from .pretraining import find_held_out
 from .task import PARTS, ImageSamples, ImageTask, Part, Task, count_shared_images, digest_images
 from .text import TextFile, TextSamples, TextTask
@@ -26,6 +27,7 @@ __all__ = [
     "Keeper",
     "Latin",
     "Math",
+    "Messages",
     "Mnist",
     "Packed",
     "Part",

@@ -128,7 +128,8 @@ class TextFile(TextTask):
     Args:
         source: a folder with `train`, `validation` and `test` as `.jsonl`, `.json`, `.csv`, `.tsv` or
             `.parquet` (a relative one is looked for under `$MERGEKIT_LAB_DATA`, by default `data` in the
-            store); or `hub:org/name` or `hub:org/name/configuration`, which is downloaded once.
+            store); one such file, of whose rows validation and test get a quarter each unless `sizes` says
+            otherwise; or `hub:org/name` or `hub:org/name/configuration`, which is downloaded once.
         prompt: a template with column names in braces, such as `"{sentence}\\nSentiment:"`.
         answer: likewise; by default the column `answer`.
         labels: words for an answer's values, such as `{"0": "negative", "1": "positive"}`.
@@ -182,6 +183,11 @@ class TextFile(TextTask):
 
     def _rows_of(self, part: Part) -> list[Mapping[str, Any]]:
         source_part = {p: (self.parts or {}).get(p, p) for p in PARTS}
+        sizes: Mapping[str, int] = self.sizes or {}
+        if not self.source.startswith("hub:") and data_folder(self.source).is_file():
+            source_part = dict.fromkeys(PARTS, "all")
+            quarter = len(read_rows(self.source, "all", self.name)) // 4
+            sizes = {"validation": quarter, "test": quarter, **sizes}
         rows = read_rows(self.source, source_part[part], self.name)
         generator = torch.Generator().manual_seed(self.seed)
         order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
@@ -189,7 +195,7 @@ class TextFile(TextTask):
         for other in ("validation", "test", "train"):
             if source_part[other] != source_part[part]:
                 continue
-            wanted = (self.sizes or {}).get(other)
+            wanted = sizes.get(other)
             if wanted is None and other != part and other != "train":
                 raise InputError(
                     f"task {self.name!r}: {other} and {part} are read from {source_part[part]!r}, so "
@@ -245,7 +251,7 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
     if source.startswith("hub:"):
         return _hub_rows(source.removeprefix("hub:"), part, task)
     folder = data_folder(source)
-    files = [folder / f"{part}{kind}" for kind in KINDS]
+    files = [folder] if folder.suffix in KINDS else [folder / f"{part}{kind}" for kind in KINDS]
     table = next((file for file in files if file.is_file()), None)
     if table is None:
         raise InputError(

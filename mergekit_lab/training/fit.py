@@ -80,7 +80,7 @@ def finetune(
         objectives,
         make_optimizer,
         steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
+        warmup_steps=settings.warmup,
         schedule=settings.schedule,
         clock=clock,
         accumulate=settings.accumulate,
@@ -231,7 +231,10 @@ class _Ended(Callback):
 
 
 class _Progress(RichProgressBar):
-    """Counts steps, of which a clock does not know the last one; of epochs a run has but one."""
+    """Counts steps of the whole training, also of one that goes on, and shows the loss that was recorded last.
+
+    A clock does not know the last step; of epochs a run has but one.
+    """
 
     def __init__(self, clocked: bool) -> None:
         super().__init__(leave=False)
@@ -239,7 +242,12 @@ class _Progress(RichProgressBar):
 
     @property
     def total_train_batches(self) -> float:
-        return float("inf") if self._clocked else super().total_train_batches
+        return float("inf") if self._clocked else self.trainer.max_steps
+
+    def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+        curve = pl_module.curve if isinstance(pl_module, FinetuneModule) else []
+        loss = next((point["train_loss"] for point in reversed(curve) if "train_loss" in point), None)
+        return {} if loss is None else {"loss": f"{loss:.3f}"}
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"{'Training':{len(self.validation_description)}}"

@@ -32,7 +32,9 @@ class TrainingSettings:
             whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
         gradient_evaluations: that budget's size; None takes as many as `steps`, or as the steps of the epochs.
         seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
-        warmup_steps: linear warm-up, at most `steps`. It takes the same part of every budget.
+        warmup_steps: of linear warm-up: a share of the steps, a float in [0, 1], or a whole number of them, at
+            most `steps`. It takes the same part of every budget, and of an expert's steps, not of the joint
+            model's.
         epochs: passes over a task's training part, in place of `steps`; `steps` then only says which part
             `warmup_steps` are.
         epochs_of: the same for single tasks, by name.
@@ -61,7 +63,7 @@ class TrainingSettings:
     budget: str = "steps"
     gradient_evaluations: int | None = None
     seconds: float | None = None
-    warmup_steps: int = 0
+    warmup_steps: int | float = 0
     epochs: float | None = None
     epochs_of: dict[str, float] | None = None
     schedule: str = "cosine"
@@ -86,10 +88,11 @@ class TrainingSettings:
                 f"training.accumulate is {self.accumulate}; it must be at most training.batch_size = "
                 f"{self.batch_size}, which it cuts into micro-batches"
             )
-        if not 0 <= self.warmup_steps <= self.steps:
+        share = isinstance(self.warmup_steps, float)
+        if not 0 <= self.warmup_steps <= (1 if share else self.steps):
             raise InputError(
-                f"training.warmup_steps is {self.warmup_steps}; "
-                f"it must be in [0, training.steps = {self.steps}]"
+                f"training.warmup_steps is {self.warmup_steps}; it must be a share, 0.0 to 1.0, or a whole "
+                f"number in [0, training.steps = {self.steps}]"
             )
         self._check_budget()
         if not 0 <= self.label_smoothing < 1:
@@ -145,14 +148,29 @@ class TrainingSettings:
         """
         epochs = (self.epochs_of or {}).get(task, self.epochs)
         steps = self.steps if epochs is None else max(1, round(epochs * samples / self.batch_size))
-        warmup = self.warmup_steps * steps // self.steps
-        return replace(self, epochs=None, epochs_of=None, steps=steps, warmup_steps=warmup)
+        return replace(self.with_steps(steps), epochs=None, epochs_of=None)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up; a share is rounded down."""
+        share = isinstance(self.warmup_steps, float)
+        return math.floor(self.warmup_steps * self.steps + 1e-9) if share else int(self.warmup_steps)
+
+    def with_steps(self, steps: int) -> TrainingSettings:
+        """The same for another number of steps, of which warm-up takes the same part."""
+        whole = (
+            self.warmup_steps
+            if isinstance(self.warmup_steps, float)
+            else self.warmup_steps * steps // self.steps
+        )
+        return replace(self, steps=steps, warmup_steps=whole)
 
     def content(self) -> dict[str, Any]:
         """What of planned settings enters keys: all but how fast it goes, and what is at a default that once
         went without saying."""
         unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
         said = {name: value for name, value in asdict(self).items() if name not in _HOW}
+        said["warmup_steps"] = self.warmup
         return {name: value for name, value in said.items() if (name, value) not in unsaid.items()}
 
     def plan(self, evaluations_a_step: Fraction) -> TrainingSettings:
@@ -173,15 +191,15 @@ class TrainingSettings:
                 f"{allowed} gradient evaluations do not allow one step, which takes "
                 f"{float(evaluations_a_step):g}: raise training.gradient_evaluations"
             )
-        warmup = self.warmup_steps * steps // self.steps
-        return replace(self, budget="steps", gradient_evaluations=None, steps=steps, warmup_steps=warmup)
+        return replace(self.with_steps(steps), budget="steps", gradient_evaluations=None)
 
     @staticmethod
     def combine(settings: Sequence[TrainingSettings]) -> TrainingSettings:
         """The budget of several models for one, as a model of all tasks has; of planned settings."""
         first = settings[0]
         seconds = None if first.seconds is None else first.seconds * len(settings)
-        return replace(first, steps=sum(each.steps for each in settings), seconds=seconds)
+        steps = sum(each.steps for each in settings)
+        return replace(first, steps=steps, warmup_steps=first.warmup, seconds=seconds)
 
     @property
     def validate_every(self) -> int:

@@ -1,6 +1,7 @@
 """Stage diagnose: from checkpoints people have to tables and JSON."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,11 @@ def test_two_folders_give_experts_pairs_layers_and_advice(folders, tmp_path, cap
     )
     assert found["overall"]["norms"][0] == pytest.approx(wanted**0.5, rel=1e-4)
     shown = capsys.readouterr().out
-    for text in ("cars", "svhn", "Where most cancels", "merger=tsvm", "evidence"):
+    for text in ("cars", "svhn", "Where most cancels", "merger=tsvm", "evidence", *found["commands"]):
         assert text in shown
+    for command in found["commands"]:
+        cfg, _ = composed(shlex.split(command)[3:])
+        assert (cfg.base, list(cfg.experts)) == (str(base), [str(experts["cars"]), str(experts["svhn"])])
 
 
 def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:

@@ -152,7 +152,7 @@ def all_subclasses(kind: type) -> list[type]:
     ("expert", "extra", "problem"),
     [
         ("short", [], r"short lacks 9 tensors \(model.layers.1"),
-        ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: fishers=\[…\]"),
+        ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: give fishers=\[…\]"),
         ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no floating-point tensor"),
         ("cars", ["merger=slerp"], "SLERP goes from one expert to another; it was given 1"),
     ],

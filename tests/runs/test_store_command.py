@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,3 +221,9 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     command(tmp_path, *asked, f"store.path={tmp_path}/bare")
     assert "its backbone is not that of this configuration" in caplog.text
     assert set(open_checkpoint(tmp_path / "bare/model.safetensors")) == set(state)
+
+
+def test_listing_a_store_waits_for_no_framework() -> None:
+    script = "import sys, mergekit_lab.runs.entry, mergekit_lab.runs.store; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

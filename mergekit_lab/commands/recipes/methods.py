@@ -255,8 +255,10 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
 
 def _inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
     if elects:
-        aggregator = "mean" if normalize else "sum"
-        return TIES(preset="mergekit", density=1.0, coefficient=scale, weights=weights, aggregator=aggregator)
+        return TIES(
+            preset="mergekit", density=1.0, coefficient=scale, weights=weights,
+            aggregator="mean" if normalize else "sum",
+        )  # fmt: skip
     total = sum(weights)
     if normalize and abs(total) >= _SMALL:
         scale /= total

@@ -107,9 +107,10 @@ class FinetuningSteps(Sweep):
                 "analysis=steps trains experts for parts of training.steps: it needs training.budget=steps, no "
                 "epochs and no experts="
             )
-        steps = max(1, round(share * training.steps))
-        warmup = training.warmup_steps * steps // training.steps
-        return run.variant({"training": {"steps": steps, "warmup_steps": warmup}, "joint": False})
+        scaled = training.with_steps(max(1, round(share * training.steps)))
+        return run.variant(
+            {"training": {"steps": scaled.steps, "warmup_steps": scaled.warmup_steps}, "joint": False}
+        )
 
     def content(self, run: Run) -> dict[str, Any]:
         variants = [self._variant(run, share) for share in self.shares]

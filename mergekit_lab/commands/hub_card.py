@@ -1,0 +1,192 @@
+"""What the hub reads of a merged model's card, how to use the model, and how it was asked for.
+
+Fields of the header are the hub's: https://huggingface.co/docs/hub/model-cards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS, read_json
+from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
+from mergekit_lab.paths import conf_dir
+
+_CARRIED = ("license", "license_name", "license_link", "language")
+"""What the base's card says and holds for a merge of its descendants too."""
+_PIPELINES = (
+    ("ForCausalLM", "text-generation", "AutoModelForCausalLM"),
+    ("LMHeadModel", "text-generation", "AutoModelForCausalLM"),
+    ("ForConditionalGeneration", "text2text-generation", "AutoModelForSeq2SeqLM"),
+    ("ForSequenceClassification", "text-classification", "AutoModelForSequenceClassification"),
+    ("ForTokenClassification", "token-classification", "AutoModelForTokenClassification"),
+    ("ForQuestionAnswering", "question-answering", "AutoModelForQuestionAnswering"),
+    ("ForMaskedLM", "fill-mask", "AutoModelForMaskedLM"),
+    ("ForImageClassification", "image-classification", "AutoModelForImageClassification"),
+    ("CLIPModel", "zero-shot-image-classification", "CLIPModel"),
+)
+"""The end of an architecture's name, the hub's task, and the class that loads it."""
+
+
+def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
+    """Fields of the card's header: library, task, and what the base's own card says of its license."""
+    library = prepared.library
+    fields: dict[str, Any] = {}
+    if library is not None:
+        fields["library_name"] = library.name
+    if tag := _find_pipeline(prepared):
+        fields["pipeline_tag"] = tag[1]
+    elif library is OPEN_CLIP:
+        fields["pipeline_tag"] = "zero-shot-image-classification"
+    said = _read_header(prepared.origin.folder)
+    return fields | {name: said[name] for name in _CARRIED if said.get(name)}
+
+
+def say_usage(prepared: Prepared, title: str) -> str:
+    """Lines of Python that load the model; empty where no library does."""
+    if prepared.library is OPEN_CLIP:
+        return (
+            "import open_clip\n\n"
+            f"model, preprocess = open_clip.create_model_from_pretrained({f'local-dir:{title}'!r})\n"
+            f"tokenizer = open_clip.get_tokenizer({f'local-dir:{title}'!r})"
+        )
+    if prepared.library is not TRANSFORMERS:
+        return ""
+    found = _find_pipeline(prepared)
+    loader = found[2] if found else "AutoModel"
+    lines = [f"from transformers import {loader}", "", f"model = {loader}.from_pretrained({title!r})"]
+    if prepared.tokenizer is not None:
+        lines = [f"from transformers import {loader}, AutoTokenizer", *lines[1:]]
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({title!r})")
+    return "\n".join(lines)
+
+
+def say_command(prepared: Prepared, title: str, format: str) -> str:
+    """The command that merges the same inputs alike, called as the card calls them; empty for a method that no
+    `merger=` makes."""
+    merger = _say_merger(prepared.method)
+    if merger is None:
+        return ""
+    experts = ",".join(f"{name}: {source}" for name, source in prepared.sources.items())
+    words = [f"base={prepared.base_source}", f"experts={{{experts}}}", f"out={title}", *merger]
+    for kind, by_name in prepared.side.items():
+        words.append(f"{kind}s={{{','.join(f'{name}: {c.label}' for name, c in by_name.items())}}}")
+    settings = {
+        "include": None if prepared.include is None else f"[{','.join(prepared.include)}]",
+        "exclude": f"[{','.join(prepared.exclude)}]" if prepared.exclude else None,
+        "embeddings": prepared.embeddings,
+        "dtype": None if prepared.dtype is None else str(prepared.dtype).removeprefix("torch."),
+        "format": None if format == "dense" else format,
+    }
+    words += [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return " ".join(["python -m mergekit_lab +experiment=merge_checkpoints", *map(shlex.quote, words)])
+
+
+def write_recipe(prepared: Prepared) -> str:
+    """A mergekit YAML that asks for the same merge; empty where mergekit has no such method."""
+    method, experts = prepared.method, list(prepared.experts)
+    if prepared.include is not None or prepared.exclude or prepared.embeddings:
+        return ""
+    weights = method.weigh_experts(experts)
+    parameters: dict[str, Any] = {}
+    if type(method) is WeightAverage:
+        name, weights = "linear", [1.0] * len(experts) if method.weights is None else weights
+    elif type(method) is TaskArithmetic:
+        name, parameters = "task_arithmetic", {"lambda": method.scale}
+    elif type(method) is TIES and method.preset == "mergekit" and method.election == "mass":
+        name = "ties"
+        parameters = {
+            "density": method.density,
+            "lambda": method.scale,
+            "normalize": method.aggregator != "sum",
+        }
+    elif type(method) is SLERP and len(experts) == 2:
+        name, parameters, weights = "slerp", {"t": method.t}, []
+    else:
+        return ""
+    models: list[dict[str, Any]] = [{"model": source} for source in prepared.sources.values()]
+    for model, weight in zip(models, weights, strict=False):
+        model["parameters"] = {"weight": float(weight)}
+    recipe: dict[str, Any] = {"merge_method": name, "base_model": prepared.base_source, "models": models}
+    if name == "linear":
+        del recipe["base_model"]
+    if parameters:
+        recipe["parameters"] = parameters
+    if prepared.dtype is not None:
+        recipe["dtype"] = str(prepared.dtype).removeprefix("torch.")
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+
+def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
+    folder = prepared.origin.folder
+    if prepared.library is not TRANSFORMERS or folder is None or not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    names = config.get("architectures") or [""]
+    return next((each for each in _PIPELINES if str(names[0]).endswith(each[0])), None)
+
+
+def _read_header(folder: Path | None) -> Mapping[str, Any]:
+    """The header of the card in a model's folder; empty where there is none that can be read."""
+    file = None if folder is None else folder / "README.md"
+    if file is None or not file.is_file():
+        return {}
+    found = re.match(r"---\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.S)
+    try:
+        header = yaml.safe_load(found[1]) if found else {}
+    except yaml.YAMLError:
+        return {}
+    return header if isinstance(header, Mapping) else {}
+
+
+def _say_merger(method: Method) -> list[str] | None:
+    """`merger=NAME` and the fields that are not at the option's values."""
+    kind = type(method)
+    for file in sorted((conf_dir() / "merger").glob("*.yaml")):
+        option = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if option["_target_"].rpartition(".")[2] == kind.__name__ and kind.__module__.startswith(
+            "mergekit_lab.merging."
+        ):
+            try:
+                return [f"merger={file.stem}", *_say_fields(method, option, "merger")]
+            except InputError:
+                return None
+    return None
+
+
+def _say_fields(method: Any, option: Mapping[str, Any], path: str) -> list[str]:
+    words = []
+    for name, parameter in inspect.signature(type(method)).parameters.items():
+        value, usual = getattr(method, name), option.get(name, parameter.default)
+        if isinstance(value, Method):
+            if not isinstance(usual, Mapping) or not usual["_target_"].endswith(f".{type(value).__name__}"):
+                raise InputError(f"{path}.{name} is another method than the option's")
+            words += _say_fields(value, usual, f"{path}.{name}")
+        elif name == "coefficient" and value is None:
+            continue
+        elif value != usual and _as_list(value) != _as_list(usual):
+            words.append(f"{path}.{name}={_say_value(value)}")
+    return words
+
+
+def _as_list(value: Any) -> Any:
+    """A sequence as YAML has it, to be compared."""
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _say_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}: {_say_value(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_say_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

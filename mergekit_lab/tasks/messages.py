@@ -1,0 +1,107 @@
+"""Messages to a shop from a seeded generator: two tasks with chosen answers that a small model learns soon.
+
+`topic` asks which department a message is for, `tone` how its writer feels. Both read the same kind of message,
+so an expert of one says little of the other, and a merge has something to lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require_choice
+
+from .task import Part
+from .text import TextSamples, TextTask
+
+_TOPICS = {
+    "billing": (
+        "the invoice of {day} lists the {thing} twice", "my card was charged again for the {thing}",
+        "the amount for the {thing} differs from the price I saw on {day}", "I need a receipt for the {thing}",
+    ),
+    "delivery": (
+        "the parcel with the {thing} has not come since {day}", "the courier left the {thing} with a neighbor",
+        "tracking of the {thing} has stood still since {day}", "the {thing} went to my old address",
+    ),
+    "returns": (
+        "I want to send the {thing} back", "the {thing} came in the wrong size on {day}",
+        "the {thing} does not fit, I would like another one", "which label goes on the box with the {thing}",
+    ),
+    "account": (
+        "I cannot sign in to see the {thing}", "my password was changed on {day}",
+        "please put my new email beside the order of the {thing}", "the page asks me for a code since {day}",
+    ),
+}  # fmt: skip
+_TONES = {
+    "angry": ("This is the third time I write.", "I have had enough.", "Nobody answers, it is a disgrace."),
+    "calm": ("I am writing about order {number}.", "This is about order {number}.", "My order is {number}."),
+    "happy": ("I love your shop.", "Thank you so much for the kind help.", "You made my week."),
+}
+_THINGS = ("boots", "lamp", "kettle", "jacket", "chair", "camera", "blanket", "clock", "guitar", "tent")
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
+_QUESTIONS = {
+    "topic": f"Which department is this for: {', '.join(_TOPICS)}?",
+    "tone": f"How does the writer feel: {', '.join(_TONES)}?",
+}
+_CHOICES = {"topic": tuple(_TOPICS), "tone": tuple(_TONES)}
+_PATIENCE = 2000
+"""Messages that were there already, one after another, before it is said that there are no more."""
+
+
+def _message(draw: Random) -> tuple[str, dict[str, str]]:
+    topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
+    said = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
+    felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
+    sentences = [f"{said[0].upper()}{said[1:]}.", felt]
+    draw.shuffle(sentences)
+    return " ".join(sentences), {"topic": topic, "tone": tone}
+
+
+@dataclass(frozen=True)
+class Messages(TextTask):
+    """What a message to a shop is about, or how its writer feels; no message stands in two parts.
+
+    Args:
+        kind: topic or tone; its answers are the task's `choices`, where these are null.
+        train_size, validation_size, test_size: samples, at least 1.
+        seed: of the messages.
+    """
+
+    name: str = "topic"
+    kind: str = "topic"
+    max_new_tokens: int = 4
+    train_size: int = 400
+    validation_size: int = 60
+    test_size: int = 120
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice(f"task {self.name!r}: kind", self.kind, _CHOICES)
+        if self.choices is None:
+            object.__setattr__(self, "choices", _CHOICES[self.kind])
+        super().__post_init__()
+
+    def make(self, part: Part) -> TextSamples:
+        draw, seen = Random(f"messages/{self.kind}/{self.seed}"), set()
+        prompts: list[str] = []
+        answers: list[str] = []
+        for name, size in (
+            ("test", self.test_size), ("validation", self.validation_size), ("train", self.train_size),
+        ):  # fmt: skip
+            prompts, answers, misses = [], [], 0
+            while len(prompts) < size:
+                text, labels = _message(draw)
+                misses += 1
+                if misses > _PATIENCE:
+                    raise InputError(
+                        f"task {self.name!r}: there are not so many different messages: lower its sizes"
+                    )
+                if text not in seen:
+                    misses = 0
+                    seen.add(text)
+                    prompts.append(f"{text}\n{_QUESTIONS[self.kind]}\n")
+                    answers.append(labels[self.kind])
+            if name == part:
+                break
+        return TextSamples(tuple(prompts), tuple(answers))

@@ -1,0 +1,73 @@
+"""What the hub and a reader get from a merged model's card holds."""
+
+import re
+import shlex
+
+import pytest
+import torch
+import yaml
+from composing import merge_command
+from language import save_tiny
+from safetensors.torch import load_file, save_file
+
+CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- other\n---\n# Base\n"
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """A tiny Llama with a card of its own, and two experts, in the folder where commands run."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "base", "llama")
+    (tmp_path / "base/README.md").write_text(CARD)
+    for seed, name in enumerate(("cars", "svhn")):
+        folder = save_tiny(tmp_path / name, "llama")
+        torch.manual_seed(seed)
+        weights = {n: t + torch.randn_like(t) for n, t in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def blocks(card: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", card, re.DOTALL)
+
+
+def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inputs) -> None:
+    asked = ["base=base", "experts={cars: cars, svhn: svhn}", "merger=ties", "merger.preset=mergekit"]
+    merge_command(inputs, *asked, "merger.density=0.5", "out=out", "metrics={accuracy: 0.75}")
+    card = (inputs / "out/README.md").read_text()
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "language": ["en"],
+        "tags": ["merge", "mergekit_lab"],
+    }
+    assert "| accuracy | 0.75 |" in card
+
+    loaded: dict = {}
+    exec(blocks(card, "python")[0], loaded)
+    merged = load_file(inputs / "out/model.safetensors")
+    assert torch.equal(loaded["model"].state_dict()["model.norm.weight"], merged["model.norm.weight"])
+
+    (command,) = blocks(card, "sh")
+    words = [word for word in shlex.split(command)[3:] if not word.startswith(("out=", "+experiment="))]
+    merge_command(inputs, *words, "out=again")
+    again = load_file(inputs / "again/model.safetensors")
+    assert all(torch.equal(again[name], merged[name]) for name in merged)
+
+    (inputs / "merge.yml").write_text(blocks(card, "yaml")[0])
+    merge_command(inputs, "recipe=merge.yml", "out=by_recipe")
+    by_recipe = load_file(inputs / "by_recipe/model.safetensors")
+    for name in merged:
+        torch.testing.assert_close(by_recipe[name], merged[name])
+
+
+def test_models_of_the_hub_are_related_by_merging() -> None:
+    from mergekit_lab.checkpoints import Card
+
+    one = {"label": "a/b", "tensors": 1, "layout_sha256": "0" * 64}
+    text = Card("m", "TIES", {}, one, {"c": one}, {}, {"torch": "2"}, hub_ids=["a/b", "c/d"]).text()
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["base_model"] == ["a/b", "c/d"]
+    assert header["base_model_relation"] == "merge"

@@ -1,0 +1,91 @@
+"""Checkpoints that are there, compared over ways to merge them on one's own texts."""
+
+import csv
+
+import pytest
+import torch
+from composing import composed
+from language import save_tiny
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from mergekit_lab import InputError
+from mergekit_lab.programs import start
+from mergekit_lab.reporting import read_records
+from mergekit_lab.runs.settle import settle
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A tiny base, two experts of it, and a table of prompts and answers for each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    base = save_tiny(folder / "base", "llama")
+    for number, name in enumerate(("sums", "names")):
+        expert = save_tiny(folder / name, "llama")
+        weights = load_file(expert / "model.safetensors")
+        torch.manual_seed(number)
+        weights = {n: t + 0.01 * torch.randn_like(t) for n, t in weights.items()}
+        save_file(weights, expert / "model.safetensors", {"format": "pt"})
+        with (folder / f"{name}.csv").open("w", newline="") as stream:
+            rows = csv.writer(stream)
+            rows.writerows([["prompt", "answer"], *([f"{name} {n} + 1 =", str(n + 1)] for n in range(16))])
+    return folder, base
+
+
+def test_experts_of_one_s_own_are_compared_on_one_s_own_texts(inputs, tmp_path) -> None:
+    folder, base = inputs
+    arguments = [
+        "+experiment=compare_mergers",
+        f"base={base}",
+        f"experts=[{folder}/sums,{folder}/names]",
+        f"texts={{sums: {{source: {folder}/sums.csv, max_new_tokens: 2}}, names: {folder}/names.csv}}",
+        "search.coefficients=[1.0]",
+        *(
+            "backbone.max_length=64",
+            "progress=false",
+            "device=cpu",
+            "suite.name=mine",
+            f"store.root={tmp_path}",
+        ),
+        *(
+            "~mergers.dare",
+            "~mergers.ties",
+            "mergers.tsvm.coefficient=1.0",
+            "mergers.task_arithmetic.coefficient=1.0",
+        ),
+    ]
+    cfg, choices = composed(arguments)
+    start(cfg, tmp_path / "run", choices, arguments)
+    records = read_records(tmp_path / "run/records.jsonl")
+    assert {r.label for r in records} == {"zero-shot", "experts", "average", "task_arithmetic", "tsvm"}
+    assert {r.task for r in records} == {"sums", "names"}
+    expert = next((tmp_path / "experts").glob("*/model.safetensors"))
+    assert any(
+        torch.equal(
+            load_file(expert)["model.norm.weight"],
+            load_file(folder / n / "model.safetensors")["model.norm.weight"],
+        )
+        for n in ("sums", "names")
+    )
+
+
+def settled(experts: str):
+    cfg, _ = composed(["+experiment=compare_mergers", "base=B", f"experts={experts}"])
+    return OmegaConf.to_container(settle(cfg).experts)
+
+
+def test_a_list_a_mapping_and_a_file_name_the_same_experts(tmp_path) -> None:
+    (tmp_path / "list.txt").write_text("A\nB\n")
+    wanted = {"stories": "A", "quantities": "B"}
+    assert (
+        settled("[A,B]") == settled("{quantities: B, stories: A}") == settled(f"@{tmp_path}/list.txt") == wanted
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [("[A]", "1 experts were given for 2 tasks"), ("{a: A}", "no task")],
+)
+def test_experts_that_are_not_one_a_task_are_refused(experts: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        settled(experts)
