@@ -33,7 +33,7 @@ from mergekit_lab.checkpoints import (
     write_files,
 )
 from mergekit_lab.commands.prepare import Prepared
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, listing, say_bytes, suggestion
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.blocks import Notes
@@ -134,7 +134,7 @@ def input_files(prepared: Prepared) -> list[Path]:
 def _check_room(out: Path, needed: int) -> None:
     free = free_bytes(out)
     if needed > free:
-        raise InputError(f"out={out} needs {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free")
+        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> Files:

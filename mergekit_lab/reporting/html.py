@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.errors import say_bytes
 from mergekit_lab.reporting.charts import Chart, load_charts
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
@@ -195,7 +196,7 @@ def say_cache(records: Sequence[Record]) -> str:
     elif records:
         sentences.append(f"All {len(records)} evaluations were computed.")
     if peaks := [record.peak_memory_bytes for record in records if record.peak_memory_bytes]:
-        sentences.append(f"The largest memory peak was {max(peaks) / 2**30:.2f} GiB.")
+        sentences.append(f"The largest memory peak was {say_bytes(max(peaks))}.")
     return " ".join(sentences)
 
 

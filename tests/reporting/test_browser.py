@@ -18,7 +18,6 @@ from mergekit_lab.reporting.origin import list_commands
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-AXE = files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -66,7 +65,9 @@ def ask(
     probe = page.with_name("probe.html")
     text = page.read_text().replace("@media print", "@media all" if print_media else "@media print")
     (style,) = re.findall("<style>(.*?)</style>", text, re.S)
-    added = [*([AXE] if axe else []), PROBE % script]
+    added = [PROBE % script]
+    if axe:
+        added.insert(0, files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
     policy = html.write_policy(style, [*re.findall("<script>(.*?)</script>", text, re.S), *added])
     text = re.sub('(?<=Security-Policy" content=")[^"]*', escape(policy), text)
     body, end, rest = text.rpartition("</body>")

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from mergekit_lab.errors import say_bytes
 from mergekit_lab.reporting import (
     Failure,
     Origin,
@@ -268,8 +269,14 @@ def test_the_cache_sentence_counts_what_was_reused(record):
     sentence = say_cache([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
     assert sentence == (
         "1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
-        "The largest memory peak was 1.00 GiB."
+        "The largest memory peak was 1.1 GB."
     )
+
+
+def test_no_size_is_said_to_be_nothing():
+    assert [say_bytes(size) for size in (0, 99, 4_000, 99_999, 123_456, 2.5e8, 7.1e9)] == [
+        "0 bytes", "99 bytes", "4.0 kB", "100.0 kB", "0.12 MB", "0.25 GB", "7.1 GB",
+    ]  # fmt: skip
 
 
 def test_a_count_of_nothing_is_not_said(record):
