@@ -166,12 +166,9 @@ class WandbTracker(Tracker):
         with self._never_fail("log_product"):
             import wandb
 
-            used = [name for name in product.inputs if name not in self._here | self._used]
-            self._used.update(used)
-            if not self._run.offline:
-                for name in used:
-                    self._use(name)
-            if product.kind == EVALUATIONS:
+            earlier = product.reference in self._logged  # by a run of this tracker: this one only uses it
+            used = self._use([product.reference] if earlier else product.inputs)
+            if earlier or product.kind == EVALUATIONS:
                 if used and self._run.offline:
                     self._keep_lineage(used)
                 return
@@ -195,9 +192,15 @@ class WandbTracker(Tracker):
             if self._run.offline:
                 self._keep_lineage(used, name=product.reference, type=product.kind, digest=artifact.digest)
 
-    def _use(self, reference: str) -> None:
-        known = self._logged.get(reference)
-        self._run.use_artifact(reference if known is None else known.wait())
+    def _use(self, references: Sequence[str]) -> list[str]:
+        """Tell what this run uses; returns what it has not told before and did not make itself."""
+        new = [name for name in references if name not in self._here | self._used]
+        self._used.update(new)
+        if not self._run.offline:
+            for name in new:
+                known = self._logged.get(name)
+                self._run.use_artifact(name if known is None else known.wait())
+        return new
 
     def _keep_lineage(self, used: list[str], **made: str) -> None:
         run = {"run": self._run.id, "entity": self.entity, "project": self.project}

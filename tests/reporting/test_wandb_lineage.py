@@ -52,17 +52,17 @@ def test_offline_artifacts_hold_manifests_and_lineage_waits_for_the_link(server,
             tracker.log_product(each)
         tracker.finish()
     logged = [r.artifact for r in offline_records(tmp_path / "merge") if r.HasField("artifact")]
-    assert [a.name for a in logged] == ["fishers-digits-adamw-s0", "merged-digits-adamw-s0"]
-    assert [a.type for a in logged] == ["fishers", "merged"], "evaluations are lines of a table"
-    assert [a.description for a in logged] == ["What it is."] * 2
-    assert [json.loads(a.metadata) for a in logged] == [{"seed": 0, "key": "b"}, {"seed": 0, "key": "c"}]
-    assert [sorted(a.aliases) for a in logged] == [["b", "latest"], ["c", "latest"]]
-    assert [[e.path for e in a.manifest.contents] for a in logged] == [["manifest.json"]] * 2
+    (merged,) = logged  # evaluations are lines of a table, and the Fisher is of the run before
+    assert (merged.name, merged.type) == ("merged-digits-adamw-s0", "merged")
+    assert merged.description == "What it is."
+    assert json.loads(merged.metadata) == {"seed": 0, "key": "c"}
+    assert sorted(merged.aliases) == ["c", "latest"]
+    assert [entry.path for entry in merged.manifest.contents] == ["manifest.json"]
     lines = [json.loads(t) for t in (tmp_path / "merge" / LINEAGE).read_text().splitlines()]
     assert {line["run"] for line in lines} == {"id-merge"}
     assert [(line["name"], line["uses"], line["digest"]) for line in lines] == [
-        (FISHER, [EXPERT], logged[0].digest),
-        (MERGED, [], logged[1].digest),  # the Fisher is this run's own, and the expert's use was told
+        (None, [FISHER], None),
+        (MERGED, [EXPERT], merged.digest),  # the Fisher's use was told
     ]
 
 
