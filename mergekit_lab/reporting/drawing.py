@@ -27,6 +27,8 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.7,
     "hatch.linewidth": 0.8,
     "legend.frameon": False,
+    "legend.numpoints": 1,
+    "axes.formatter.limits": (-5, 6),
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "pdf.fonttype": 42,  # journals refuse Type 3

@@ -240,6 +240,8 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
     elif panel.labels is None:
         whole = all(float(each).is_integer() for x, _ in panel.curves.values() for each in x)
         axes.locator_params(axis="x", nbins=6, integer=whole)
+    if max((abs(v) for _, y in panel.curves.values() for v in y if math.isfinite(v)), default=1.0) < 1e-4:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")  # its power would stand in the title
     if panel.logarithmic and panel.positive:
         axes.set_yscale("log")
         drawing.label_log_axis(axes.yaxis)
