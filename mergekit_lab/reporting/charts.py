@@ -111,7 +111,7 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
                 "opacity": {
                     "field": "measure", "type": "ordinal",
                     "scale": {"domain": ["average", "normalized"], "range": [1, 0.45]},
-                    "legend": {"title": None, "labelExpr": _BARS},
+                    "legend": {"title": None, "columns": 1, "labelExpr": _BARS},
                 },
             },
         },
@@ -135,7 +135,7 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
                     "domain": [each["reference"] for each in references],
                     "range": [_STROKES[each["dash"]] for each in references],
                 },
-                "legend": {"title": None, "labelExpr": "datum.label + ', average'"},
+                "legend": {"title": None, "columns": 1, "labelExpr": "datum.label + ', average'"},
             },
             "tooltip": _tooltip(reference="model", value="average"),
         },
@@ -209,9 +209,10 @@ def _cells(
     title: str, values: Sequence[Chart], *, x: str, y: str, scale: Chart, columns: int, height: Any,
     tooltip: Sequence[Chart],
 ) -> Chart:  # fmt: skip
+    order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
     places = {
-        "x": {"field": x, "type": "nominal", "sort": None, "title": None, "axis": {"labelAngle": -35}},
-        "y": {"field": y, "type": "nominal", "sort": None, "title": None},
+        "x": {"field": x, "type": "nominal", "sort": order[x], "title": None, "axis": {"labelAngle": -35}},
+        "y": {"field": y, "type": "nominal", "sort": order[y], "title": None},
     }
     color = {
         "field": "value", "type": "quantitative", "scale": scale, "legend": None,
@@ -226,7 +227,10 @@ def _cells(
             "usermeta": {"minimum": 130 + _CELL * columns},
             "encoding": places,
             "layer": [
-                {"mark": {"type": "rect", "stroke": "white"}, "encoding": {"color": color, "tooltip": tooltip}},
+                {
+                    "mark": {"type": "rect", "stroke": "white", "invalid": "show"},
+                    "encoding": {"color": color, "tooltip": tooltip},
+                },
                 {"mark": {"type": "text"}, "encoding": {"text": {"field": "shown"}, "color": ink}},
             ],
         },
@@ -395,8 +399,7 @@ def chart_plane(
     """A value over two coefficients, `values[i][j]` at `(grid[0][i], grid[1][j])`, a color between levels."""
     steps = [(axis[-1] - axis[0]) / max(len(axis) - 1, 1) or 1.0 for axis in grid]
     cells = [
-        {"x": _short(a - steps[0] / 2), "y": _short(b - steps[1] / 2), "a": _short(a), "b": _short(b)}
-        | {"v": _short(value) if math.isfinite(value) else None}
+        {"a": _short(a), "b": _short(b), "v": _short(value) if math.isfinite(value) else None}
         for a, line in zip(grid[0], values, strict=True)
         for b, value in zip(grid[1], line, strict=True)
     ]
@@ -411,16 +414,25 @@ def chart_plane(
     known = [value for line in values for value in line if math.isfinite(value)]
     across, up = (
         {
-            "field": field, "type": "quantitative", "bin": {"binned": True, "step": step},
-            "title": name or None,
+            "field": f"low_{field}", "type": "quantitative", "title": name or None,
             "axis": {"grid": False, "tickCount": 6},
             "scale": {"domain": [axis[0] - step / 2, axis[-1] + step / 2], "nice": False},
         }
-        for field, step, name, axis in zip("xy", steps, names, grid, strict=True)
+        for field, step, name, axis in zip("ab", steps, names, grid, strict=True)
     )  # fmt: skip
     said = [_number("a", names[0] or "α1"), _number("b", names[1] or "α2"), _number("v", title)]
+    ends = [
+        {"calculate": f"datum.{field} {sign} {step / 2}", "as": f"{end}_{field}"}
+        for field, step in zip("ab", steps, strict=True)
+        for sign, end in (("-", "low"), ("+", "high"))
+    ]
+    cell = {"x": across, "y": up, "x2": {"field": "high_a"}, "y2": {"field": "high_b"}}
     layers: list[Chart] = [
-        {"mark": {"type": "rect"}, "encoding": {"x": across, "y": up, "color": color, "tooltip": said}}
+        {
+            "mark": {"type": "rect", "invalid": "show"},
+            "transform": ends,
+            "encoding": {**cell, "color": color, "tooltip": said},
+        }
     ]
     if box is not None:
         corners = {name: {"datum": value} for name, value in zip(("x", "y", "x2", "y2"), (box[0], box[0],
@@ -433,7 +445,14 @@ def chart_plane(
         text = {"type": "text", "align": "left", "dx": 6, "dy": -6, "color": "white"}
         layers += [
             {"data": {"values": marked}, "mark": dot, "encoding": where | {"tooltip": _tooltip(name="at")}},
-            {"data": {"values": marked}, "mark": text, "encoding": where | {"text": {"field": "name"}}},
+            *(
+                {
+                    "data": {"values": marked},
+                    "mark": text | halo,
+                    "encoding": where | {"text": {"field": "name"}},
+                }
+                for halo in ({"stroke": "black", "strokeWidth": 3}, {})
+            ),
         ]
     scale = f"{min(known):.4g} to {max(known):.4g}" if known else "no value"
     whole = {"text": title, "subtitle": f"dark to light: {scale}"}

@@ -178,6 +178,7 @@ def _draw_plane(
 ) -> None:
     import numpy as np
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
     turned = np.array(panel.values, dtype=float).T  # contours have rows along y
     missing = ~np.isfinite(turned)
@@ -203,9 +204,9 @@ def _draw_plane(
     axes.set_ylabel(drawing.shorten(names[1]))
     axes.set_aspect("equal")
     if panel.points:
-        drawing.place_labels(
-            axes, [(x, y, name) for name, (x, y) in panel.points.items()], color="white", fontsize=8
-        )
+        edge = withStroke(linewidth=2, foreground="black")
+        places = [(x, y, name) for name, (x, y) in panel.points.items()]
+        drawing.place_labels(axes, places, color="white", fontsize=8, path_effects=[edge])
 
 
 def spread_levels(values: Sequence[float]) -> list[float]:

@@ -273,6 +273,11 @@ def test_a_matrix_is_colored_on_the_scale_of_its_data_without_the_diagonal():
     assert figures.Matrix("", "abc", values).limits == (0.02, 0.05)
     assert figures.Matrix("", "abc", values, signed=True).limits == (-0.05, 0.05)
     assert figures.Matrix("", "a", [[1.0]]).limits == (0.0, 1.0)
+    chart = charts.chart_matrix("", "cab", values, (0.02, 0.05), False)
+    assert [chart["encoding"][axis]["sort"] for axis in "xy"] == [["c", "a", "b"]] * 2
+    cells = chart["data"]["values"]
+    assert [cell["value"] for cell in cells if cell["row"] == cell["column"]] == [None] * 3
+    assert [cell["value"] for cell in cells if cell["row"] == "c"][1:] == [0.02, 0.05]
 
 
 def test_losses_of_analyses_are_logarithmic_unless_one_is_not_positive(tmp_path, drawn):
