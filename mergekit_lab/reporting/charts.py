@@ -363,13 +363,8 @@ def chart_lines(
                 "encoding": error | {"color": points["color"]},
             }
         )
-    tooltip = [
-        *_tooltip(name="name"),
-        {**across, "title": x or "at"} if labels is not None else _number("x", x or "x"),
-        _number("y", y or "y"),
-    ]
-    for each in tooltip:
-        each.pop("sort", None)
+    at = _tooltip(x=x or "at") if labels is not None else [_number("x", x or "x")]
+    tooltip = [*_tooltip(name="name"), *at, _number("y", y or "value")]
     layers.append(
         {
             "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0 if dense else 1},
