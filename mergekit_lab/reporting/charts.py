@@ -75,7 +75,7 @@ def load_charts(picture: Path) -> Chart | None:
 def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
     """Average and normalized value of every merger of a group with intervals, and the references' averages."""
     rows = [row for row in table.rows if row.group == group and row.kind == "merged"]
-    values = []
+    values: list[Chart] = []
     for row in rows:
         for measure, cell in (("average", row.average), ("normalized", row.normalized)):
             if cell.mean is None:
@@ -87,7 +87,7 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
                     "low": _percent(low), "high": _percent(high),
                 }
             )  # fmt: skip
-    references = [
+    references: list[Chart] = [
         {"reference": row.name, "value": _percent(row.average.mean), "dash": _REFERENCES[row.kind]}
         for row in table.rows
         if row.group == group and row.kind in _REFERENCES and row.average.mean is not None
