@@ -26,6 +26,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(ordered[:_SHOWN])}{more}"
 
 
+def say_bytes(size: float) -> str:
+    """ "312 bytes", "4.2 MB", "0.51 GB": never a zero for what is more."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.1 * unit:
+            return f"{size / unit:.2f} {name}" if size < unit else f"{size / unit:.1f} {name}"
+    return f"{size:.0f} bytes"
+
+
 def abbreviate(value: object) -> str:
     """A value as a message shows it: its `repr`, cut short however large or deep it is."""
     return _SHORT.repr(value)

@@ -75,7 +75,7 @@ class ComparisonSweeper(BasicSweeper):
             self._tell_launcher("dismiss")
             try:
                 if not isinstance(sys.exception(), KeyboardInterrupt):
-                    self._compare(before)
+                    self._compare(before, arguments)
             finally:
                 self._tell_launcher("close")
 
@@ -224,7 +224,7 @@ class ComparisonSweeper(BasicSweeper):
         marks = Path(self.config.hydra.sweep.dir).glob("*/.hydra/overrides.yaml")
         return {m.parents[1]: m.stat().st_mtime_ns for m in marks if m.parents[1].name.isdigit()}
 
-    def _compare(self, before: dict[Path, int]) -> None:
+    def _compare(self, before: dict[Path, int], arguments: list[str]) -> None:
         """One report over the jobs of this sweep, those too that could not begin.
 
         The folder may hold jobs of earlier sweeps, which have not been begun anew. No other clock is asked:
@@ -240,7 +240,7 @@ class ComparisonSweeper(BasicSweeper):
             jobs = {job for job, when in now.items() if before.get(job) != when}
             if jobs:
                 jobs |= {out / str(n) for n in range(self._asked)} - now.keys()
-                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config)
+                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config, arguments)
         except InputError as error:
             log.warning(f"left out of the comparison: {error}")
         except Exception:

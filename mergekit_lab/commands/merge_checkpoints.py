@@ -17,7 +17,7 @@ from mergekit_lab.commands.prepare import Devices, Prepared, prepare
 from mergekit_lab.commands.sources import local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.console import is_watched
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 from mergekit_lab.schema.target import Target
@@ -191,7 +191,7 @@ class MergeCheckpoints:
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
-        log.info("merged %d experts into %s (%.2f GB)", len(prepared.experts), out, total / 1e9)
+        log.info("merged %d experts into %s (%s)", len(prepared.experts), out, say_bytes(total))
 
     def _inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
         """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.

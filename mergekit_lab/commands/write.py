@@ -37,7 +37,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
 from mergekit_lab.commands.prepare import Prepared
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, listing, say_bytes, suggestion
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.adapter import AdapterMerge
@@ -191,7 +191,7 @@ def input_files(prepared: Prepared) -> list[Path]:
 def _check_room(out: Path, needed: int) -> None:
     free = free_bytes(out)
     if needed > free:
-        raise InputError(f"out={out} needs {needed / 1e9:.1f} GB of disk and {free / 1e9:.1f} GB are free")
+        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> Files:

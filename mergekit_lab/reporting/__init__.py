@@ -5,6 +5,7 @@ Importing this loads neither rich, matplotlib nor wandb.
 
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import DIMENSIONS, MEASURES, CrossTable, cross_tabulate, parse_table
+from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
@@ -35,6 +36,7 @@ __all__ = [
     "CsvTracker",
     "Curves",
     "Failure",
+    "Origin",
     "Product",
     "Record",
     "ReportPaths",

@@ -27,6 +27,8 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.7,
     "hatch.linewidth": 0.8,
     "legend.frameon": False,
+    "legend.numpoints": 1,
+    "axes.formatter.limits": (-5, 6),
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "pdf.fonttype": 42,  # journals refuse Type 3
@@ -60,6 +62,56 @@ def add_legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) 
     widest = max(1, min(6, int(figure.get_figwidth() * 10 / (6 + max(map(len, names), default=0)))))
     lines = math.ceil(len(names) / widest) or 1
     figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
+
+
+def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **style: Any) -> None:
+    """Write names beside points, none over another name or point while there is room; call it last.
+
+    A name that has no room at its point stands farther off, at the end of a thin line.
+    """
+    from matplotlib.transforms import Bbox
+
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
+    inside = axes.get_window_extent()
+    taken = []
+    for x, y, _ in places:
+        left, below = axes.transData.transform((x, y))
+        taken.append(Bbox.from_bounds(left - 5, below - 5, 10, 10))
+    for x, y, text in places:
+        best: tuple[int, Any, Any] | None = None
+        for far in (1, 2, 3, 4):
+            for across, up in ((1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1)):
+                offset = (far * 7 * across, (far + (not across)) * 5 * up)
+                note = axes.annotate(
+                    text, (x, y), xytext=offset, textcoords="offset points",
+                    ha={1: "left", -1: "right", 0: "center"}[across], va="bottom" if up > 0 else "top",
+                    arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": "#777777"} if far > 1 else None,
+                    **style,
+                )  # fmt: skip
+                note.set_in_layout(False)
+                box = note.get_window_extent() if far == 1 else _measure(note)
+                outside = not (inside.contains(*box.min) and inside.contains(*box.max))
+                wrong = 2 * outside + sum(box.overlaps(other) for other in taken)
+                if best is None or wrong < best[0]:
+                    if best is not None:
+                        best[1].remove()
+                    best = (wrong, note, box)
+                else:
+                    note.remove()
+                if wrong == 0:
+                    break
+            if best is not None and best[0] == 0:
+                break
+        assert best is not None
+        taken.append(best[2])
+
+
+def _measure(note: Any) -> Any:
+    """Where an annotation's text stands, its line left out."""
+    from matplotlib.text import Text
+
+    note.update_positions(note.figure._get_renderer())
+    return Text.get_window_extent(note)
 
 
 def label_log_axis(axis: Any) -> None:

@@ -1,21 +1,35 @@
 """`report.html`: one self-contained page, readable offline, on a phone, on paper, in light and in dark.
 
 Jinja2 makes it from `templates/` and escapes whatever comes from outside (names, errors, configuration); the
-script holds no data.
+scripts hold no data. A figure is a picture, in whose place a script draws the same with Vega-Lite, where the
+reader has scripts. The page's policy allows the scripts and the style that it holds, by their hashes, and no
+more: no request, and no text that becomes code.
 """
 
+import hashlib
+import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mergekit_lab.errors import say_bytes
+from mergekit_lab.reporting.charts import Chart, load_charts
 from mergekit_lab.reporting.names import display_name
+from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases
 from mergekit_lab.reporting.records import Failure, Record, Timing
-from mergekit_lab.reporting.tables import Table, build_table, to_percent
+from mergekit_lab.reporting.tables import Row, Table, build_table, to_percent
 from mergekit_lab.reporting.writing import to_csv, to_latex
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_TEMPLATES = Path(__file__).parent / "templates"
+_LIBRARY = tuple(
+    Path(__file__).parent.parent / "assets" / "vega" / f"{name}.min.js"
+    for name in ("vega", "vega-lite", "vega-embed")
+)
+FIGURE_BYTES = 3_500_000
+"""What figures may add to the page; those beyond are named."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,11 @@ class Figure:
     def content(self) -> str:
         return b64encode(self.path.read_bytes()).decode("ascii")
 
+    @property
+    def chart(self) -> Chart | None:
+        """The same as Vega-Lite, where it was written beside the picture."""
+        return load_charts(self.path)
+
 
 @dataclass(frozen=True)
 class Page:
@@ -42,6 +61,8 @@ class Page:
         published, published_notes: numbers of papers with ours, and what is to know of them.
         timings: by stage.
         configs: of runs, by name.
+        origin, origins: how the page's results were made; those of the runs that it compares, by name.
+        commands: what makes an evaluated model, by evaluation key.
     """
 
     title: str
@@ -55,6 +76,9 @@ class Page:
     timings: Mapping[str, Timing] = field(default_factory=dict)
     failures: Sequence[Failure] = ()
     configs: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
 
 
 def render_page(page: Page) -> str:
@@ -72,9 +96,23 @@ def render_page(page: Page) -> str:
     table = page.table
     tables = {"": table, **_part_by_seed(table, page.records)}
     files = {"leaderboard.csv": to_csv(table), "leaderboard.tex": to_latex(table)}
+    drawn, left_out = _embed(page.figures)
+    names = ["page.js", *(["charts.js"] if any(each["chart"] for each in drawn) else [])]
+    scripts = [(_TEMPLATES / name).read_text(encoding="utf-8") for name in names]
+    if len(names) > 1:
+        scripts[1:1] = [file.read_text(encoding="utf-8") for file in _LIBRARY]
+    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     return jinja.get_template("page.html.j2").render(
         {**vars(page), "published": list(zip(page.published, format_numbers(page.published), strict=True))},
-        policy=POLICY,
+        policy=write_policy(style, scripts),
+        style=style,
+        scripts=scripts,
+        drawn=drawn,
+        left_out=left_out,
+        row_id=id,
+        makers={
+            id(row): _list_commands(row, page.commands) for of_seed in tables.values() for row in of_seed.rows
+        },
         tables=tables.items(),
         filters=_choose_filters(table, list(tables)[1:]),
         intervals=any(row.interval for row in table.rows),
@@ -84,6 +122,38 @@ def render_page(page: Page) -> str:
         bases=list_bases(page.published),
         cache=say_cache(page.records),
     )
+
+
+def write_policy(style: str, scripts: Sequence[str]) -> str:
+    """A Content-Security-Policy that allows this style and these scripts, pictures in the page, and no more."""
+    hashes = [
+        f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (style, *scripts)
+    ]
+    return (
+        f"default-src 'none'; img-src data:; style-src {hashes[0]}; script-src {' '.join(hashes[1:])}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _embed(figures: Sequence[Figure]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the template shows of each figure, and the names of those that the page has no room for."""
+    drawn: list[dict[str, Any]] = []
+    left_out = []
+    room = FIGURE_BYTES
+    for figure in sorted(figures, key=lambda each: each.folded):
+        content, chart = figure.content, figure.chart
+        size = len(content) + (len(json.dumps(chart)) if chart else 0)
+        if size > room:
+            left_out.append(figure.path.name)
+            continue
+        room -= size
+        drawn.append({"text": figure.text, "folded": figure.folded, "content": content, "chart": chart})
+    return drawn, left_out
+
+
+def _list_commands(row: Row, commands: Mapping[str, str]) -> list[str]:
+    """Of every seed one, or several where a row is made of several models."""
+    return list(dict.fromkeys(commands[key] for _, _, key in row.evaluations if key in commands))
 
 
 def _part_by_seed(table: Table, records: Sequence[Record]) -> dict[str, Table]:
@@ -122,7 +192,7 @@ def say_cache(records: Sequence[Record]) -> str:
     elif records:
         sentences.append(f"All {len(records)} evaluations were computed.")
     if peaks := [record.peak_memory_bytes for record in records if record.peak_memory_bytes]:
-        sentences.append(f"The largest memory peak was {max(peaks) / 2**30:.2f} GiB.")
+        sentences.append(f"The largest memory peak was {say_bytes(max(peaks))}.")
     return " ".join(sentences)
 
 

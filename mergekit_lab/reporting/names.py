@@ -5,8 +5,9 @@ options keep the labels.
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
@@ -75,18 +76,34 @@ class Look:
         return {"color": self.color, "linestyle": self.dash, "marker": self.marker}
 
 
+REFERENCE = Look("#333333", "", "-", "*")
+"""Of models that no merger made."""
 LOOKS = len(COLORS) * len(HATCHES)
 
 
 def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label. A method of `NAMES` always has the same one.
 
-    Another label takes one by its hash, or the next that no other label of the figure has.
+    Where a method stands several times, as `ties (α=0.3)`, all have its color, each with another hatch, dash
+    and marker. Another label takes a look by its hash, or the next that no other label of the figure has.
     """
     every = list(dict.fromkeys(labels))
     numbers = {label: list(NAMES).index(label) for label in every if label in NAMES}
-    for label in sorted(set(every) - set(numbers)):
+    looks = {label: Look.numbered(number) for label, number in numbers.items()}
+    for label in every:
+        method = label.partition(" (")[0]
+        if label not in looks and method in NAMES:
+            looks[label] = _vary(Look.numbered(list(NAMES).index(method)), looks.values())
+    for label in sorted(set(every) - set(looks)):
         start = zlib.crc32(label.encode())
         order = [(start + step) % LOOKS for step in range(LOOKS)]
-        numbers[label] = next((number for number in order if number not in numbers.values()), order[0])
-    return {label: Look.numbered(numbers[label]) for label in every}
+        taken = set(looks.values())
+        number = next((number for number in order if Look.numbered(number) not in taken), order[0])
+        looks[label] = Look.numbered(number)
+    return {label: looks[label] for label in every}
+
+
+def _vary(look: Look, taken: Collection[Look]) -> Look:
+    """The look, or the first of its color that none has."""
+    others = (Look(look.color, *rest) for rest in zip(cycle(HATCHES), cycle(DASHES), MARKERS * 3, strict=False))
+    return next((each for each in (look, *others) if each not in taken), look)

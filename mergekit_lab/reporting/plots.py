@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.reporting import drawing
-from mergekit_lab.reporting.names import Look, choose_looks, display_name
+from mergekit_lab.reporting import charts, drawing
+from mergekit_lab.reporting.names import REFERENCE, Look, choose_looks, display_name
 from mergekit_lab.reporting.tables import MISSING, Row, Table
 
 if TYPE_CHECKING:
@@ -29,11 +29,14 @@ def draw_mergers(table: Table, folder: Path) -> list[Path]:
     if not groups:
         return []
     heading = "Average and normalized accuracy of the merged models (%)"
-    with drawing.open_panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, panels):
-        for axes, group in zip(panels, groups, strict=True):
+    with drawing.open_panels(groups, heading, 0.8 + 0.46 * len(table.mergers)) as (figure, every):
+        for axes, group in zip(every, groups, strict=True):
             _draw_bars(axes, table, group)
         drawing.add_legend(figure, *_explain_bars(table))
-        return [drawing.save(figure, folder / "mergers.png")]
+        path = drawing.save(figure, folder / "mergers.png")
+    panels = [charts.chart_bars(table, group, drawing.make_title(group, "")) for group in groups]
+    charts.save_charts(path, heading, panels)
+    return [path]
 
 
 def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
@@ -43,9 +46,9 @@ def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
         [
             1.0,
             *(
-                cell.mean + (cell.sd or 0.0)
+                (row.error_bar(measure) or (0.0, cell.mean))[1]
                 for row in table.rows
-                for cell in row.cells[-2:]
+                for measure, cell in (("average", row.average), ("normalized", row.normalized))
                 if row.kind == "merged" and cell.mean is not None
             ),
         ]
@@ -54,12 +57,14 @@ def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
         if label not in rows:
             continue
         look = looks[label]
-        for cell, shift, color in (
-            (rows[label].average, -0.2, look.color),
-            (rows[label].normalized, 0.2, drawing.lighten(look.color)),
+        for measure, cell, shift, color in (
+            ("average", rows[label].average, -0.2, look.color),
+            ("normalized", rows[label].normalized, 0.2, drawing.lighten(look.color)),
         ):
             if cell.mean is None:
                 continue
+            bar = rows[label].error_bar(measure)
+            low, high = bar or (cell.mean, cell.mean)
             axes.barh(
                 y + shift,
                 cell.mean,
@@ -67,11 +72,11 @@ def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
                 color=color,
                 hatch=look.hatch,
                 edgecolor="white",
-                xerr=cell.sd,
+                xerr=[[max(cell.mean - low, 0.0)], [max(high - cell.mean, 0.0)]] if bar else None,
                 error_kw={"elinewidth": 1.0, "capsize": 2.0},
             )
             axes.text(
-                cell.mean + (cell.sd or 0.0) + 0.01,
+                high + 0.01,
                 y + shift,
                 cell.text,
                 va="center",
@@ -96,7 +101,6 @@ def _draw_bars(axes: "Axes", table: Table, group: tuple[str, ...]) -> None:
     axes.tick_params(labelbottom=True, labelleft=True)
 
 
-REFERENCE = Look("#333333", "", "-", "*")
 _REFERENCES: dict[str, Any] = {"zero_shot": ":", "expert": "-", "joint": "--"}
 
 
@@ -113,7 +117,17 @@ def _explain_bars(table: Table) -> tuple[list[Any], list[str]]:
                 Line2D([], [], color=REFERENCE.color, linestyle=_REFERENCES[row.kind], linewidth=1.2)
             )
             labels.append(name)
-    return handles, labels
+    handles += [Line2D([], [], color="black", marker="|", linewidth=1.0)] * bool(explain_error_bars(table))
+    return handles, [*labels, *filter(None, [explain_error_bars(table)])]
+
+
+def explain_error_bars(table: Table) -> str:
+    """What the lines at the ends of bars are; empty where there are none."""
+    merged = [row for row in table.rows if row.kind == "merged"]
+    interval = any(row.interval for row in merged)
+    deviation = any(cell.sd is not None for row in merged for cell in row.cells[-2:])
+    said = ["95 % of the average"] * interval + ["standard deviation over seeds"] * deviation
+    return ", ".join(said)
 
 
 def draw_heat_maps(table: Table, folder: Path) -> list[Path]:
@@ -131,8 +145,12 @@ def draw_heat_maps(table: Table, folder: Path) -> list[Path]:
             width=max(width, 5.0), height=1.4 + 0.36 * len(rows) + 0.06 * longest
         ) as figure:
             _draw_heat_map(figure, rows, table.tasks, min(values), max(values))
-            drawing.add_heading(figure, drawing.make_title(group, f"Accuracy per task, {table.part} part (%)"))
+            title = drawing.make_title(group, f"Accuracy per task, {table.part} part (%)")
+            drawing.add_heading(figure, title)
             paths.append(drawing.save(figure, path))
+        charts.save_charts(
+            path, title, [charts.chart_heat_map(rows, table.tasks, min(values), max(values), "")]
+        )
     return paths
 
 
@@ -190,11 +208,14 @@ def draw_radars(table: Table, folder: Path) -> list[Path]:
         if experts is None:
             continue
         with drawing.open_figure(7.5, 6.6) as figure:
-            drawing.add_heading(figure, drawing.make_title(group, "Accuracy by task (% of the expert's)"))
+            title = drawing.make_title(group, "Accuracy by task (% of the expert's)")
+            drawing.add_heading(figure, title)
             axes = figure.subplots(subplot_kw={"projection": "polar"})
-            _draw_radar(axes, table, list(_list_merged(table, group)), experts)
+            merged = list(_list_merged(table, group))
+            _draw_radar(axes, table, merged, experts)
             drawing.add_legend(figure, *axes.get_legend_handles_labels())
             paths.append(drawing.save(figure, path))
+        charts.save_charts(path, title, [charts.chart_shares(table, merged, experts, "")])
     return paths
 
 
@@ -235,21 +256,38 @@ def draw_costs(table: Table, folder: Path) -> list[Path]:
     if not costs:
         return []
     with drawing.open_figure(8.5 if len(costs) == 1 else 13.0, 5.2) as figure:
-        drawing.add_heading(figure, "Normalized accuracy (%) over what a model took")
+        heading = "Normalized accuracy (%) over what a model took"
+        drawing.add_heading(figure, heading)
+        panels = []
         for axes, (name, points) in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
-            _draw_cost(axes, table, name, points)
-        return [drawing.save(figure, folder / "cost.png")]
+            placed = [(x, row.normalized.mean or 0.0, row) for x, row in points]
+            front = find_front([(x, y) for x, y, _ in placed])
+            _draw_cost(axes, table, name, placed, front)
+            panels.append(charts.chart_costs(table, placed, front, name))
+        for axes, (_, points) in zip(figure.axes, costs, strict=True):
+            named = [
+                (x, row.normalized.mean or 0.0, drawing.shorten(" / ".join((*row.group, row.name))))
+                for x, row in points
+            ]
+            drawing.place_labels(axes, named, fontsize=8)
+        path = drawing.save(figure, folder / "cost.png")
+    charts.save_charts(path, heading, panels)
+    return [path]
 
 
-def _draw_cost(axes: "Axes", table: Table, name: str, points: Sequence[tuple[float, Row]]) -> None:
-    placed = [(x, row.normalized.mean or 0.0, row) for x, row in points]
+def _draw_cost(
+    axes: "Axes",
+    table: Table,
+    name: str,
+    placed: Sequence[tuple[float, float, Row]],
+    front: Sequence[tuple[float, float]],
+) -> None:
     looks = choose_looks(table.mergers)
     for x, y, row in placed:
         look = looks.get(row.label, REFERENCE)
         axes.scatter([x], [y], s=60, color=look.color, marker=look.marker, zorder=3)
-        label = drawing.shorten(" / ".join((*row.group, row.name)))
-        axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    front = find_front([(x, y) for x, y, _ in placed])
+        if row.normalized.sd is not None:
+            axes.errorbar([x], [y], yerr=[row.normalized.sd], color=look.color, linewidth=1.0, capsize=2.0)
     axes.plot(*zip(*front, strict=True), color="#888888", linewidth=1.0, linestyle="--", zorder=2)
     axes.set_xscale("log")
     axes.set_xlabel(name)
@@ -292,7 +330,27 @@ def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
         with drawing.open_figure(width=(7.5, 7.5, 10.0, 12.5)[len(measures)], height=4.2) as figure:
             _draw_curves(figure, title, curves, measures)
             paths.append(drawing.save(figure, path))
+        panels = [_chart_curves(curves, measure) for measure in measures]
+        charts.save_charts(path, title or "Training curves", panels)
     return paths
+
+
+def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
+    known = {name: [point for point in points if measure in point] for name, points in curves.items()}
+    factor = 100.0 if measure == "val_accuracy" else 1.0
+    series = {
+        name: ([point["step"] for point in points], [factor * point[measure] for point in points])
+        for name, points in known.items()
+    }
+    looks = {name: Look.numbered(number) for number, name in enumerate(curves)}
+    logarithmic = _is_positive_loss(curves, measure)
+    return charts.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
+
+
+def _is_positive_loss(curves: Curves, measure: str) -> bool:
+    return measure != "val_accuracy" and all(
+        point[measure] > 0 for points in curves.values() for point in points if measure in point
+    )
 
 
 _MEASURES = {
@@ -320,7 +378,7 @@ def _draw_curves(figure: "Figure", title: str, curves: Curves, measures: Sequenc
             )
         if measure == "val_accuracy":
             drawing.label_percent_axis(axes.yaxis)
-        elif all(point[measure] > 0 for points in curves.values() for point in points if measure in point):
+        elif _is_positive_loss(curves, measure):
             axes.set_yscale("log")
             drawing.label_log_axis(axes.yaxis)
         axes.set_title(_MEASURES[measure])
@@ -349,6 +407,7 @@ def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: 
     with drawing.open_panels(titles, heading, 3.3) as (figure, panels):
         handles: dict[str, Any] = {}
         looks = choose_looks(mergers)
+        drawn = [_chart_searches(title, searches, looks) for title, searches in groups.items()]
         for axes, searches in zip(panels, groups.values(), strict=True):
             for label in (label for label in mergers if label in searches):
                 handles[label] = _draw_search(axes, searches[label], looks[label])
@@ -359,7 +418,26 @@ def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: 
         drawing.add_legend(
             figure, [handles[label] for label in shown], [display_name(label) for label in shown]
         )
-        return [drawing.save(figure, folder / "coefficients.png")]
+        path = drawing.save(figure, folder / "coefficients.png")
+    charts.save_charts(path, heading, drawn)
+    return [path]
+
+
+def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> charts.Chart:
+    ordered = {
+        display_name(label): sorted(searches[label], key=lambda point: point["coefficient"])
+        for label in looks
+        if label in searches
+    }
+    series = {
+        name: ([p["coefficient"] for p in points], [100 * p["normalized"] for p in points])
+        for name, points in ordered.items()
+    }
+    chosen = {name: [p["coefficient"] for p in points if p.get("chosen")] for name, points in ordered.items()}
+    shown = {display_name(label): look for label, look in looks.items() if label in searches}
+    return charts.chart_lines(
+        title, "coefficient α (ringed: chosen)", "normalized (%)", series, shown, chosen=chosen
+    )
 
 
 def _draw_search(axes: "Axes", points: Sequence[Mapping[str, float]], look: Look) -> Any:

@@ -2,7 +2,7 @@
 
 `write_report` leaves in a run's folder both the views (`summary.md`, `leaderboard.csv`, `leaderboard.tex`,
 `figures/`, `report.html`) and all that is needed to draw them again (`records.jsonl`, `curves.json`,
-`searches.json`, `timings.json`, `samples.npz`, `published.json`, `config.yaml`).
+`searches.json`, `timings.json`, `samples.npz`, `published.json`, `config.yaml`, `origin.json`).
 `compare` reads such folders and nothing else.
 """
 
@@ -18,6 +18,7 @@ from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, cross_tabulate
+from mergekit_lab.reporting.origin import Origin, list_commands
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, unite, write_published
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
@@ -28,7 +29,9 @@ from mergekit_lab.reporting.writing import escape_markdown, to_csv, to_latex, to
 
 log = logging.getLogger(__name__)
 
-_OUR_FIGURES = re.compile(r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.(png|svg|pdf)")
+_OUR_FIGURES = re.compile(
+    r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.(png|svg|pdf|vl\.json)"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def write_report(
     failures: Sequence[Failure] = (),
     samples: Samples | None = None,
     published: Sequence[Beside] = (),
+    origin: Origin | None = None,
     title: str,
 ) -> ReportPaths:
     """Write one run's records and every view of them into `out_dir`.
@@ -68,6 +72,7 @@ def write_report(
         failures: what gave no result.
         samples: what every test sample contributed, by evaluation key; averages get intervals from it.
         published: published numbers with ours.
+        origin: how the run was made.
     """
     run = RunFiles(
         Path(out_dir),
@@ -78,9 +83,10 @@ def write_report(
         samples or {},
         published,
         config_yaml,
+        origin,
     )
     run.write()
-    return _write_views(run.folder, {"": run}, failures, title)
+    return _write_views(run.folder, {"": run}, failures, title, origin)
 
 
 def compare(
@@ -88,18 +94,22 @@ def compare(
     out_dir: Path | str,
     *,
     failures: Sequence[Failure] = (),
+    origin: Origin | None = None,
     title: str = "Comparison",
 ) -> ReportPaths:
     """Write one report over the runs in `run_dirs`, from their files alone.
 
     A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
     read is listed among the failures, and nothing of it enters the table. Never raises for such a folder.
+
+    Args:
+        origin: how the comparison itself is made; the runs' own origins are in their folders.
     """
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
     failed = [*failures, *(outcome for outcome in outcomes if isinstance(outcome, Failure))]
     names = _shorten_names([run.folder for run in runs])
-    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title)
+    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title, origin)
 
 
 def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:
@@ -111,7 +121,11 @@ def write_cross_table(folder: Path, records: Iterable[Record], table: str, measu
 
 
 def _write_views(
-    folder: Path, runs: Mapping[str, RunFiles], failures: Sequence[Failure], title: str
+    folder: Path,
+    runs: Mapping[str, RunFiles],
+    failures: Sequence[Failure],
+    title: str,
+    origin: Origin | None,
 ) -> ReportPaths:
     """One report over runs by name."""
     records = deduplicate(record for run in runs.values() for record in run.records)
@@ -135,6 +149,9 @@ def _write_views(
         timings=_add_timings(runs.values()),
         failures=failures,
         configs={name: run.config_yaml for name, run in runs.items()},
+        origin=origin,
+        origins={name: run.origin for name, run in runs.items() if name and run.origin},
+        commands=list_commands((run.origin, run.records) for run in runs.values()),
     )
     for warning in page.warnings:
         log.warning("%s", warning)
@@ -185,7 +202,9 @@ def _draw_figures(
     return [
         *(
             html.Figure(
-                path, "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
+                path,
+                "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
+                + (f" Lines at the bars' ends: {bars}." if (bars := plots.explain_error_bars(table)) else ""),
             )
             for path in plots.draw_mergers(table, folder)
         ),
@@ -209,7 +228,7 @@ def _draw_figures(
         *(
             html.Figure(
                 path,
-                "Of every merger the share of each expert's accuracy that it keeps, tasks around a circle.",
+                "Of every merger the share of each expert's accuracy that it keeps, by task.",
                 folded=len(table.groups) > 1,
             )
             for path in plots.draw_radars(table, folder)
@@ -259,8 +278,17 @@ def _write_summary(page: html.Page) -> str:
         f"## Time and cache\n\n{html.say_cache(page.records)}".rstrip(),
         _itemize(timings),
         _itemize(failures, "## Failures"),
+        _write_origin(page.origin),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _write_origin(origin: Origin | None) -> str:
+    if origin is None:
+        return ""
+    facts = "".join(f"- {name}: {escape_markdown(value)}\n" for name, value in origin.list_facts())
+    fence = "````" if "```" in origin.command else "```"
+    return f"## Reproduce\n\n{fence}\n{origin.command}\n{fence}\n\n{facts}".rstrip()
 
 
 def _itemize(lines: Sequence[str], heading: str = "") -> str:

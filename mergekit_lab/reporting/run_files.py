@@ -11,6 +11,7 @@ from typing import Any
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
 from mergekit_lab.reporting.bootstrap import Samples
+from mergekit_lab.reporting.origin import Origin, read_origin, write_origin
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import FILE as PUBLISHED
 from mergekit_lab.reporting.published import Beside, read_beside, write_beside
@@ -35,6 +36,7 @@ class RunFiles:
         samples: `samples.npz`, what every test sample contributed; no file where there are none.
         published: published numbers with ours.
         config_yaml: `config.yaml`, the composed configuration.
+        origin: `origin.json`, how the run was made; no file where it is not known.
     """
 
     folder: Path
@@ -45,12 +47,14 @@ class RunFiles:
     samples: Samples = field(default_factory=dict)
     published: Sequence[Beside] = ()
     config_yaml: str = ""
+    origin: Origin | None = None
 
     def write(self) -> None:
         """All files but the records'."""
         _write_samples(self.folder, self.samples)
         write_beside(self.folder, self.published)
         write_text(self.folder / CONFIG, self.config_yaml)
+        write_origin(self.folder, self.origin)
         timings = {stage: asdict(timing) for stage, timing in self.timings.items()}
         for name, content in (("curves", self.curves), ("searches", self.searches), ("timings", timings)):
             text = json.dumps(content, ensure_ascii=False, indent=1)
@@ -86,7 +90,8 @@ def read_run(folder: Path) -> RunFiles | Failure:
         searches = _read_series(folder / "searches.json", "coefficient", "normalized", "chosen")
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
         samples, published = _read_samples(folder), read_beside(folder)
-        return RunFiles(folder, records, curves, searches, timings, samples, published, config)
+        origin = read_origin(folder)
+        return RunFiles(folder, records, curves, searches, timings, samples, published, config, origin)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
 

@@ -110,6 +110,15 @@ class Row:
     def normalized(self) -> Cell:
         return self.cells[-1]
 
+    def error_bar(self, measure: str) -> tuple[float, float] | None:
+        """Of the average the 95 % interval, else one deviation to each side; None where neither is known."""
+        if measure == "average" and self.interval is not None:
+            return self.interval
+        cell = self.average if measure == "average" else self.normalized
+        if cell.mean is None or cell.sd is None:
+            return None
+        return cell.mean - cell.sd, cell.mean + cell.sd
+
     @property
     def coefficient(self) -> str:
         return (

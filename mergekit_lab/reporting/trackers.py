@@ -3,15 +3,15 @@
 import csv
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
-from mergekit_lab.reporting.records import write_text
+from mergekit_lab.reporting.records import Record, write_text
 from mergekit_lab.reporting.tables import Table
 from mergekit_lab.reporting.writing import quote_formula
 
@@ -23,16 +23,27 @@ class Product:
     """An artifact of the store, for trackers that know what was made of what.
 
     Attributes:
-        name: of it among all that a run makes, `experts-3f…`.
+        name: as a person reads it, `expert-digits-adamw-s0`; products of other settings may have the same.
+        key: tells those apart.
         kind: what it is.
         folder: its files, `manifest.json` among them.
-        inputs: names of the products that it was made of.
+        inputs: references of the products that it was made of.
+        description: a sentence.
+        metadata: names, settings and measured numbers.
     """
 
     name: str
+    key: str
     kind: str
     folder: Path
     inputs: tuple[str, ...] = ()
+    description: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """`NAME:KEY`."""
+        return f"{self.name}:{self.key}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class Start:
     group: str | None
     job_type: str | None
     identity: str | None
+    tags: tuple[str, ...] = ()
 
 
 class Tracker:
@@ -80,15 +92,17 @@ class Tracker:
         group: str | None = None,
         job_type: str | None = None,
         identity: str | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Begin a run that keeps its files under `run_dir`.
 
         Args:
             config: the composed one, plain types; `choices` in it are the options taken, by group.
             identity: equal for two runs of which the second goes on where the first was cut.
+            tags: what to find the run by among many.
         """
         with self._never_fail("start"):
-            self._begin(Start(config, Path(run_dir), name, group, job_type, identity))
+            self._begin(Start(config, Path(run_dir), name, group, job_type, identity, tuple(tags)))
 
     def _begin(self, start: Start) -> None:
         """What a tracker does when a run begins; it may fail."""
@@ -98,6 +112,9 @@ class Tracker:
 
     def log_summary(self, table: Table) -> None:
         """The final comparison."""
+
+    def log_records(self, records: Sequence[Record]) -> None:
+        """All evaluations of the run."""
 
     def log_figure(self, name: str, path: Path | str) -> None:
         """A PNG file, already written."""

@@ -3,8 +3,9 @@
     pip install 'mergekit_lab[dashboard]'
     python -m mergekit_lab.reporting.wandb_dashboard --entity TEAM --project mergekit_lab [--group quickstart]
 
-It shows, of the runs that `logger=wandb` tracked: the best merge of every run by optimizer, accuracy over cost,
-how choices lead to it, leaderboards, training curves and figures.
+It needs an API key of W&B: `wandb login`, or WANDB_API_KEY. It shows, of the runs that `logger=wandb` tracked:
+the best merge of every run by optimizer, accuracy over cost, how choices lead to it, leaderboards, evaluations,
+searches, curvature, training curves and figures.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.wandb_tracker import require_key
 
 TITLE = "mergekit_lab: experts and merges compared"
 ANALYSES = (
@@ -64,6 +66,7 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
             ],
         ),
         wr.WeavePanelSummaryTable(table_name="leaderboard"),
+        wr.WeavePanelSummaryTable(table_name="evaluations"),
         wr.MediaBrowser(title="Figures", media_keys=_FIGURES),
     ]  # fmt: skip
     curves: list[Any] = [
@@ -78,6 +81,14 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
         blocks=[
             wr.H1("Merged models"),
             wr.PanelGrid(runsets=[runs("evaluate")], panels=compared),
+            wr.H1("Choice of coefficients, and curvature"),
+            wr.PanelGrid(
+                runsets=[runs("merge"), runs("curvature")],
+                panels=[
+                    wr.LinePlot(title="Normalized on validation", x="step", metric_regex=r".*/normalized"),
+                    wr.LinePlot(title="Traces", x="step", metric_regex=r".*_trace"),
+                ],
+            ),
             wr.H1("Experts"),
             wr.PanelGrid(runsets=[runs("finetune")], panels=curves),
             wr.H1("Analyses"),
@@ -98,7 +109,9 @@ def main() -> None:
     parser.add_argument("--title", default=TITLE)
     args = parser.parse_args()
     try:
-        print(build_dashboard(args.project, args.entity, args.group, args.title).save().url)
+        report = build_dashboard(args.project, args.entity, args.group, args.title)
+        require_key()
+        print(report.save().url)
     except InputError as error:
         sys.exit(str(error))
 

@@ -3,8 +3,9 @@
     wandb sync outputs/RUN/wandb/offline-run-*
     python -m mergekit_lab.reporting.wandb_link outputs/RUN [outputs/SWEEP …]
 
-wandb links inputs of online runs only. What an offline run made, and of what, lies in `wandb_lineage.jsonl` of
-its folder with the artifacts' digests; after the upload the same links are made through wandb's public API.
+It needs an API key of W&B: `wandb login`, or WANDB_API_KEY. wandb links inputs of online runs only. What an
+offline run made, and of what, lies in `wandb_lineage.jsonl` of its folder with the artifacts' digests; after
+the upload the same links are made through wandb's public API.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.wandb_tracker import LINEAGE
+from mergekit_lab.reporting.wandb_tracker import LINEAGE, require_key
 
 
 def link(folders: Iterable[Path], api: Any) -> int:
@@ -30,7 +31,7 @@ def link(folders: Iterable[Path], api: Any) -> int:
         InputError: a folder without lineage, a line that is none, an artifact that is not there as it was made.
     """
     lines = [line for folder in folders for line in _read_lines(Path(folder))]
-    digests = {line["name"]: line["digest"] for line in lines}
+    digests = {line["name"]: line["digest"] for line in lines if line["name"]}
     runs: dict[str, Any] = {}
     linked: set[tuple[str, str]] = set()
     for line in lines:
@@ -39,7 +40,7 @@ def link(folders: Iterable[Path], api: Any) -> int:
         for name in line["uses"]:
             if (path, name) in linked:
                 continue
-            artifact = _find_artifact(api, f"{project}/{name}:latest", digests.get(name))
+            artifact = _find_artifact(api, f"{project}/{name}", digests.get(name))
             if path not in runs:
                 runs[path] = api.run(path)
             runs[path].use_artifact(artifact)
@@ -77,9 +78,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="of runs or sweeps")
     args = parser.parse_args()
-    import wandb
-
     try:
+        require_key()
+        import wandb
+
         print(f"{link(args.folders, wandb.Api())} uses of artifacts linked")
     except InputError as error:
         sys.exit(str(error))

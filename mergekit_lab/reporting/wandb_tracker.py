@@ -8,12 +8,14 @@ import json
 import netrc
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.records import Record
 from mergekit_lab.reporting.tables import Table
 from mergekit_lab.reporting.trackers import Product, Start, Tracker
 
@@ -21,6 +23,10 @@ _MODES = ("online", "offline", "disabled")
 LINEAGE = "wandb_lineage.jsonl"
 """In a run's folder: what its offline runs made, and of what; a line each."""
 _MANIFEST = "manifest.json"
+EVALUATIONS = "evaluations"
+"""The kind of products that are lines of a table, and no artifacts."""
+_TAG = 64
+"""Characters that a tag may have."""
 _AXES = ("backbone", "suite", "finetuning", "optimizer", "merger", "mergers", "seed")
 _INIT_TIMEOUT = 15
 """Seconds that a start waits for the server, unless WANDB_INIT_TIMEOUT says otherwise."""
@@ -28,11 +34,11 @@ _SECRET = re.compile(r"(^|[._])(api_key|token|password|secret)$", re.IGNORECASE)
 
 
 class WandbTracker(Tracker):
-    """Logs metrics over `step`, the leaderboard as a table, figures, and artifacts with what they were made of.
+    """Logs metrics over `step`, leaderboard and evaluations as tables, figures, and artifacts.
 
     An artifact holds the manifest of its artifact of the store (content, SHA-256 of every file), by which the
-    weights can be found. Offline, where wandb links no inputs, these are kept in the run's folder for
-    `wandb_link`.
+    weights can be found; the key in the store is its alias. Evaluations are lines of a table instead. Offline,
+    where wandb links no inputs, these are kept in the run's folder for `wandb_link`.
 
     Args:
         project: W&B project.
@@ -64,10 +70,11 @@ class WandbTracker(Tracker):
         self._folder = Path()
         self._logged: dict[str, Any] = {}
         self._here: set[str] = set()
+        self._used: set[str] = set()
         self._unreachable = False
 
     def _begin(self, start: Start) -> None:
-        self._run, self._folder, self._here = None, start.folder, set()
+        self._run, self._folder, self._here, self._used = None, start.folder, set(), set()
         self._folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -80,10 +87,13 @@ class WandbTracker(Tracker):
             "group": start.group,
             "job_type": start.job_type,
             "config": flatten(start.config),
+            "tags": sorted({tag[:_TAG] for tag in start.tags if tag}),
             "id": start.identity if self.resume else None,
             "reinit": "create_new",  # a job that failed must not lend its run to the next one
             "settings": wandb.Settings(
-                console="off", init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT))
+                console="off",
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT)),
+                quiet=os.environ.get("WANDB_QUIET", "true").lower() in ("1", "true", "yes"),
             ),
         }
         mode: Any = "offline" if self._unreachable else self._resolve_mode()
@@ -131,6 +141,17 @@ class WandbTracker(Tracker):
                 self._run.summary["best/normalized"] = best.normalized.mean
                 self._run.summary["best/seconds"] = best.seconds
 
+    def log_records(self, records: Sequence[Record]) -> None:
+        if self._run is None or not records:
+            return
+        with self._never_fail("log_records"):
+            import wandb
+
+            entries = [asdict(record) | {"normalized": record.normalized} for record in records]
+            columns: list[str | int] = list(entries[0])
+            lines = [[entry[str(column)] for column in columns] for entry in entries]
+            self._run.log({"evaluations": wandb.Table(columns=columns, data=lines)})
+
     def log_figure(self, name: str, path: Path | str) -> None:
         if self._run is None:
             return
@@ -140,12 +161,23 @@ class WandbTracker(Tracker):
             self._run.log({name: wandb.Image(str(path))})
 
     def log_product(self, product: Product) -> None:
-        if self._run is None or product.name in self._here:
+        if self._run is None or product.reference in self._here:
             return
         with self._never_fail("log_product"):
             import wandb
 
-            artifact = wandb.Artifact(product.name, type=product.kind)
+            earlier = product.reference in self._logged  # by a run of this tracker: this one only uses it
+            used = self._use([product.reference] if earlier else product.inputs)
+            if earlier or product.kind == EVALUATIONS:
+                if used and self._run.offline:
+                    self._keep_lineage(used)
+                return
+            artifact = wandb.Artifact(
+                product.name,
+                type=product.kind,
+                description=product.description or None,
+                metadata={**product.metadata, "key": product.key},
+            )
             for path in sorted(product.folder.rglob("*")):
                 if path.is_file() and (self.weights or path.name == _MANIFEST):
                     artifact.add_file(
@@ -154,29 +186,25 @@ class WandbTracker(Tracker):
                         policy="immutable",
                         skip_cache=True,
                     )
-            used = [name for name in product.inputs if name not in self._here]
-            if not self._run.offline:
-                for name in used:
-                    self._use(name)
-            self._logged[product.name] = self._run.log_artifact(artifact)
-            self._here.add(product.name)
+            made = self._run.log_artifact(artifact, aliases=["latest", product.key])
+            self._logged[product.reference] = made
+            self._here.add(product.reference)
             if self._run.offline:
-                self._keep_lineage(product, artifact.digest, used)
+                self._keep_lineage(used, name=product.reference, type=product.kind, digest=artifact.digest)
 
-    def _use(self, name: str) -> None:
-        known = self._logged.get(name)
-        self._run.use_artifact(f"{name}:latest" if known is None else known.wait())
+    def _use(self, references: Sequence[str]) -> list[str]:
+        """Tell what this run uses; returns what it has not told before and did not make itself."""
+        new = [name for name in references if name not in self._here | self._used]
+        self._used.update(new)
+        if not self._run.offline:
+            for name in new:
+                known = self._logged.get(name)
+                self._run.use_artifact(name if known is None else known.wait())
+        return new
 
-    def _keep_lineage(self, product: Product, digest: str, used: list[str]) -> None:
-        line = {
-            "run": self._run.id,
-            "entity": self.entity,
-            "project": self.project,
-            "name": product.name,
-            "type": product.kind,
-            "digest": digest,
-            "uses": used,
-        }
+    def _keep_lineage(self, used: list[str], **made: str) -> None:
+        run = {"run": self._run.id, "entity": self.entity, "project": self.project}
+        line = {**run, "name": None, "digest": None, **made, "uses": used}
         with (self._folder / LINEAGE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -201,6 +229,22 @@ class WandbTracker(Tracker):
         if self.mode == "online":
             self._warn("mode=online, but no API key is configured; the run is tracked offline")
         return "offline"
+
+
+def require_key() -> None:
+    """Refuse what only the server can do where no key of it is configured; nothing prompts for one.
+
+    Raises:
+        InputError: no API key, saying where one is set.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    if not settings.api_key and not _has_key_elsewhere(settings.base_url):
+        raise InputError(
+            f"no API key of W&B's server {settings.base_url} is configured: run `wandb login`, or set "
+            "WANDB_API_KEY (and WANDB_BASE_URL, if the server is your own)"
+        )
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Record, ReportPaths, compare, print_table, read_records, write_cross_table
 from mergekit_lab.reporting.summary import say_count
+from mergekit_lab.runs.origin import describe_origin
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> No
         print_table(write_cross_table(folder, records, cfg.table, cfg.metric))
 
 
-def report_runs(cfg: DictConfig, folder: Path) -> None:
+def report_runs(cfg: DictConfig, folder: Path, arguments: Sequence[str] = ()) -> None:
     """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
 
     Raises:
@@ -30,7 +31,12 @@ def report_runs(cfg: DictConfig, folder: Path) -> None:
     """
     patterns = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
     folders = [folder for pattern in patterns for folder in _find_runs(str(pattern))]
-    paths = compare(folders, folder, title=f"Comparison of {say_count(len(folders), 'run')}")
+    paths = compare(
+        folders,
+        folder,
+        origin=describe_origin(arguments),
+        title=f"Comparison of {say_count(len(folders), 'run')}",
+    )
     for failure in paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
     if len(paths.failures) == len(folders):
@@ -70,8 +76,9 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("records.jsonl", "failure.json"))
 
 
-def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig) -> None:
+def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig, arguments: Sequence[str]) -> None:
     """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
-    paths = compare(folders, out, title="Comparison of a sweep")
+    origin = describe_origin(arguments, sweep=True)
+    paths = compare(folders, out, origin=origin, title="Comparison of a sweep")
     _show(paths, cfg, out)
     log.info("comparison %s\nreport %s", paths.summary, paths.html)

@@ -69,9 +69,12 @@ def stage_curvature(run: Run) -> None:
     if not nodes:
         log.info("curvature: no merger of this run needs any")
     run.spread(stage_curvature, nodes)
-    for node in nodes:
+    for number, node in enumerate(nodes):
         if run.is_mine(node.unit):
             artifact = run.obtain(node)
+            kind, info = node.kind.removesuffix("s"), artifact.info
+            measured = {"trace": info["trace"], "seconds": info["wall_seconds"]}
+            run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, number)
             how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
             log.info("%s: %s", node.label.removeprefix("the "), how)
 

@@ -77,7 +77,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         _run_on_data(wanted, cfg, folder)
         return None
     if cfg.runs is not None:
-        _compare(wanted, cfg, folder)
+        _compare(wanted, cfg, folder, overrides)
         return None
     from mergekit_lab.runs.outcome import measure_outcome
     from mergekit_lab.runs.run import Run
@@ -87,6 +87,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     check(cfg)
     cfg = with_chosen_merger(cfg, overrides)
     run = Run(cfg, folder, choices)
+    run.arguments = overrides
     if cfg.dry_run:
         from mergekit_lab.runs.plan import Plan
 
@@ -150,6 +151,11 @@ def _track(run: Run, job: str) -> Iterator[None]:
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
         identity=content_key({"job": job, "configuration": deciding}),
+        tags=[
+            run.choices.get("backbone", ""),
+            run.optimizer_name,
+            *(run.mergers if job not in ("finetune", "curvature") else ()),
+        ],
     )
     try:
         yield
@@ -157,7 +163,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
         run.tracker.finish()
 
 
-def _compare(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
+def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[str]) -> None:
     """Runs that are there, from their folders alone."""
     from mergekit_lab.runs.compare import report_runs
     from mergekit_lab.schema.run import check
@@ -165,7 +171,7 @@ def _compare(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
     check(cfg)
     if wanted != ["report"]:
         raise InputError("runs= compares runs that are there: say stage=report with it")
-    report_runs(cfg, folder)
+    report_runs(cfg, folder, overrides)
 
 
 def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.machine import free_bytes
 from mergekit_lab.store import Store
 
@@ -50,10 +50,11 @@ class StoreKeeper:
         folder = self.store.root / "images"
         held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
         free, limit = free_bytes(folder), self.images_limit_gb * 1e9
-        log.info("decoding into the store: %.2f GB, beside %.2f GB of images there", size / 1e9, held / 1e9)
+        beside = f", beside {say_bytes(held)} of images there" if held else ""
+        log.info("decoding into the store: %s%s", say_bytes(size), beside)
         if held + size > limit or size > free:
             raise InputError(
-                f"decoded images would take {size / 1e9:.1f} GB beside {held / 1e9:.1f} GB in {folder}; "
-                f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {free / 1e9:.1f} GB of the disk are "
+                f"decoded images would take {say_bytes(size)} beside {say_bytes(held)} in {folder}; "
+                f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {say_bytes(free)} of the disk are "
                 "free: delete that folder, raise the limit or set store.root=PATH"
             )

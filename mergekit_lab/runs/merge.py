@@ -76,7 +76,21 @@ def stage_merge(run: Run) -> None:
     run.spread(stage_merge, nodes)
     for node in nodes:
         if run.is_mine(node.unit):
-            _log(run, node, run.obtain(node))
+            artifact = run.obtain(node)
+            _track(run, node, artifact)
+            _log(run, node, artifact)
+
+
+def _track(run: Run, node: Node, artifact: Artifact) -> None:
+    """The course of a search or of learning, a step a point."""
+    course: list[dict[str, float]] = [{"merge_seconds": artifact.info["wall_seconds"]}]
+    if node.kind == "searches":
+        points = [p for p in artifact.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
+        course = [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
+    elif node.kind == "coefficients":
+        course = [{"entropy": entropy} for entropy in artifact.info["entropies"]]
+    for step, measured in enumerate(course):
+        run.tracker.log({f"{node.unit}/{name}": value for name, value in measured.items()}, step)
 
 
 def _log(run: Run, node: Node, artifact: Artifact) -> None:

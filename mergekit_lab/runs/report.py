@@ -18,6 +18,7 @@ from mergekit_lab.runs.evaluate import models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.learn import reads_test_inputs
 from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
+from mergekit_lab.runs.origin import describe_origin
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import read_coefficient, search_node
@@ -52,9 +53,11 @@ def stage_report(run: Run) -> None:
         timings=run.timings,
         samples=_samples(run),
         published=set_published_beside(run, records),
+        origin=describe_origin(run.arguments, run.devices),
         title=title,
     )
     run.tracker.log_summary(paths.table)
+    run.tracker.log_records(records)
     for figure in paths.figures:
         run.tracker.log_figure(figure.stem, figure)
     print_table(paths.table)
@@ -102,7 +105,7 @@ def _record(
         backbone=run.choices["backbone"],
         suite=run.plain["suite"]["name"],
         finetuning=run.choices["finetuning"],
-        optimizer=optimizer_name(run),
+        optimizer=run.optimizer_name,
         kind=model.kind,
         merger=model.merger.label if model.merger else None,
         coefficient=read_coefficient(run, model.merger) if model.merger else None,
@@ -121,14 +124,6 @@ def _record(
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
         **_cost(run, model),
     )
-
-
-def optimizer_name(run: Run) -> str:
-    """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
-    base = run.choices.get("optimizer@optimizer.base", "adamw")
-    name = run.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-    others = [f"{run.choices.get(f'optimizer@optimizer_of.{t}', 'other')} {t}" for t in run.cfg.optimizer_of]
-    return ", ".join([name, *others])
 
 
 def _cost(run: Run, model: Model) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,9 +91,12 @@ class Run:
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
+        self.arguments: Sequence[str] = ()
+        """Overrides, as on the command line."""
         self.nodes: dict[Any, Node] = {}
         self._counts = {"computed": 0, "reused": 0}
-        self._logged: set[str] = set()
+        self._logged: dict[str, str] = {}
+        """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
         self._pool: Pool | None = None
 
@@ -132,6 +136,16 @@ class Run:
             built = {name: value for name, value in vars(self).items() if name in ("model", "base_state")}
             vars(run).update(built)
         return run
+
+    @property
+    def optimizer_name(self) -> str:
+        """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
+        base = self.choices.get("optimizer@optimizer.base", "adamw")
+        name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
+        return ", ".join([name, *(f"{self._optimizer_of(task)} {task}" for task in self.cfg.optimizer_of)])
+
+    def _optimizer_of(self, task: str) -> str:
+        return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
 
     @property
     def processes(self) -> int:
@@ -217,9 +231,25 @@ class Run:
 
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
-        inputs = tuple(name for name in (each.name for each in node.needs) if name in self._logged)
-        self._logged.add(node.name)
-        self.tracker.log_product(Product(node.name, artifact.kind, artifact.folder, inputs))
+        inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
+        optimizer = self.optimizer_name
+        if node.unit in self.cfg.optimizer_of:
+            optimizer = self._optimizer_of(node.unit)
+        made_by = "imported" if self.cfg.experts else optimizer
+        words = [word for word in node.label.split() if word not in ("the", "of", "on", "offsets")]
+        name = re.sub(r"[^\w.-]+", "-", "-".join([*words, made_by, f"s{self.seed}"]))[:120]
+        axes = {
+            "backbone": self.choices.get("backbone"), "suite": self.plain["suite"]["name"],
+            "finetuning": self.choices.get("finetuning"), "optimizer": made_by, "seed": self.seed,
+        }  # fmt: skip
+        numbers = {n: v for n, v in artifact.info.items() if isinstance(v, str | int | float | bool)}
+        said = ", ".join(f"{axis} {value}" for axis, value in axes.items())
+        product = Product(
+            name, artifact.key, artifact.kind, artifact.folder, inputs,
+            f"{node.label[:1].upper()}{node.label[1:]}: {said}.", {**axes, "unit": node.unit, **numbers},
+        )  # fmt: skip
+        self._logged[node.name] = product.reference
+        self.tracker.log_product(product)
 
     def is_mine(self, unit: str | None) -> bool:
         """Whether this process works on a task, a merger or the joint model ("+joint")."""

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.reporting import build_table, drawing, figures, names, plots
+from mergekit_lab.reporting import build_table, charts, drawing, figures, names, plots
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
@@ -134,6 +134,15 @@ def test_no_two_methods_look_alike_and_other_labels_look_the_same_in_every_repor
     assert len(set(many.values())) == len(names.NAMES) + 4
 
 
+def test_a_method_that_stands_several_times_has_one_color_and_several_looks():
+    labels = ["ties", "ties (α=0.3)", "ties (α=0.7)", "tsvm"]
+    looks = names.choose_looks(labels)
+    assert len({looks[label].color for label in labels[:3]}) == 1
+    assert len(set(looks.values())) == 4
+    analysis = figures.Lines("", "", "", dict.fromkeys(["experts", "ties", "mine"], ([0], [1])), mergers=True)
+    assert (analysis.looks["ties"], analysis.looks["experts"]) == (looks["ties"], names.REFERENCE)
+
+
 def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path, drawn):
     plots.draw_training({"": {"a": CURVE}}, tmp_path)
     assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "log", "linear"]
@@ -147,7 +156,7 @@ def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same
         return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
 
     files = written("one")
-    assert set(files) == {"training.png", "training.svg", "training.pdf"}
+    assert set(files) == {"training.png", "training.svg", "training.pdf", "training.vl.json"}
     assert written("two") == files
     assert files["training.pdf"].startswith(b"%PDF")
     assert b"Training loss" in files["training.svg"]
@@ -225,3 +234,62 @@ def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_m
     edge = missing(whole)  # of the panel
     assert edge + 10_000 < missing(lost) < missing([[math.nan] * 3] * 3)
     assert figures.spread_levels([value for row in lost for value in row]) == [1.0, 2.0, 3.0]
+
+
+def test_the_interval_of_an_average_is_drawn_else_the_deviation_over_seeds(tmp_path, record, drawn):
+    records = [record(seed=seed, value=value) for seed, value in ((0, 0.5), (1, 0.7))]
+    (row,) = build_table(records).rows
+    deviation = 0.2 / math.sqrt(2)
+    assert row.error_bar("average") == pytest.approx((0.6 - deviation, 0.6 + deviation))
+    sure = replace(row, interval=(0.55, 0.62))
+    assert sure.error_bar("average") == (0.55, 0.62)
+    assert build_table(records[:1]).rows[0].error_bar("normalized") is None
+    table = replace(build_table(records), rows=(sure,))
+    plots.draw_mergers(table, tmp_path)
+    bars = drawn[0].axes[0].collections[0].get_segments()[0]
+    assert bars[:, 0].tolist() == pytest.approx([0.55, 0.62])
+    (panel,) = charts.load_charts(tmp_path / "mergers.png")["concat"]
+    assert [panel["data"]["values"][0][end] for end in ("low", "high")] == [55, 62]
+    assert plots.explain_error_bars(table) == "95 % of the average, standard deviation over seeds"
+
+
+def test_labels_stand_beside_their_points_and_on_no_other():
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(6, 4)).subplots()
+    places = [(0.5 + 0.002 * i, 0.5, f"a rather long name {i}") for i in range(6)] + [(1.0, 0.5, "at the edge")]
+    axes.plot([place[0] for place in places], [0.5] * 7, "o")
+    axes.set_xlim(0, 1)
+    drawing.place_labels(axes, places, fontsize=8)
+    axes.figure.draw_without_rendering()
+    boxes = [drawing._measure(text) for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [place[2] for place in places]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(axes.get_window_extent().contains(*corner) for box in boxes for corner in (box.min, box.max))
+
+
+def test_a_matrix_is_colored_on_the_scale_of_its_data_without_the_diagonal():
+    values = [[1.0, 0.02, 0.05], [0.02, 1.0, 0.03], [0.05, 0.03, 1.0]]
+    assert figures.Matrix("", "abc", values).limits == (0.02, 0.05)
+    assert figures.Matrix("", "abc", values, signed=True).limits == (-0.05, 0.05)
+    assert figures.Matrix("", "a", [[1.0]]).limits == (0.0, 1.0)
+    chart = charts.chart_matrix("", "cab", values, (0.02, 0.05), False)
+    assert [chart["encoding"][axis]["sort"] for axis in "xy"] == [["c", "a", "b"]] * 2
+    cells = chart["data"]["values"]
+    assert [cell["value"] for cell in cells if cell["row"] == cell["column"]] == [None] * 3
+    assert [cell["value"] for cell in cells if cell["row"] == "c"][1:] == [0.02, 0.05]
+
+
+def test_losses_of_analyses_are_logarithmic_unless_one_is_not_positive(tmp_path, drawn):
+    for low, scale in ((0.1, "log"), (-0.1, "linear")):
+        panel = figures.Lines("", "x", "loss", {"a": ([0, 1], [1.0, low])}, logarithmic=True)
+        figures.draw_analysis("", [panel], tmp_path / "a")
+        assert drawn[-1].axes[0].get_yscale() == scale
+        (chart,) = charts.load_charts(tmp_path / "a.png")["concat"]
+        assert (chart["layer"][0]["encoding"]["y"]["scale"].get("type") or "linear") == scale
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"concat": [1], "config": {}}', '{"concat": [{}]}', "[" * 10_000])
+def test_a_chart_that_cannot_be_drawn_leaves_the_picture(tmp_path, text):
+    (tmp_path / "a.vl.json").write_text(text)
+    assert charts.load_charts(tmp_path / "a.png") is None

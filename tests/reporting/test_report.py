@@ -1,5 +1,6 @@
 import base64
 import csv
+import hashlib
 import json
 import os
 import re
@@ -11,11 +12,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from mergekit_lab.errors import say_bytes
 from mergekit_lab.reporting import (
     Failure,
+    Origin,
     Timing,
     build_table,
     compare,
+    html,
     read_records,
     write_records,
     write_report,
@@ -25,6 +29,8 @@ from mergekit_lab.reporting.run_files import _READ, RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
 SEARCHES = {"merger0": [{"coefficient": 0.1, "normalized": 0.7, "chosen": True}]}
+ORIGIN = Origin(("+experiment=a b",), "2026-01-02", {"torch": "2.9"}, "Linux x86_64, 2 cores", ("cpu",))
+KINDS = ("pdf", "png", "svg", "vl.json")
 EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 
 
@@ -34,6 +40,7 @@ def report(folder, records, **changes):
         "searches": SEARCHES,
         "config_yaml": "seed: 0\n",
         "title": "A run",
+        "origin": ORIGIN,
         "timings": {"finetune": Timing(61.0, computed=1, reused=2)},
     }
     return write_report(folder, records, **{**arguments, **changes})
@@ -82,10 +89,11 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
         *(
             f"figures/{name}.{kind}"
             for name in ("coefficients", "heatmap", "mergers", "training")
-            for kind in ("pdf", "png", "svg")
+            for kind in KINDS
         ),
         "leaderboard.csv",
         "leaderboard.tex",
+        "origin.json",
         "published.json",
         "records.jsonl",
         "report.html",
@@ -115,8 +123,9 @@ def test_a_comparison_shows_the_configuration_of_every_run_folded(tmp_path, stud
     assert (tmp_path / "a" / "config.yaml").read_text() == "name: a\n"
     (tmp_path / "b" / "config.yaml").write_text("name: <b>\n")
     page = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "all").html.read_text()
-    assert "<details><summary>Configuration of a</summary><pre>name: a\n</pre></details>" in page
-    assert "<details><summary>Configuration of b</summary><pre>name: &lt;b&gt;\n</pre></details>" in page
+    for name, text in (("a", "a"), ("b", "&lt;b&gt;")):
+        told = f'<summary>Configuration of {name}</summary><pre tabindex="0">name: {text}\n</pre></details>'
+        assert f"<details>{told}" in page
 
 
 def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
@@ -128,11 +137,31 @@ def test_the_summary_names_the_study_its_best_merger_and_the_references(written)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(written):
-    page = Page(written.html.read_text())
+    page = Page(text := written.html.read_text())
     assert not page.open
-    assert not re.findall(r"(?:src|href)=\"(?!data:(?:image/png|text/plain);base64,)", written.html.read_text())
+    sources = [value for _, attributes in page.elements for name, value in attributes.items()
+               if name in ("src", "href", "action", "style") or name.startswith("on")]  # fmt: skip
+    assert all(re.match(r"data:(image/png|text/plain);base64,", source) for source in sources)
     assert not page.all("link")
-    assert "default-src 'none'" in page.all("meta")[2]["content"]
+    assert len(text) < 5_000_000
+
+
+def test_the_policy_names_the_style_and_the_scripts_of_the_page_and_allows_nothing_else(written):
+    text = written.html.read_text()
+    policy = Page(text).all("meta")[2]["content"]
+    held = re.findall("<style>(.*?)</style>|<script>(.*?)</script>", text, re.S)
+    digests = [hashlib.sha256("".join(each).encode()).digest() for each in held]
+    assert re.findall("'sha256-(.*?)'", policy) == [base64.b64encode(digest).decode() for digest in digests]
+    assert len(held) == 1 + 2 + 3, "the style, two scripts, three files of the library"
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_figures_beyond_the_pages_room_are_named(tmp_path, study, monkeypatch):
+    monkeypatch.setattr(html, "FIGURE_BYTES", 0)
+    text = report(tmp_path, study(tasks=1, mergers=1), curves={}, searches={}).html.read_text()
+    assert "2 more that the page has no room for, beside it in their folders: mergers.png, heatmap.png" in text
+    assert "vegaEmbed" not in text
 
 
 def test_the_table_can_be_downloaded_from_the_page(written):
@@ -165,7 +194,8 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
     page = Page(written.html.read_text())
-    assert len(page.all("button")) == len(written.table.columns) + 2
+    headings = [button for button in page.all("button") if not button.get("class")]
+    assert len(headings) == len(written.table.columns) + 2 + 1, "and one that closes a figure"
     assert [th["aria-sort"] for th in page.all("th") if "aria-sort" in th] == ["none"] * 6
     sortable = [td["data-value"] for td in page.all("td") if "data-value" in td]
     assert float(sortable[0]) == written.table.rows[0].average.mean
@@ -185,7 +215,7 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
     )
     text = paths.html.read_text()
     page = Page(text)
-    assert len(page.all("script")) == text.count("</script>") == 1
+    assert len(page.all("script")) == text.count("</script>") == 5 + len(paths.figures)
     assert all("onerror" not in attributes for _, attributes in page.elements)
     assert len(page.all("img")) == len(paths.figures)
     assert page.rows[1][1] == EVIL
@@ -199,9 +229,9 @@ def test_failures_and_configuration_are_on_the_page(tmp_path, study):
         config_yaml="optimizer: sam",
         failures=[Failure("job 3", "out of memory\nat step 9", ("optimizer=sam",))],
     ).html.read_text()
-    assert "<pre>out of memory\nat step 9</pre>" in text
+    assert '<pre tabindex="0">out of memory\nat step 9</pre>' in text
     assert "<code>optimizer=sam</code>" in text
-    assert "<summary>Configuration</summary><pre>optimizer: sam</pre>" in text
+    assert '<summary>Configuration</summary><pre tabindex="0">optimizer: sam</pre>' in text
 
 
 def test_figures_of_analyses_in_the_runs_folder_are_on_the_page_and_every_hash(tmp_path, study):
@@ -230,9 +260,9 @@ def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(t
     (tmp_path / "figures" / "landscape.png").write_bytes(b"")
     report(tmp_path, study(1, 1), searches={})
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        *(f"heatmap.{kind}" for kind in ("pdf", "png", "svg")),
+        *(f"heatmap.{kind}" for kind in KINDS),
         "landscape.png",
-        *(f"{name}.{kind}" for name in ("mergers", "training") for kind in ("pdf", "png", "svg")),
+        *(f"{name}.{kind}" for name in ("mergers", "training") for kind in KINDS),
     ]
 
 
@@ -240,8 +270,14 @@ def test_the_cache_sentence_counts_what_was_reused(record):
     sentence = say_cache([record(reused=True, wall_seconds=90.0), record(task="b"), record(task="c")])
     assert sentence == (
         "1 of 3 evaluations were found in the store; computing them had taken 1 min 30 s. "
-        "The largest memory peak was 1.00 GiB."
+        "The largest memory peak was 1.1 GB."
     )
+
+
+def test_no_size_is_said_to_be_nothing():
+    assert [say_bytes(size) for size in (0, 99, 4_000, 99_999, 123_456, 2.5e8, 7.1e9)] == [
+        "0 bytes", "99 bytes", "4.0 kB", "100.0 kB", "0.12 MB", "0.25 GB", "7.1 GB",
+    ]  # fmt: skip
 
 
 def test_a_count_of_nothing_is_not_said(record):
@@ -309,6 +345,7 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
         ("timings.json", '{"merge": {"seconds": "x"}}'),
         ("timings.json", '{"merge": {"seconds": NaN}}'),
         ("timings.json", "[" * 100_000),
+        ("origin.json", '{"arguments": []}'),
         ("curves.json", '{"task0": 5}'),
         ("curves.json", '{"task0": [{"train_loss": 1.0}]}'),
         ("curves.json", '{"task0": [{"step": 0, "train_loss": "x"}]}'),
@@ -335,6 +372,19 @@ def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written
         failure = read_run(folder)
         assert isinstance(failure, Failure)
         assert f"{name} is a pipe or a device, not a file" in failure.error
+
+
+def test_the_page_says_how_it_was_made_and_a_comparison_how_each_run_was(tmp_path, written, study):
+    text, summary = written.html.read_text(), written.summary.read_text()
+    for said in (ORIGIN.command.replace("'", "&#39;"), "2026-01-02", "torch 2.9", "Linux x86_64, 2 cores"):
+        assert said in text
+    assert "```\npython -m mergekit_lab '+experiment=a b'\n```" in summary
+    report(tmp_path / "a", study(1, 1), origin=None)
+    shutil.copytree(written.records.parent, tmp_path / "b")
+    own = Origin(("stage=report",), "")
+    both = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "all", origin=own).html
+    assert "python -m mergekit_lab stage=report" in both.read_text()
+    assert re.findall("<summary>How (.*?) was made", both.read_text()) == ["b"]
 
 
 def test_what_a_terminal_would_obey_comes_from_no_run_s_folder(tmp_path, written):

@@ -22,14 +22,25 @@ def product(folder: Path, kind: str, key: str, inputs=()) -> Product:
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.safetensors").write_bytes(key.encode())
     (place / "manifest.json").write_text(json.dumps({"key": key, "files": {"model.safetensors": "0" * 64}}))
-    return Product(f"{kind}-{key}", kind, place, tuple(inputs))
+    return Product(f"{kind}-digits-adamw-s0", key, kind, place, tuple(inputs), "What it is.", {"seed": 0})
+
+
+def reference(kind: str, key: str) -> str:
+    return f"{kind}-digits-adamw-s0:{key}"
+
+
+EXPERT, FISHER, MERGED = reference("experts", "a"), reference("fishers", "b"), reference("merged", "c")
 
 
 def chain(folder: Path) -> list[Product]:
     """An expert, its Fisher, the model merged of both, its evaluation."""
-    names = ["experts-a", "fishers-b", "merged-c", "evaluations-d"]
-    inputs = [(), names[:1], names[:2], names[2:3]]
-    return [product(folder, *name.split("-"), i) for name, i in zip(names, inputs, strict=True)]
+    return [
+        product(folder, "experts", "a"),
+        product(folder, "fishers", "b", [EXPERT]),
+        product(folder, "merged", "c", [EXPERT, FISHER]),
+        product(folder, "evaluations", "d", [MERGED]),
+        product(folder, "evaluations", "e", [MERGED]),
+    ]
 
 
 def test_offline_artifacts_hold_manifests_and_lineage_waits_for_the_link(server, tmp_path):
@@ -41,16 +52,32 @@ def test_offline_artifacts_hold_manifests_and_lineage_waits_for_the_link(server,
             tracker.log_product(each)
         tracker.finish()
     logged = [r.artifact for r in offline_records(tmp_path / "merge") if r.HasField("artifact")]
-    assert [a.name for a in logged] == ["fishers-b", "merged-c", "evaluations-d"]
-    assert [a.type for a in logged] == ["fishers", "merged", "evaluations"]
-    assert [[e.path for e in a.manifest.contents] for a in logged] == [["manifest.json"]] * 3
+    (merged,) = logged  # evaluations are lines of a table, and the Fisher is of the run before
+    assert (merged.name, merged.type) == ("merged-digits-adamw-s0", "merged")
+    assert merged.description == "What it is."
+    assert json.loads(merged.metadata) == {"seed": 0, "key": "c"}
+    assert sorted(merged.aliases) == ["c", "latest"]
+    assert [entry.path for entry in merged.manifest.contents] == ["manifest.json"]
     lines = [json.loads(t) for t in (tmp_path / "merge" / LINEAGE).read_text().splitlines()]
     assert {line["run"] for line in lines} == {"id-merge"}
     assert [(line["name"], line["uses"], line["digest"]) for line in lines] == [
-        ("fishers-b", ["experts-a"], logged[0].digest),
-        ("merged-c", ["experts-a"], logged[1].digest),  # the Fisher is this run's own
-        ("evaluations-d", [], logged[2].digest),
+        (None, [FISHER], None),
+        (MERGED, [EXPERT], merged.digest),  # the Fisher's use was told
     ]
+
+
+def test_evaluations_of_an_offline_run_tell_once_which_model_they_used(server, tmp_path):
+    tracker = WandbTracker(project="p", mode="offline")
+    tracker.start({}, run_dir=tmp_path / "run", name="n", identity="i")
+    for each in chain(tmp_path / "store")[3:]:
+        tracker.log_product(each)
+    tracker.finish()
+    assert not [r for r in offline_records(tmp_path / "run") if r.HasField("artifact")]
+    (line,) = [json.loads(text) for text in (tmp_path / "run" / LINEAGE).read_text().splitlines()]
+    assert (line["name"], line["digest"], line["uses"]) == (None, None, [MERGED])
+    api = Api({f"me/p/{MERGED}": "C"})
+    assert link([tmp_path], api) == 1
+    assert api.told == [("me/p/i", f"me/p/{MERGED}")]
 
 
 class Api:
@@ -75,7 +102,7 @@ def lineage(folder: Path, **changes) -> None:
         "run": "r",
         "entity": None,
         "project": "p",
-        "name": "experts-a",
+        "name": EXPERT,
         "digest": "A",
         "uses": [],
     } | changes
@@ -87,13 +114,15 @@ def lineage(folder: Path, **changes) -> None:
 def test_links_are_told_once_for_every_run_of_a_sweep_after_the_upload(tmp_path):
     lineage(tmp_path / "0")
     for _ in range(2):
-        lineage(tmp_path / "1", run="s", name="merged-c", digest="C", uses=["experts-a"])
-    api = Api({"me/p/experts-a:latest": "A"})
+        lineage(tmp_path / "1", run="s", name=MERGED, digest="C", uses=[EXPERT])
+    api = Api({f"me/p/{EXPERT}": "A"})
     assert link([tmp_path], api) == 1
-    assert api.told == [("me/p/s", "me/p/experts-a:latest")]
+    assert api.told == [("me/p/s", f"me/p/{EXPERT}")]
     with pytest.raises(InputError, match="digest B, and A was made here"):
-        link([tmp_path], Api({"me/p/experts-a:latest": "B"}))
-    with pytest.raises(InputError, match=r"no artifact me/p/experts-a:latest .*run `wandb sync` first"):
+        link([tmp_path], Api({f"me/p/{EXPERT}": "B"}))
+    with pytest.raises(
+        InputError, match=r"no artifact me/p/experts-digits-adamw-s0:a .*run `wandb sync` first"
+    ):
         link([tmp_path], Api({}))
     with pytest.raises(InputError, match="no offline run of logger=wandb was here"):
         link([tmp_path / "store"], api)
@@ -101,21 +130,29 @@ def test_links_are_told_once_for_every_run_of_a_sweep_after_the_upload(tmp_path)
 
 def test_online_inputs_are_used_as_the_objects_that_were_logged_or_by_name(monkeypatch, tmp_path):
     used, logged = [], []
+
+    def log(artifact, aliases):
+        logged.append((artifact.name, aliases[-1]))
+        return SimpleNamespace(wait=lambda: f"logged {artifact.name}")
+
     online = SimpleNamespace(
         offline=False, id="r", define_metric=lambda *a, **k: None, finish=lambda: None,
         use_artifact=used.append,
-        log_artifact=lambda a: logged.append(a.name) or SimpleNamespace(wait=lambda: f"logged {a.name}"),
+        log_artifact=log,
     )  # fmt: skip
     asked = {}
     monkeypatch.setattr("wandb.init", lambda **arguments: asked.update(arguments) or online)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     tracker = WandbTracker(mode="online", weights=True)
     expert, fisher, *_ = chain(tmp_path / "store")
-    for products in ([expert], [fisher, product(tmp_path / "store", "merged", "e", ["experts-z"])]):
+    for products in (
+        [expert],
+        [fisher, product(tmp_path / "store", "merged", "e", [reference("experts", "z")])],
+    ):
         tracker.start({}, run_dir=tmp_path / "run", name="n", identity="i")
         for each in products:
             tracker.log_product(each)
     assert (asked["id"], asked["resume"]) == ("i", "allow")
-    assert logged == ["experts-a", "fishers-b", "merged-e"]
-    assert used == ["logged experts-a", "experts-z:latest"]
+    assert [key for _, key in logged] == ["a", "b", "e"]
+    assert used == ["logged experts-digits-adamw-s0", reference("experts", "z")]
     assert not (tmp_path / "run" / LINEAGE).exists()

@@ -36,10 +36,12 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
 
     Figure(figsize=(1, 1)).savefig(tmp_path / "figure.png")
     tracker = WandbTracker(project="a project", mode="offline")
-    tracker.start(CONFIG, run_dir=tmp_path / "run", name="a name", group="a group", job_type="merge")
+    tags = ["glyph_clip", "sam", "ties", "ties", "", "x" * 90]
+    tracker.start(CONFIG, run_dir=tmp_path / "run", name="a name", group="a group", job_type="merge", tags=tags)
     tracker.log({"loss": 2.0}, step=5)
     tracker.log({"loss": 1.0}, step=1)
     tracker.log_summary(small_table(record))
+    tracker.log_records([record(value=0.6, expert_value=0.8), record(kind="expert", value=0.8)])
     tracker.log_figure("mergers", tmp_path / "figure.png")
     tracker.finish()
 
@@ -54,6 +56,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
         "a group",
         "merge",
     )
+    assert sorted(run.tags) == ["glyph_clip", "sam", "ties", "x" * 64]
     config = items(run.config.update)
     assert {**config, "_wandb": None} == {**flatten(CONFIG), "_wandb": None}
     history = [items(r.history.item) for r in records if r.HasField("history")]
@@ -64,8 +67,16 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
         key: value for r in records if r.HasField("summary") for key, value in items(r.summary.update).items()
     }
     assert summary["ties/normalized"] == pytest.approx(0.75)
-    (stored,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
-    board = json.loads(stored.read_text())
+    tables = {
+        file.name.partition("_")[0]: json.loads(file.read_text())
+        for file in (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
+    }
+    evaluations, board = tables["evaluations"], tables["leaderboard"]
+    lines = [dict(zip(evaluations["columns"], line, strict=True)) for line in evaluations["data"]]
+    assert [(line["kind"], line["task"], line["value"]) for line in lines] == [
+        ("merged", "dtd", 0.6), ("expert", "dtd", 0.8),
+    ]  # fmt: skip
+    assert lines[0]["normalized"] == pytest.approx(0.75)
     assert board["columns"][:2] == ["model", "dtd"]
     assert board["data"][0][:2] == ["ties", 0.6]
 
@@ -237,3 +248,28 @@ def test_the_config_is_flat_with_the_axes_first_and_without_secrets():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(InputError, match="wandb mode 'of'"):
         WandbTracker(mode="of")
+
+
+def test_the_end_of_a_run_prints_no_summary(server, monkeypatch, tmp_path, capfd):
+    monkeypatch.delenv("WANDB_SILENT")
+    tracker = WandbTracker(mode="offline")
+    tracker.start({}, run_dir=tmp_path / "run", name="n")
+    tracker.log({"loss": 1.0}, step=1)
+    tracker.finish()
+    told = "".join(capfd.readouterr())
+    assert "Run data is saved locally" in told
+    assert "Run summary" not in told
+    assert "Run history" not in told
+
+
+@pytest.mark.parametrize("module", ["wandb_link", "wandb_dashboard"])
+def test_what_needs_the_server_says_which_key_to_set(server, monkeypatch, tmp_path, module):
+    from importlib import import_module
+
+    arguments = {"wandb_link": [str(tmp_path)], "wandb_dashboard": ["--entity", "team"]}[module]
+    monkeypatch.setattr("sys.argv", [module, *arguments])
+    monkeypatch.setattr("mergekit_lab.reporting.wandb_dashboard.build_dashboard", lambda *_: None)
+    with pytest.raises(SystemExit, match="run `wandb login`, or set WANDB_API_KEY"):
+        import_module(f"mergekit_lab.reporting.{module}").main()
+    with pytest.raises(BlockingIOError):
+        server.accept()

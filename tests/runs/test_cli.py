@@ -114,7 +114,10 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
         assert f"{100 * sum(shares) / len(shares):.1f}" in line.split(" | ")[4]
     summary = (tmp_path / "sweep/summary.md").read_text()
     assert summary.count("training.clip_norm is -1.0") == 6
-    assert (tmp_path / "sweep/report.html").is_file()
+    assert "python -m mergekit_lab --multirun" in summary
+    page = (tmp_path / "sweep/report.html").read_text()
+    assert page.count("<summary>How ") == 6
+    assert "merger=ties" in page
     jobs = [p for p in (tmp_path / "sweep").iterdir() if p.name.isdigit()]
     assert len(jobs) == 12
     assert sum((p / "failure.json").is_file() for p in jobs) == 6

@@ -81,7 +81,7 @@ def test_other_files_are_read_anew_and_another_copy_of_them_is_not_decoded_again
 def test_the_size_is_said_before_it_is_made_and_bounded(data, tmp_path, caplog) -> None:
     caplog.set_level("INFO")
     context(data, tmp_path / "store").tasks["eurosat"].samples("test")
-    assert "decoding into the store: 0.00 GB, beside 0.00 GB of images there" in caplog.text
+    assert "decoding into the store: 0.90 MB\n" in caplog.text
     small = context(data, tmp_path / "other", "images_limit_gb=0.0001").tasks["eurosat"]
     with pytest.raises(
         InputError, match=r"allowed are 0.0001 GB \(images_limit_gb\).*raise the limit or set store"

@@ -16,7 +16,6 @@ from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node, fit_node, joint_settings
-from mergekit_lab.runs.report import optimizer_name
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check, evaluations_a_step
 from mergekit_lab.training import TrainingSettings
@@ -89,9 +88,9 @@ def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> No
 
 
 def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> None:
-    assert optimizer_name(context(tmp_path, tmp_path, "optimizer=sam")) == "sam"
+    assert context(tmp_path, tmp_path, "optimizer=sam").optimizer_name == "sam"
     more = ["optimizer=sam", "optimizer@optimizer.base=sgd", "+optimizer@optimizer_of.digits=mergopt"]
-    assert optimizer_name(context(tmp_path, tmp_path, *more)) == "sam over sgd, mergopt digits"
+    assert context(tmp_path, tmp_path, *more).optimizer_name == "sam over sgd, mergopt digits"
 
 
 def planned(*overrides: str) -> TrainingSettings:

@@ -141,13 +141,25 @@ class FinetuningSteps(Sweep):
 
         single = {task: (steps, [100 * p["experts"][task] for p in points]) for task in points[0]["experts"]}
         panels: list[Any] = [
-            Lines("mean over tasks", "steps", "value (%)", {"experts": (steps, mean), **curves("value")}),
+            Lines(
+                "mean over tasks",
+                "steps",
+                "value (%)",
+                {"experts": (steps, mean), **curves("value")},
+                mergers=True,
+            ),
             Lines("experts by task", "steps", "value (%)", single),
         ]
         if points[0]["mergers"]:
             best = [each for point in points for each in point["mergers"].values()]
             left_out = without(task for each in best for task in each.get("left_out", ()))
             panels.append(
-                Lines(f"merged{left_out}", "steps", "value (% of the experts')", curves("normalized"))
+                Lines(
+                    f"merged{left_out}",
+                    "steps",
+                    "value (% of the experts')",
+                    curves("normalized"),
+                    mergers=True,
+                )
             )
         return Drawing(f"Steps of fine-tuning, {self.part}", panels, {})

@@ -83,6 +83,7 @@ class AlphaSweep(Analysis):
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
+        from mergekit_lab.reporting.names import display_name
 
         alphas = data["alphas"]
         curves: dict[str, Any] = {}
@@ -91,10 +92,12 @@ class AlphaSweep(Analysis):
             values = {t: scores["value"] for t, scores in tasks.items()}
             shares, left_out = normalized(values, data["experts"])
             curves[label] = (alphas, [100 * share for share in shares])
-        panels: list[Any] = [Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves)]
+        panels: list[Any] = [
+            Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves, mergers=True)
+        ]
         for label, tasks in data["mergers"].items():
             each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
-            panels.append(Lines(label, "α", "value (%)", each))
+            panels.append(Lines(display_name(label), "α", "value (%)", each))
         return Drawing(f"Coefficient sweep on {self.part}", panels, {})
 
 
@@ -146,12 +149,14 @@ class LossBarrier(Analysis):
 
     def draw(self, data: Data) -> Drawing:
         from mergekit_lab.reporting.figures import Lines
+        from mergekit_lab.reporting.names import display_name
 
         curves = {
             f"{task}, barrier {entry['barrier']:.3f}": (data["shares"], entry["loss"])
             for task, entry in data["tasks"].items()
         }
-        panel = Lines(f"{data['merger']} (0) to the expert (1)", "share of the way", "loss", curves)
+        title = f"{display_name(data['merger'])} (0) to the expert (1)"
+        panel = Lines(title, "share of the way", "loss", curves, logarithmic=True)
         return Drawing("Loss barriers", [panel], {})
 
 
@@ -247,8 +252,12 @@ class HessianPath(Analysis):
                     at,
                     [sum(y[i] for _, y in curves.values()) / len(curves) for i in range(len(at))],
                 )
+            errors: dict[str, list[float]] = {}
+            for point in data["points"]:
+                if measure == "trace" and "trace_error" in point:
+                    errors.setdefault(point["task"], []).append(point["trace_error"])
             if curves:
-                panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves))
+                panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves, spreads=errors))
         return Drawing("Curvature of the loss along fine-tuning", panels, {})
 
 
@@ -309,7 +318,13 @@ class JointTaskLinearity(Analysis):
             return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
 
         panels: list[Any] = [
-            Lines("joint loss", "α of the first expert", "loss of both tasks (nats)", curves("loss")),
+            Lines(
+                "joint loss",
+                "α of the first expert",
+                "loss of both tasks (nats)",
+                curves("loss"),
+                logarithmic=True,
+            ),
             Lines("above the straight line", "α of the first expert", "δ (nats)", curves("delta")),
         ]
         return Drawing(f"Joint-task loss linearity on {self.part}", panels, {})

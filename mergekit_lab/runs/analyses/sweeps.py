@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class ExpertCount(Sweep):
 def best_drawing(
     title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
 ) -> Drawing:
-    """Normalized value and coefficient of every merger over `point[key]`, means over points that have one."""
+    """Normalized value and coefficient of every merger over `point[key]`, mean and deviation of points."""
     from mergekit_lab.reporting.figures import Lines
 
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
@@ -231,6 +232,13 @@ def best_drawing(
             for label, points_at in values.items()
         }
 
+    def spread(of: str, factor: float) -> dict[str, list[float]]:
+        return {
+            label: [factor * _deviation([p[of] for p in at]) for at in points_at.values()]
+            for label, points_at in values.items()
+            if any(len(at) > 1 for at in points_at.values())
+        }
+
     left_out = without(task for point in points for task in point.get("left_out", ()))
     panels: list[Any] = [
         Lines(
@@ -239,8 +247,18 @@ def best_drawing(
             "value (% of the experts')",
             curve("normalized", 100.0),
             logarithmic_x=logarithmic,
+            mergers=True,
+            spreads=spread("normalized", 100.0),
         ),
-        Lines("the coefficient", x, "α", curve("coefficient", 1.0), logarithmic_x=logarithmic),
+        Lines(
+            "the coefficient",
+            x,
+            "α",
+            curve("coefficient", 1.0),
+            logarithmic_x=logarithmic,
+            mergers=True,
+            spreads=spread("coefficient", 1.0),
+        ),
     ]
     return Drawing(title, panels, {})
 
@@ -248,6 +266,12 @@ def best_drawing(
 def _mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The sample's; 0 of fewer than two values."""
+    finite = [value for value in values if math.isfinite(value)]
+    return stdev(finite) if len(finite) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -318,6 +342,13 @@ class CurvatureGain(Analysis):
         curves = {name: (positions, [of[t] for t in tasks]) for name, of in data["losses"].items()}
         panels: list[Any] = [
             Lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
-            Lines(f"loss at α = {self.coefficient:g}, {self.part}", "", "loss (nats)", curves, labels=tasks),
+            Lines(
+                f"loss at α = {self.coefficient:g}, {self.part}",
+                "",
+                "loss (nats)",
+                curves,
+                labels=tasks,
+                logarithmic=True,
+            ),
         ]
         return Drawing("Curvature's gain over the flat merge", panels, {})

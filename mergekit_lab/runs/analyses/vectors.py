@@ -112,12 +112,12 @@ class TaskVectors(Analysis):
         names, overall = data["experts"], data["overall"]
         matrices = [layer for layer in data["layers"] if "overlap" in layer]
         panels: list[Any] = [
-            Matrix("cosine", names, overall["cosine"], (-1.0, 1.0)),
-            Matrix("sign conflict", names, overall["sign_conflict"], (0.0, 1.0)),
+            Matrix("cosine", names, overall["cosine"], signed=True),
+            Matrix("sign conflict", names, overall["sign_conflict"]),
         ]
         if matrices:
             overlap = torch.tensor([layer["overlap"] for layer in matrices]).mean(dim=0)
-            panels.append(Matrix("overlap of leading subspaces", names, overlap.tolist(), (-1.0, 1.0)))
+            panels.append(Matrix("overlap of leading subspaces", names, overlap.tolist()))
             depth = list(range(len(matrices)))
             ranks = {n: (depth, [layer["stable_rank"][t] for layer in matrices]) for t, n in enumerate(names)}
             panels.append(Lines("stable rank", "matrix, in the model's order", "‖δ‖² / σ₁²", ranks))

@@ -24,7 +24,7 @@ for (const form of document.querySelectorAll("form.filters")) {
 }
 for (const table of document.querySelectorAll("table.sortable")) {
   const headings = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  headings.forEach((heading, column) => heading.querySelector("button").addEventListener("click", () => {
+  headings.forEach((heading, column) => heading.querySelector("button")?.addEventListener("click", () => {
     const numeric = "value" in body.rows[0].cells[column].dataset;
     const before = heading.getAttribute("aria-sort");
     const down = before === "none" ? numeric : before === "ascending";
@@ -39,3 +39,30 @@ for (const table of document.querySelectorAll("table.sortable")) {
     }));
   }));
 }
+for (const button of document.querySelectorAll("button.copy")) {
+  const code = button.parentElement.querySelector("code");
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    const range = document.createRange(), selection = getSelection();
+    range.selectNodeContents(code);
+    selection.removeAllRanges();
+    selection.addRange(range);
+    let copied = document.execCommand("copy");
+    if (!copied) copied = await navigator.clipboard?.writeText(code.textContent).then(() => true, () => false);
+    button.textContent = copied ? "Copied" : "Selected";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  });
+}
+const dialog = document.querySelector("dialog"), stage = dialog.querySelector(".stage");
+const enlarge = figure => {
+  stage.replaceChildren(figure.querySelector(".picture").cloneNode(true));
+  dialog.showModal();
+  figure.dispatchEvent(new CustomEvent("enlarge", {detail: stage}));
+};
+for (const figure of document.querySelectorAll("figure.drawing")) {
+  const button = figure.querySelector("button.enlarge");
+  button.hidden = false;
+  button.addEventListener("click", () => enlarge(figure));
+  figure.querySelector(".picture").addEventListener("click", () => enlarge(figure));
+}
+dialog.addEventListener("close", () => stage.replaceChildren());
