@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,22 +33,23 @@ class Recorder(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, result))
         return result
 
-    @torch.no_grad()
     def replay(self) -> None:
         if self.computed:
             self.computed = False
             return
         self.replays += 1
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            given = {
-                leaf.untyped_storage().data_ptr()
-                for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor)
-            }
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
-                    old.copy_(new)
+        touched = [leaf for leaf in tree_leaves(self.calls) if isinstance(leaf, Tensor)]
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(touched)):  # autograd sees no replay
+            for func, args, kwargs, result in self.calls:
+                again = func(*args, **kwargs)
+                given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and _place(old) not in given:
+                        old.copy_(new)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class Card:

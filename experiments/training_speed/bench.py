@@ -286,7 +286,9 @@ def measure_speed(case: Case, small: bool, folder: Path) -> dict[str, Any]:
     pace = Pace(steps)
     train(case, small, steps, folder, callbacks=[pace])
     peak = {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if CUDA else {}
-    return pace.row() | {"steps": steps} | peak
+    padded = getattr(problem(case.group, small).objective, "padded", (0, 0))
+    share = {"places_that_are_tokens": round(padded[0] / padded[1], 3)} if padded[1] else {}
+    return pace.row() | {"steps": steps} | peak | share
 
 
 def measure_losses(case: Case, small: bool, folder: Path) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class TextObjective(ScoredText):
         super().__init__(task)
         self.tokenizer = tokenizer
         self.reading = reading
+        self.positions = positions
         self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
@@ -148,6 +149,7 @@ class CausalObjective(TextObjective):
 
     Attributes:
         packed: by packing, how many samples stand in how many rows of training so far.
+        padded: by `fix_shape`, how many tokens stand at how many places of training so far.
     """
 
     causal = True
@@ -155,6 +157,7 @@ class CausalObjective(TextObjective):
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
         super().__init__(task, tokenizer, reading, positions)
         self.packed = (0, 0)
+        self.padded = (0, 0)
 
     def _row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""
@@ -199,11 +202,15 @@ class CausalObjective(TextObjective):
         No mask is needed there: padding at the end is seen by itself alone. The positions are in `columns`, the
         same in every row; those of no label fill them up.
         """
-        labels, extra = batch["labels"], round_up(batch["labels"].shape[1]) - batch["labels"].shape[1]
+        labels = batch["labels"]
+        room = round_up(labels.shape[1])
+        extra = min(room, self.positions or room) - labels.shape[1]
         used = (labels[:, 1:] != IGNORED).any(dim=0)
         length = labels.shape[1] - 1 + extra
         used = functional.pad(used, (0, extra), value=False)
         count = min(round_up(int(used.sum())), length)
+        tokens, places = self.padded
+        self.padded = (tokens + int(batch["attention_mask"].sum()), places + len(labels) * (length + 1))
         columns = (~used).to(torch.uint8).argsort(stable=True)[:count].sort().values
         return {
             "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),

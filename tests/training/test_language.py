@@ -7,6 +7,7 @@ import torch
 from language import Colors, save_tiny, tiny_backbone
 
 from mergekit_lab.backbones import LoRA
+from mergekit_lab.backbones.rows import round_up
 from mergekit_lab.optim import MergOPT
 from mergekit_lab.training import TrainingSettings, finetune
 
@@ -54,3 +55,24 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
     for name, value in whole.state.items():
         assert torch.equal(resumed.state[name], value), name
     assert resumed.curve == whole.curve
+
+
+def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tmp_path) -> None:
+    backbone = tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
+    model, objective = backbone.model(), backbone.objective(Colors(size=10))
+    shapes, lengths = set(), set()
+    for index in (torch.tensor([0, 1, 2]), torch.tensor([7]), torch.tensor([3, 9])):
+        batch = objective.training_batch(index)
+        fixed = objective.fix_shape(batch)
+        lengths.add(batch["input_ids"].shape[1])
+        shapes.add((fixed["input_ids"].shape[1], fixed["columns"].shape[1]))
+        assert objective.count_items(fixed) == objective.count_items(batch)
+        results = []
+        for each in (batch, fixed):
+            loss = objective.loss(model, each)
+            results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert {16, 24, 32, 48, 64, 96}.issuperset(number for shape in shapes for number in shape)
+    assert {shape[0] for shape in shapes} == {round_up(length) for length in lengths}
+    tokens, places = objective.padded
+    assert 0.5 < tokens / places < 1
