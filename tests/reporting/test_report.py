@@ -181,8 +181,9 @@ def test_the_page_embeds_every_figure_with_a_text_for_it(written):
 
 def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
     rows = Page(written.html.read_text()).rows
-    assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1"]
-    for shown, row in zip(rows[1:], written.table.rows, strict=False):
+    assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1", "command"]
+    for (*shown, made), row in zip(rows[1:], written.table.rows, strict=False):
+        assert "python -m mergekit_lab '+experiment=a b' " in made
         assert shown == [
             row.label,
             row.average.text,
