@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-beside lint types docs dist wheel-test sweep gallery clean
+.PHONY: help demo test test-beside lint types docs dist pythons wheel-test sweep gallery clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
@@ -34,6 +34,13 @@ dist: .venv/dev  ## build the source distribution and the wheel into dist/, and 
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m twine check --strict dist/*
+
+pythons: .venv/dev  ## find packages of every dependency, in the tested versions, for every Python that is supported
+	for version in 3.11 3.12 3.13; do \
+		$(BIN)/uv pip compile --quiet --python-version $$version --output-file /dev/null -c constraints.txt \
+			--only-binary :all: --no-binary antlr4-python3-runtime \
+			--extra demo --extra dev --extra docs pyproject.toml || exit 1; \
+	done
 
 wheel-test: .venv/dev  ## build the wheel, install it elsewhere, run it from another folder
 	$(BIN)/python -m pytest -q tests/test_wheel.py

@@ -26,7 +26,9 @@ def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "__example__"})
 
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]
+PAGES = [
+    page for places in ("*.md", "docs/*.md", "experiments/*/README.md") for page in sorted(ROOT.glob(places))
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

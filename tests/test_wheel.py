@@ -28,7 +28,7 @@ def test_the_wheel_holds_configs_weights_and_the_sweeper(wheel: Path) -> None:
         "mergekit_lab/py.typed",
         "mergekit_lab/reporting/templates/page.html.j2",
         "mergekit_lab/reporting/templates/style.css",
-        "mergekit_lab/reporting/templates/sort_and_filter.js",
+        "mergekit_lab/reporting/templates/page.js",
         "hydra_plugins/mergekit_lab/comparison_sweeper.py",
     ):
         assert needed in names

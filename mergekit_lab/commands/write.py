@@ -121,7 +121,8 @@ def _write_adapter(
             transposed=merge.transposed, dtype=kind,
         )  # fmt: skip
         write_files(beside, folder)
-        _card(prepared, out.name, metrics, recipe, [*merge.describe(), *_account(notes)]).write(folder)
+        account = [*merge.describe(), *_account(notes)]
+        _card(prepared, out.name, "adapter", metrics, recipe, account).write(folder)
     return out
 
 
@@ -266,9 +267,9 @@ def _card(
         metrics=metrics,
         recipe=recipe,
         hub=describe_for_hub(prepared),
-        usage="" if format == "low_rank" else say_usage(prepared, title),
+        usage="" if format != "dense" else say_usage(prepared, title),
         command=say_command(prepared, title, format),
-        equivalent="" if recipe or format == "low_rank" else write_recipe(prepared),
+        equivalent="" if recipe or format != "dense" else write_recipe(prepared),
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 """Okabe and Ito's, which readers with any color vision tell apart."""
-HATCHES = ("", "///", "xx")
-DASHES = ("-", "--", ":")
+HATCHES = ("", "///", "xx", "..", "\\\\\\")
+DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)))
 MARKERS = "osD^vPX"
 
 NAMES = {
@@ -60,7 +60,7 @@ class Look:
 
     color: str
     hatch: str
-    dash: str
+    dash: str | tuple[int, tuple[int, ...]]
     marker: str
 
     @staticmethod

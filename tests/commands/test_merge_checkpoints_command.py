@@ -154,7 +154,7 @@ def test_experts_may_be_given_in_several_ways(given: str, tmp_path, monkeypatch)
 
 def test_other_runs_do_not_know_these_keys() -> None:
     cfg, _ = composed(["+experiment=quickstart"])
-    assert not {"base", "out", "recipe"} & set(cfg)
+    assert not {"out", "recipe"} & set(cfg)
     cfg, _ = composed(["+experiment=merge_checkpoints"])
     assert not {"backbone", "suite", "optimizer", "training", "store"} & set(cfg)
 
