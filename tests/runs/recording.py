@@ -12,7 +12,9 @@ class Recorder(Tracker):
         self.told.append(("start", {"config": config, **named}))
 
     def log_product(self, product):
-        self.told.append(("product", {"name": product.name, "kind": product.kind, "inputs": product.inputs}))
+        self.told.append(
+            ("product", {"name": product.reference, "kind": product.kind, "inputs": product.inputs})
+        )
 
     def finish(self):
         self.told.append(("finish", {}))

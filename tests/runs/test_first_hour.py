@@ -131,7 +131,7 @@ def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:
     )
     assert frame.empty
     page = (tmp_path / "0/report.html").read_text()
-    assert page.count("<img ") == 1
+    assert page.count("<figure") == 1
     assert "analyses of 2 experts" in page
 
     from mergekit_lab.reporting import compare
