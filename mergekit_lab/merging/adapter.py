@@ -86,9 +86,9 @@ class AdapterMerge:
     ) -> Iterator[tuple[str, LowRankChange]]:
         """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""
         oriented = conv1d_weights(self.base)
-        for name, change in self._join(include, exclude) if self.is_sum else ():
+        for name, factors in self._join(include, exclude) if self.is_sum else ():
             self.transposed |= name in oriented
-            yield name, self._keep(name, change)
+            yield name, self._keep(name, factors)
         if self.is_sum:
             return
         again = self.base.find_ties()
