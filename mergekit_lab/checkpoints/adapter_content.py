@@ -47,6 +47,10 @@ class AdapterContent:
 
     @classmethod
     def read(cls, label: str, tensors: Checkpoint, config: Mapping[str, Any]) -> AdapterContent:
+        if not tensors:
+            raise InputError(
+                f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
+            )
         content = cls(stacks=tuple(_parameters(label, config)))
         for name in tensors:
             if not name.startswith(_PREFIX):

@@ -243,7 +243,14 @@ def test_integers_are_neither_folded_nor_changed(tensors, message: str, tmp_path
         open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4), "ids": torch.arange(4)}))
 
 
-@pytest.mark.parametrize("alpha", ["NaN", "-Infinity", "1" + "0" * 400, "null"])
+def test_an_adapter_without_tensors_is_none(tmp_path) -> None:
+    torch.save({}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    with pytest.raises(InputError, match="holds no tensors"):
+        open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4)}))
+
+
+@pytest.mark.parametrize("alpha", ["NaN", "-Infinity", "1" + "0" * 400, "null", "true"])
 def test_an_alpha_that_is_no_finite_number_is_refused(alpha: str, tmp_path) -> None:
     pair = {"w.lora_A.weight": torch.ones(1, 4), "w.lora_B.weight": torch.ones(4, 1)}
     write_tensors(tmp_path / "adapter_model.safetensors", {f"base_model.model.{n}": t for n, t in pair.items()})
