@@ -244,7 +244,7 @@ def test_integers_are_neither_folded_nor_changed(tensors, message: str, tmp_path
 
 
 def test_an_adapter_without_tensors_is_none(tmp_path) -> None:
-    write_tensors(tmp_path / "adapter_model.safetensors", {})
+    torch.save({}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
     with pytest.raises(InputError, match="holds no tensors"):
         open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4)}))
