@@ -268,7 +268,8 @@ def no_file_over(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
     from hydra_plugins.mergekit_lab.run_folder import RunFolder
 
-    config = OmegaConf.create({"hydra": {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}})
+    folders = {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}
+    config = OmegaConf.create({"hydra": {**folders, "overrides": {"task": [], "hydra": []}}})
     begin = RunFolder()
     with no_file_over(1 << 16):
         for told_of in (begin.on_run_start, begin.on_multirun_start):
