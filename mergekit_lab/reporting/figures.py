@@ -204,9 +204,9 @@ def _draw_plane(
     axes.set_ylabel(drawing.shorten(names[1]))
     axes.set_aspect("equal")
     if panel.points:
-        edge = withStroke(linewidth=2, foreground="black")
+        outline = withStroke(linewidth=2, foreground="black")
         places = [(x, y, name) for name, (x, y) in panel.points.items()]
-        drawing.place_labels(axes, places, color="white", fontsize=8, path_effects=[edge])
+        drawing.place_labels(axes, places, color="white", fontsize=8, path_effects=[outline])
 
 
 def spread_levels(values: Sequence[float]) -> list[float]:

@@ -233,7 +233,7 @@ class Run:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
         optimizer = self.optimizer_name
-        if node.unit in self.cfg.optimizer_of:
+        if node.unit is not None and node.unit in self.cfg.optimizer_of:
             optimizer = self._optimizer_of(node.unit)
         made_by = "imported" if self.cfg.experts else optimizer
         words = [word for word in node.label.split() if word not in ("the", "of", "on", "offsets")]
