@@ -28,7 +28,7 @@ types: .venv/dev  ## mypy
 	$(BIN)/mypy
 
 docs: .venv/dev  ## build the documentation's site into site/; a dead link or an undocumented public name fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: .venv/dev  ## build the source distribution and the wheel into dist/, and check what PyPI will show
 	rm -rf dist

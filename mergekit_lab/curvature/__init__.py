@@ -1,6 +1,8 @@
 """Curvature of a task's loss: as checkpoints that merging can read, and as numbers.
 
+```python
 from mergekit_lab.curvature import Hessian, diagonal_fisher, input_grams, top_eigenvalues, trace
+```
 """
 
 from mergekit_lab.curvature.fisher import diagonal_fisher

@@ -1,7 +1,10 @@
 """Merge experts of one base. Torch and the checkpoint room only: usable from anybody's code.
 
+```python
 from mergekit_lab.merging import TIES, merge_state_dicts
+
 merged = merge_state_dicts(base, {"cars": cars, "dtd": dtd}, TIES(density=0.2))
+```
 """
 
 from mergekit_lab.merging.adamerging import AdaMerging, Learning, learn_coefficients
