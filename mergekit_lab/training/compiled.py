@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ step of the models it is for."""
 _LARGE = 10**7
 """Parameters below which a step is too short for compiling to gain what it costs."""
 
-_OPTIONS = {"fallback_random": True}
+_OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Dropout draws as it does where the model is not compiled."""
 
 
