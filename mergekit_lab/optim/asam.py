@@ -61,7 +61,7 @@ def asam_perturbation(
         for t, chosen in zip(sizes, is_weight, strict=True):
             if not chosen:
                 t.fill_(1)
-    scaled = torch._foreach_mul(grads, sizes)
+    scaled = list(torch._foreach_mul(grads, sizes))
     norm = global_norm(grads if scaling == "printed" else scaled) + ADDED_TO_NORM[scaling]
     scaled = scale(scaled, combine(lambda each: each / norm, rho))
     torch._foreach_mul_(scaled, sizes)

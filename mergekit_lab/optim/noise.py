@@ -78,8 +78,8 @@ def draw_noise(
     for group in _chunk(params):
         device = group[0].device
         if device not in generators:
-            seeded = isinstance(seed, torch.Generator)
-            generators[device] = seed if seeded else torch.Generator(device).manual_seed(seed)
+            made = seed if isinstance(seed, torch.Generator) else torch.Generator(device).manual_seed(seed)
+            generators[device] = made
         sizes = [p.numel() for p in group]
         draws = sample(
             sum(sizes),

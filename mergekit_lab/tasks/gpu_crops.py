@@ -27,7 +27,7 @@ def _weigh(distance):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _resize_rows(pixels, table, half, side, highest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _resize_rows(pixels, table, half, side, highest, taps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     about = table + (plane // 3) * _TABLE
     height, width = tl.load(about + 1), tl.load(about + 2)
@@ -44,7 +44,7 @@ def _resize_rows(pixels, table, half, side, highest, BLOCK: tl.constexpr):  # ty
         first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
         sum_of_weights = tl.full([BLOCK], 0.0, tl.float32)
         result = tl.full([BLOCK], 0.0, tl.float32)
-        for step in range((4 * wide).to(tl.int32) + 3):
+        for step in range(taps):
             position = first + step
             inside = (position >= 0) & (position < columns)
             weight = tl.where(inside, _weigh((position.to(tl.float32) + 0.5 - center) / wide), 0.0)
@@ -56,7 +56,7 @@ def _resize_rows(pixels, table, half, side, highest, BLOCK: tl.constexpr):  # ty
 
 
 @triton.jit
-def _resize_columns(half, table, out, side, highest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tl.load(table + (plane // 3) * _TABLE + 5).to(tl.int32)
     column = tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def _resize_columns(half, table, out, side, highest, BLOCK: tl.constexpr):  # ty
     first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
     sum_of_weights = 0.0
     result = tl.full([BLOCK], 0.0, tl.float32)
-    for step in range((4 * wide).to(tl.int32) + 3):
+    for step in range(taps):
         position = first + step
         inside = (position >= 0) & (position < rows)
         weight = tl.where(inside, _weigh((position.to(tl.float32) + 0.5 - center) / wide), 0.0)
@@ -95,7 +95,8 @@ def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips
     half = torch.empty(planes, highest, side, dtype=torch.uint8, device=pixels.device)
     out = torch.empty(len(sizes), 3, side, side, device=pixels.device)
     block = triton.next_power_of_2(side)
+    taps = int(4 * max(1.0, int(boxes[:, 2:].max()) / side)) + 3  # as many as the largest window needs
     with torch.cuda.device_of(pixels):
-        _resize_rows[(highest, planes)](pixels, table, half, side, highest, BLOCK=block)
-        _resize_columns[(side, planes)](half, table, out, side, highest, BLOCK=block)
+        _resize_rows[(highest, planes)](pixels, table, half, side, highest, taps, BLOCK=block)
+        _resize_columns[(side, planes)](half, table, out, side, highest, taps, BLOCK=block)
     return out

@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ step of the models it is for."""
 _LARGE = 10**7
 """Parameters below which a step is too short for compiling to gain what it costs."""
 
-_OPTIONS = {"fallback_random": True}
+_OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Dropout draws as it does where the model is not compiled."""
 
 
@@ -53,7 +55,9 @@ def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> n
     try:
         compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
         trained = [p for p in model.parameters() if p.requires_grad]
-        torch.autograd.grad(loss_of(compiled), trained, allow_unused=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says of itself while it compiles
+            torch.autograd.grad(loss_of(compiled), trained, allow_unused=True)
     except Exception as error:
         log.warning(
             "training.compile: the model cannot be compiled and runs as written (%s)",

@@ -199,7 +199,7 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     )
     assert all(torch.equal(expert[n], t) for n, t in same.items())
     assert len(manifests(store, "experts")) == 3
-    monkeypatch.setattr("mergekit_lab.training.finetune", None)
+    monkeypatch.setattr("mergekit_lab.training.fit.finetune", None)
     go(tmp_path / "run", store, *fitted)
     changed = context(tmp_path, store, *fitted, "optimizer.base.eps=1e-7")
     assert expert_node(changed, "digits").key != expert_node(made, "digits").key

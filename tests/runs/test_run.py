@@ -98,7 +98,7 @@ def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
 
 def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
     first, store = finished
-    monkeypatch.setattr("mergekit_lab.training.finetune", None)
+    monkeypatch.setattr("mergekit_lab.training.fit.finetune", None)
     monkeypatch.setattr("mergekit_lab.runs.combine.merge_state_dicts", None)
     monkeypatch.setattr("mergekit_lab.runs.models.score", None)
     go(tmp_path, store)

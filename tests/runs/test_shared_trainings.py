@@ -67,7 +67,7 @@ def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
 @pytest.fixture
 def tried(monkeypatch) -> list[int]:
     """One entry a training that was begun."""
-    import mergekit_lab.runs.train as room
+    import mergekit_lab.training.fit as room
 
     begun, finetune = [], room.finetune
     monkeypatch.setattr(room, "finetune", lambda *a, **k: begun.append(1) or finetune(*a, **k))
