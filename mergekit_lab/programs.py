@@ -75,11 +75,12 @@ def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iter
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
         from mergekit_lab.store.store import says_full
 
-        where = isinstance(error, OSError) and Path(error.filename2 or error.filename or "/")
-        if where and not says_full(error) and where.is_relative_to(folder):
-            raise InputError(
-                f"{where} cannot be written ({error.strerror}): move it away, or set run_dir=PATH"
-            ) from error
+        if isinstance(error, OSError) and not says_full(error):
+            where = Path(error.filename2 or error.filename or "/")
+            if where.is_relative_to(folder):
+                raise InputError(
+                    f"{where} cannot be written ({error.strerror}): move it away, or set run_dir=PATH"
+                ) from error
         if isinstance(error, InputError) or not says_full(error):
             raise
         raise InputError(

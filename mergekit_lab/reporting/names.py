@@ -13,7 +13,8 @@ from typing import Any
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 """Okabe and Ito's, which readers with any color vision tell apart."""
 HATCHES = ("", "///", "xx", "..", "\\\\\\")
-DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)))
+Dash = str | tuple[int, tuple[int, ...]]
+DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)))
 MARKERS = "osD^vPX"
 
 NAMES = {
@@ -60,7 +61,7 @@ class Look:
 
     color: str
     hatch: str
-    dash: str | tuple[int, tuple[int, ...]]
+    dash: Dash
     marker: str
 
     @staticmethod
@@ -105,5 +106,6 @@ def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
 
 def _vary(look: Look, taken: Collection[Look]) -> Look:
     """The look, or the first of its color that none has."""
-    others = (Look(look.color, *rest) for rest in zip(cycle(HATCHES), cycle(DASHES), MARKERS * 3, strict=False))
+    looks = zip(cycle(HATCHES), cycle(DASHES), MARKERS * 3, strict=False)
+    others = (Look(look.color, hatch, dash, marker) for hatch, dash, marker in looks)
     return next((each for each in (look, *others) if each not in taken), look)

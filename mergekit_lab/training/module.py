@@ -277,7 +277,7 @@ class FinetuneModule(lightning.LightningModule):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
 
     def on_train_start(self) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
         if isinstance(optimizer, WrappedOptimizer):
             model = self.trainer.strategy.model
             optimizer.attach(self if model is None else model)
@@ -289,7 +289,7 @@ class FinetuneModule(lightning.LightningModule):
             self._host_settings = keep_on_device(optimizer.base if wrapped else optimizer, self.device)
             if wrapped:
                 optimizer.allow_replay(self.device)
-            self._replay = Replay(self._update, optimizer, self.device)  # type: ignore[arg-type]
+            self._replay = Replay(self._update, optimizer, self.device)
 
     def _wants_compiled(self) -> bool:
         if self.device_mesh is not None:
