@@ -37,6 +37,7 @@ class Bound:
     whole: float = 0.0
 
     def add(self, other: Bound) -> None:
+        """Add the terms of another matrix to these."""
         for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

@@ -1,4 +1,6 @@
+import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -15,3 +17,20 @@ def _no_hydra_left_behind():
 @pytest.fixture(scope="session")
 def session_store(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("store")
+
+
+_ONE_PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _pictures_of_one_pixel():
+    """Matplotlib takes a third of a small run's time. What is drawn, the tests in tests/reporting look at."""
+
+    def save(figure: Any, path: Any, **_: Any) -> None:
+        Path(path).write_bytes(_ONE_PIXEL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", save)
+        yield
