@@ -9,7 +9,7 @@ arcee-ai/mergekit, huggingface/peft. Trimming is exact in a few passes over bloc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import Largest, run_at_once, select_largest
+from mergekit_lab.merging.selection import Largest, read_task_vectors, run_at_once, select_largest
 from mergekit_lab.ranges import require, require_choice
 
 
@@ -174,7 +174,7 @@ class TIES(ScaledMethod):
         if not self.rule.whole_model or not stream.entries:
             return None
         largest = select_largest(
-            [partial(_read_task_vectors, share) for share in stream.divide()],
+            [partial(read_task_vectors, share) for share in stream.divide()],
             self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers),
             stream.entries,
             with_ties=True,
@@ -220,8 +220,3 @@ class TIES(ScaledMethod):
         if survey is not None and bool((most * even).any()):
             signs.add_(even, alpha=survey.majority or self.rule.no_majority)
         return signs
-
-
-def _read_task_vectors(stream: Stream) -> Iterator[Tensor]:
-    for _, deltas, _ in stream.blocks():
-        yield deltas
