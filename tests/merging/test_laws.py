@@ -12,6 +12,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    DOGE,
     PCB,
     RAM,
     SCE,
@@ -106,6 +107,8 @@ METHODS: dict[str, Method] = {
     "lines_tsvm": LiNeS(first=0.4, inner=TSVM()),
     "pcb": PCB(ratio=0.3),
     "pcb_all": PCB(ratio=1.0),
+    "doge": DOGE(steps=20),
+    "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
@@ -188,6 +191,8 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "lines_tsvm": "as tsvm",
     "pcb": "tails are clamped, and what has no balance is left out",
     "pcb_all": "tails are clamped",
+    "doge": "all get one norm, and their largest entries alone stay",
+    "doge_all_matrices": "as doge",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -232,6 +237,8 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "lines_tsvm": "scaled by 0.4",
     "pcb": "what has no balance is left out",
     "pcb_all": "tails are clamped",
+    "doge": "it gets another norm, and its largest entries alone stay",
+    "doge_all_matrices": "as doge",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}
@@ -424,7 +431,7 @@ def test_weights_may_differ_by_tensor(label: str) -> None:
     assert not torch.equal(plain["a.bias"], scaled["a.bias"]) or label in ONLY_MATRICES
 
 
-ONLY_MATRICES = {"wudi"}
+ONLY_MATRICES = {"wudi", "doge"}
 
 
 @pytest.mark.parametrize("block", [1 << 17, 11])
