@@ -3,6 +3,8 @@
     python experiments/originals/make.py pcb CLONE      # github.com/duguodong7/pcb-merging at 31fa2dc
     python experiments/originals/make.py lines CLONE    # github.com/wang-kee/LiNeS at 04858ad
     python experiments/originals/make.py doge CLONE     # github.com/tanganke/fusion_bench at 54c9e8c
+    python experiments/originals/make.py ties_max CLONE # github.com/prateeky2806/ties-merging at 44e7891
+    python experiments/originals/make.py emr CLONE      # github.com/harveyhuang18/EMR_Merging at cc225ec
 
 Functions are taken out of the clones' files by name and run as they are; nothing of these files is kept here.
 Of classes the methods are taken, without their bases.
@@ -62,15 +64,22 @@ def save(label: str, merged: dict[str, Tensor]) -> None:
     save_file({n: v.contiguous() for n, v in merged.items()}, GOLDEN / f"outputs/{label}.safetensors")
 
 
+def flatten(names: list[str], deltas: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([torch.cat([delta[name].flatten() for name in names]) for delta in deltas])
+
+
+def split(vector: Tensor, names: list[str], shaped: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = vector.split([shaped[name].numel() for name in names])
+    return {n: part.view(shaped[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
 def make_pcb(clone: Path) -> None:
     original = take_functions(clone / "pcb-merging.py", ("normalize", "clamp", "act", "PCB_merge"))
     names, deltas = read_task_vectors()
-    flat = torch.stack([torch.cat([delta[name].flatten() for name in names]) for delta in deltas])
+    flat = flatten(names, deltas)
     for ratio in (0.1, 0.6):
         merged, *_ = original["PCB_merge"](flat, pcb_ratio=ratio)
-        parts = merged.split([deltas[0][name].numel() for name in names])
-        state = {n: part.view(deltas[0][n].shape) for n, part in zip(names, parts, strict=True)}
-        save(f"pcb_ratio{ratio}_T4", state)
+        save(f"pcb_ratio{ratio}_T4", split(merged, names, deltas[0]))
 
 
 def make_lines(clone: Path) -> None:
@@ -79,6 +88,22 @@ def make_lines(clone: Path) -> None:
     total = {name: torch.stack([delta[name] for delta in deltas]).sum(dim=0) for name in names}
     scaled = original["LiNeS_scaling"](SimpleNamespace(vector=total), alpha=1 / 4, beta=0.5, num_blocks=2)
     save("lines_sum_beta0.5_T4", scaled.vector)
+
+
+def make_ties_max(clone: Path) -> None:
+    wanted = ("topk_values_mask", "resolve_zero_signs", "resolve_sign", "disjoint_merge")
+    original = take_functions(clone / "src/utils/merge_utils.py", wanted)
+    names, deltas = read_task_vectors()
+    trimmed, _ = original["topk_values_mask"](flatten(names, deltas), K=20)
+    merged = original["disjoint_merge"](trimmed, "dis-max", original["resolve_sign"](trimmed, "mass"))
+    save("ties_paper_max_d0.2_T4", split(merged, names, deltas[0]))
+
+
+def make_emr(clone: Path) -> None:
+    """What all tasks share, before masks and rescalers."""
+    original = take_functions(clone / "merge_vit/src/main_emr_merging.py", ("emr_merge",))
+    shared, *_ = original["emr_merge"]([SimpleNamespace(vector=delta) for delta in read_task_vectors()[1]])
+    save("emr_shared_T4", shared)
 
 
 class Model:
@@ -125,9 +150,17 @@ def make_doge(clone: Path) -> None:
         save(label, {n: merged[f"encoder.{n}"].detach().float() for n in matrices})
 
 
+MAKERS = {
+    "pcb": make_pcb,
+    "lines": make_lines,
+    "ties_max": make_ties_max,
+    "emr": make_emr,
+    "doge": make_doge,
+}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=("pcb", "lines", "doge"))
+    parser.add_argument("method", choices=MAKERS)
     parser.add_argument("clone", type=Path)
     given = parser.parse_args()
-    {"pcb": make_pcb, "lines": make_lines, "doge": make_doge}[given.method](given.clone)
+    MAKERS[given.method](given.clone)
