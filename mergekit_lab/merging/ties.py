@@ -130,8 +130,8 @@ class TIES(ScaledMethod):
         preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"mergekit"` or
             `"peft"`; see `PRESETS`.
         election: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs.
-        aggregator: `"mean"` or `"sum"` of the entries that agree, or `"max"`, the largest in magnitude; None takes
-            the preset's. With `density=1`, `"max"` is what EMR-Merging (Huang et al. 2024) shares.
+        aggregator: `"mean"` or `"sum"` of the entries that agree, or `"max"`, the largest in magnitude; None
+            takes the preset's. With `density=1`, `"max"` is what EMR-Merging (Huang et al. 2024) shares.
         count_buffers: whole-model presets only: integer buffers count among the d entries, as
             fusion_bench does when a model has some.
         weights: `λ_t`, 1 by default, of the trimmed task vectors.
