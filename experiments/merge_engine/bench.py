@@ -25,6 +25,7 @@ from torch import Tensor
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    DOGE,
     PCB,
     RAM,
     SCE,
@@ -131,6 +132,7 @@ def methods() -> dict[str, Method]:
         "passthrough": Passthrough(),
         "lines": LiNeS(),
         "pcb": PCB(),
+        "doge": DOGE(),
     }
 
 

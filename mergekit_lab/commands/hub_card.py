@@ -101,7 +101,7 @@ def write_recipe(prepared: Prepared) -> str:
         name, weights = "linear", [1.0] * len(experts) if method.weights is None else weights
     elif type(method) is TaskArithmetic:
         name, parameters = "task_arithmetic", {"lambda": method.scale}
-    elif type(method) is TIES and method.preset == "mergekit" and method.election == "mass":
+    elif type(method) is TIES and _is_mergekits(method):
         name = "ties"
         parameters = {
             "density": method.density,
@@ -123,6 +123,11 @@ def write_recipe(prepared: Prepared) -> str:
     if prepared.dtype is not None:
         recipe["dtype"] = str(prepared.dtype).removeprefix("torch.")
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+
+def _is_mergekits(method: TIES) -> bool:
+    """Whether mergekit's TIES has these settings."""
+    return method.preset == "mergekit" and method.election == "mass" and method.aggregator != "max"
 
 
 def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:

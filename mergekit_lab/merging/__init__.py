@@ -16,6 +16,7 @@ from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
 from mergekit_lab.merging.dare import DARE
 from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.devices import resolve_device
+from mergekit_lab.merging.doge import DOGE
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
@@ -41,6 +42,7 @@ from mergekit_lab.merging.wudi import WUDI
 __all__ = [
     "DARE",
     "DELLA",
+    "DOGE",
     "PCB",
     "RAM",
     "SCE",

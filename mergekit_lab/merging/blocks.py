@@ -70,7 +70,7 @@ class Reader:
 
     @property
     def entries(self) -> int:
-        return sum(self.inputs.base.specs[name].numel for name in self.inputs.merged)
+        return sum(self.inputs.base.specs[name].numel for name in self.names)
 
     @property
     def buffer_entries(self) -> int:
@@ -83,6 +83,15 @@ class Reader:
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
         return replace(self, changes=(*self.changes, change))
+
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Reader:
+        def is_kept(name: str) -> bool:
+            stack = self.inputs.stacks.get(name)
+            if stack is None:
+                return keep(name, self.inputs.base.specs[name].shape)
+            return keep(stack.members[0], stack.shape)
+
+        return replace(self, subset=tuple(filter(is_kept, self.names)))
 
     def divide(self) -> list[Reader]:
         if len(self.sharing) < 2:

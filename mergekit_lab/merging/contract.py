@@ -86,7 +86,7 @@ class Stream(Protocol):
     Attributes:
         experts: the experts' names.
         names: the tensors', in order.
-        entries: number of floating-point entries of the model, 0-d tensors included; weights that are
+        entries: number of floating-point entries of these tensors, 0-d ones included; weights that are
             tied count once.
         buffer_entries: number of integer and boolean entries.
     """
@@ -112,6 +112,10 @@ class Stream(Protocol):
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
         """The same stream with every block of task vectors changed."""
+
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Stream:
+        """The same stream of those tensors alone of which `keep` takes the name and the shape; of a stack of a
+        mixture's experts those of its first matrix."""
 
     def divide(self) -> Sequence[Stream]:
         """This stream cut into some for `run_at_once`, by tensors: one for each device that takes part, a few

@@ -9,7 +9,6 @@ above the bound; the merged entry is the mean by these weights. All quantiles ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import select_each, select_largest
+from mergekit_lab.merging.selection import read_task_vectors, select_each, select_largest
 from mergekit_lab.ranges import require
 
 _TAIL = 0.0001
@@ -71,7 +70,7 @@ class PCB(ScaledMethod):
         balances = stream.map(balance)
         bound = _find_ranked(balances, int(entries * (1 - self.ratio)), entries)
         most = torch.full_like(bound, -torch.inf)
-        for block in _read(balances):
+        for block in read_task_vectors(balances):
             most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
         return _Survey(low, high, bound, most)
 
@@ -84,18 +83,14 @@ class PCB(ScaledMethod):
         return (kept * weights).sum(dim=0).div_(weights.sum(dim=0).clamp_(min=_NO_WEIGHT))
 
 
-def _read(stream: Stream) -> Iterator[Tensor]:
-    return (deltas for _, deltas, _ in stream.blocks())
-
-
 def _find_bounds(stream: Stream, first: int, last: int, entries: int) -> tuple[Tensor, Tensor]:
     """The magnitudes of these ranks from below, `[T, 1]` each."""
-    shares = [partial(_read, share) for share in stream.divide()]
+    shares = [partial(read_task_vectors, share) for share in stream.divide()]
     kept = [entries - first, entries - last]
     bounds = [torch.tensor(largest.thresholds)[:, None] for largest in select_each(shares, kept, entries, True)]
     smallest = torch.full_like(bounds[0], torch.inf)
     if first == 0:
-        for block in _read(stream):
+        for block in read_task_vectors(stream):
             smallest = torch.minimum(smallest, block.abs().amin(dim=1, keepdim=True).to(smallest))
     return smallest if first == 0 else bounds[0], bounds[1]
 
@@ -104,11 +99,14 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
     """The signed entries of this rank from below, `[T, 1]`."""
 
     def select(sign: int, kept: int) -> Tensor:
-        shares = [lambda share=share: (x.mul(sign).relu_() for x in _read(share)) for share in stream.divide()]
+        shares = [
+            lambda share=share: (x.mul(sign).relu_() for x in read_task_vectors(share))
+            for share in stream.divide()
+        ]
         return sign * torch.tensor(select_largest(shares, kept, entries, True).thresholds)[:, None]
 
     positive = negative = torch.zeros(())
-    for block in _read(stream):
+    for block in read_task_vectors(stream):
         positive = positive + (block > 0).sum(dim=1, keepdim=True).cpu()
         negative = negative + (block < 0).sum(dim=1, keepdim=True).cpu()
     above, below = entries - rank <= positive, rank < negative

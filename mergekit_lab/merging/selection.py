@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mergekit_lab.merging.contract import Stream
 from mergekit_lab.merging.kernels import BITS, DigitCounts, to_array
 
 
@@ -45,6 +46,11 @@ class Largest:
                     # hardshrink zeroes what is within ±bound, and unlike a mask it is vectorized on a CPU
                     torch.hardshrink(deltas[t, start:stop], bound, out=out[t, start:stop])
         return out
+
+
+def read_task_vectors(stream: Stream) -> Iterator[Tensor]:
+    """A pass over the blocks `[T, n]` of a survey."""
+    return (deltas for _, deltas, _ in stream.blocks())
 
 
 Pass = Callable[[], Iterator[Tensor]]

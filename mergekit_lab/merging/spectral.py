@@ -5,6 +5,7 @@ Legend: `B` same-shaped matrices `m×n`, `T` experts, `r = min(m, n)`, `k` tripl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_triplets
 from mergekit_lab.merging.stacks import find_stacks
@@ -56,6 +58,54 @@ class SpectralMethod(ScaledMethod):
         if self.is_matrix(name, base.shape):
             return self.merge_matrices(deltas[None], [site])[0]
         return self.merge_other(name, base, deltas, site)
+
+
+_LAYER_WEIGHTS = re.compile(
+    r"attn\.(in_proj_weight|out_proj\.weight)$"
+    r"|mlp\.c_(fc|proj)\.weight$"
+    r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
+    r"|(^|\.)([qkvo]|qkv|out)_proj\.weight$"
+    r"|(^|\.)(fc[12]|w[123]|(gate|up|gate_up|down)_proj)\.weight$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeightsMethod(SpectralMethod):
+    """Base of the methods that merge attention and MLP weights, which they know by name.
+
+    These are 2-D tensors with OpenCLIP's names (`attn.in_proj_weight`, `attn.out_proj.weight`,
+    `mlp.c_fc.weight`, `mlp.c_proj.weight`) or transformers' (`q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to
+    `w3`, `gate/up/gate_up/down_proj`, `c_attn`). Others keep the base.
+
+    Args:
+        all_matrices: merge every matrix so, and take the mean of other tensors.
+
+    Raises:
+        InputError: at the merge, no tensor has such a name.
+    """
+
+    all_matrices: bool = False
+
+    @property
+    def rest(self) -> str:  # type: ignore[override]
+        return "the mean" if self.all_matrices else "the base"
+
+    def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
+        return len(shape) == 2 and (self.all_matrices or _LAYER_WEIGHTS.search(name) is not None)
+
+    def check_tensors(self, names: Sequence[str]) -> None:
+        super().check_tensors(names)
+        if not self.all_matrices and not any(
+            _LAYER_WEIGHTS.search(n) or _LAYER_WEIGHTS.search(n + ".weight") for n in names
+        ):
+            raise InputError(
+                f"{type(self).__name__} knows attention and MLP weights by their names (attn.in_proj_weight, "
+                "q_proj.weight, fc1.weight, …) and this model has none: set all_matrices=True to merge every "
+                "matrix"
+            )
+
+    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        return super().merge_other(name, base, deltas, site) if self.all_matrices else torch.zeros_like(base)
 
 
 def explain_shapes(method: Method, shapes: Mapping[str, Sequence[int]]) -> list[str]:

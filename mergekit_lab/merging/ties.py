@@ -9,7 +9,7 @@ arcee-ai/mergekit, huggingface/peft. Trimming is exact in a few passes over bloc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import Largest, run_at_once, select_largest
+from mergekit_lab.merging.selection import Largest, read_task_vectors, run_at_once, select_largest
 from mergekit_lab.ranges import require, require_choice
 
 
@@ -130,7 +130,8 @@ class TIES(ScaledMethod):
         preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"mergekit"` or
             `"peft"`; see `PRESETS`.
         election: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs.
-        aggregator: `"mean"` or `"sum"` of the entries that agree; None takes the preset's.
+        aggregator: `"mean"` or `"sum"` of the entries that agree, or `"max"`, the largest in magnitude; None
+            takes the preset's. With `density=1`, `"max"` is what EMR-Merging (Huang et al. 2024) shares.
         count_buffers: whole-model presets only: integer buffers count among the d entries, as
             fusion_bench does when a model has some.
         weights: `λ_t`, 1 by default, of the trimmed task vectors.
@@ -140,7 +141,7 @@ class TIES(ScaledMethod):
     coefficient: float | None = None  # type: ignore[assignment]
     preset: Literal["paper", "mergelm", "sum", "mergekit", "peft"] = "paper"
     election: Literal["mass", "frequency"] = "mass"
-    aggregator: Literal["mean", "sum"] | None = None
+    aggregator: Literal["mean", "sum", "max"] | None = None
     count_buffers: bool = False
 
     elementwise = True
@@ -150,7 +151,7 @@ class TIES(ScaledMethod):
         require_choice("preset", self.preset, tuple(PRESETS))
         require_choice("election", self.election, ("mass", "frequency"))
         if self.aggregator is not None:
-            require_choice("aggregator", self.aggregator, ("mean", "sum"))
+            require_choice("aggregator", self.aggregator, ("mean", "sum", "max"))
         if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 
@@ -174,7 +175,7 @@ class TIES(ScaledMethod):
         if not self.rule.whole_model or not stream.entries:
             return None
         largest = select_largest(
-            [partial(_read_task_vectors, share) for share in stream.divide()],
+            [partial(read_task_vectors, share) for share in stream.divide()],
             self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers),
             stream.entries,
             with_ties=True,
@@ -206,8 +207,13 @@ class TIES(ScaledMethod):
         votes = values if self.rule.weighed_votes else trimmed
         signs = self._break_ties(elect(votes, self.election), votes, site.survey)
         agree = (votes * signs).relu_().sign_()
-        if (self.aggregator or self.rule.aggregator) == "sum":
+        aggregator = self.aggregator or self.rule.aggregator
+        if aggregator == "sum":
             return (values * agree).sum(dim=0)
+        if aggregator == "max":
+            values = values * agree
+            most, least = values.amax(dim=0), values.amin(dim=0)
+            return torch.where(most >= -least, most, least)
         return disjoint_mean(values, agree, site.weights if self.rule.divisor == "weights" else None)
 
     def _break_ties(self, signs: Tensor, votes: Tensor, survey: _Survey | None) -> Tensor:
@@ -220,8 +226,3 @@ class TIES(ScaledMethod):
         if survey is not None and bool((most * even).any()):
             signs.add_(even, alpha=survey.majority or self.rule.no_majority)
         return signs
-
-
-def _read_task_vectors(stream: Stream) -> Iterator[Tensor]:
-    for _, deltas, _ in stream.blocks():
-        yield deltas

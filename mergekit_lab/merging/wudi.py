@@ -15,77 +15,42 @@ of experts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Site
-from mergekit_lab.merging.spectral import SpectralMethod, weigh
+from mergekit_lab.merging.spectral import LayerWeightsMethod, weigh
 from mergekit_lab.ranges import require
-
-_OPTIMIZED = re.compile(
-    r"attn\.(in_proj_weight|out_proj\.weight)$"
-    r"|mlp\.c_(fc|proj)\.weight$"
-    r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
-    r"|(^|\.)([qkvo]|qkv|out)_proj\.weight$"
-    r"|(^|\.)(fc[12]|w[123]|(gate|up|gate_up|down)_proj)\.weight$"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WUDI(SpectralMethod):
+class WUDI(LayerWeightsMethod):
     """`θ0 + α·argmin_m Σ_t ‖(m − δ_t) δ_tᵀ‖² / ‖δ_t‖²`, by a fixed number of Adam steps.
 
     Args:
         steps: Adam steps, at least 0; 0 is task arithmetic on the matrices.
         lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
-        all_matrices: optimize every matrix and take the mean of the others (fusion_bench, 400 steps there).
-            Otherwise 2-D tensors with the names of attention and MLP weights are optimized (OpenCLIP's
-            `attn.in_proj_weight`, `attn.out_proj.weight`, `mlp.c_fc.weight`, `mlp.c_proj.weight`, and
-            transformers' `q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to `w3`, `gate/up/gate_up/down_proj`,
-            `c_attn`), others keep the base.
+        all_matrices: optimize every matrix, and take the mean of the others (fusion_bench, 400 steps there).
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
 
     Raises:
-        InputError: a value out of range; at the merge, no tensor has such a name.
+        InputError: a value out of range.
     """
 
     steps: int = 300
     lr: float = 1e-5
-    all_matrices: bool = False
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "steps", self.steps, "at least 0")
         require(self.lr > 0, "lr", self.lr, "positive")
 
-    @property
-    def rest(self) -> str:  # type: ignore[override]
-        return "the mean" if self.all_matrices else "the base"
-
-    def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
-        return len(shape) == 2 and (self.all_matrices or _OPTIMIZED.search(name) is not None)
-
-    def check_tensors(self, names: Sequence[str]) -> None:
-        super().check_tensors(names)
-        if not self.all_matrices and not any(
-            _OPTIMIZED.search(n) or _OPTIMIZED.search(n + ".weight") for n in names
-        ):
-            raise InputError(
-                "WUDI knows attention and MLP weights by their names (attn.in_proj_weight, q_proj.weight, "
-                "fc1.weight, …) and this model has none: set all_matrices=True to merge every matrix"
-            )
-
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         orient = sites[0].orient
         return orient(minimize_interference(orient(weigh(deltas, sites)), self.steps, self.lr))
-
-    def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return super().merge_other(name, base, deltas, site) if self.all_matrices else torch.zeros_like(base)
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ NAMES = {
     "passthrough": "Passthrough",
     "lines": "LiNeS",
     "pcb": "PCB",
+    "doge": "DOGE-TA",
 }
 """By label; the order gives the looks, so a new method comes last."""
 

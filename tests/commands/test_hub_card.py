@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import yaml
 from composing import merge_command
 from language import save_tiny
 from safetensors.torch import load_file, save_file
+
+from mergekit_lab.commands.hub_card import write_recipe
+from mergekit_lab.merging import TIES
 
 CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- other\n---\n# Base\n"
 
@@ -71,3 +75,13 @@ def test_models_of_the_hub_are_related_by_merging() -> None:
     header = yaml.safe_load(text.split("---\n")[1])
     assert header["base_model"] == ["a/b", "c/d"]
     assert header["base_model_relation"] == "merge"
+
+
+@pytest.mark.parametrize(("aggregator", "written"), [(None, True), ("sum", True), ("max", False)])
+def test_a_recipe_is_of_what_mergekit_has(aggregator: str | None, written: bool) -> None:
+    method = TIES(preset="mergekit", aggregator=aggregator)
+    prepared = SimpleNamespace(
+        method=method, experts={"a": 0}, sources={"a": "x/a"}, base_source="x/base",
+        include=None, exclude=(), embeddings=None, dtype=None,
+    )  # fmt: skip
+    assert bool(write_recipe(prepared)) == written

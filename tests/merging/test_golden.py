@@ -11,6 +11,7 @@ from merging.conftest import in_dtype, relative_error
 
 from mergekit_lab.merging import (
     DARE,
+    DOGE,
     PCB,
     TIES,
     TSVM,
@@ -78,6 +79,10 @@ CASES = [
     ("wudi_fusionbench_iter300_f64_T4", WUDI(all_matrices=True), F64, 1e-6),
     ("pcb_ratio0.1_T4", PCB(ratio=0.1), F32, 1e-6),
     ("pcb_ratio0.6_T4", PCB(ratio=0.6), F32, 1e-6),
+    ("ties_paper_max_d0.2_T4", TIES(density=0.2, aggregator="max"), F32, 1e-6),
+    ("emr_shared_T4", TIES(density=1.0, aggregator="max"), F32, 1e-6),
+    ("doge_T4", DOGE(), F64, 1e-6),
+    ("doge_size0.3_density0.6_subspace2_T4", DOGE(size=0.3, density=0.6, subspace=2), F64, 1e-6),
     ("lines_sum_beta0.5_T4", LiNeS(slope=0.5, inner=TaskArithmetic(coefficient=1.0)), F32, 1e-6),
     ("regmean_mergelm_ratio1_T4", RegMean(), F64, 1e-6),
     ("regmean_mergelm_ratio0.9_T4", RegMean(ratio=0.9), F64, 1e-6),

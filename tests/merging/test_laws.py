@@ -12,6 +12,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    DOGE,
     PCB,
     RAM,
     SCE,
@@ -50,6 +51,7 @@ METHODS: dict[str, Method] = {
     "ties": TIES(density=0.3),
     "ties_mergelm": TIES(density=0.3, preset="mergelm"),
     "ties_sum": TIES(density=0.3, preset="sum"),
+    "ties_max": TIES(density=0.3, aggregator="max"),
     "ties_mergekit": TIES(density=0.3, preset="mergekit"),
     "ties_mergekit_sum": TIES(density=0.3, preset="mergekit", aggregator="sum"),
     "ties_peft": TIES(density=0.3, preset="peft"),
@@ -106,6 +108,8 @@ METHODS: dict[str, Method] = {
     "lines_tsvm": LiNeS(first=0.4, inner=TSVM()),
     "pcb": PCB(ratio=0.3),
     "pcb_all": PCB(ratio=1.0),
+    "doge": DOGE(steps=20),
+    "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
@@ -148,6 +152,7 @@ IDENTICAL_EXPERTS = {
     "ties": TIES(density=1.0),
     "ties_mergelm": TIES(density=1.0, preset="mergelm"),
     "ties_sum": TIES(density=1.0, preset="sum", weights=THIRDS, coefficient=1.0),
+    "ties_max": TIES(density=1.0, aggregator="max"),
     "ties_mergekit": TIES(density=1.0, preset="mergekit"),
     "ties_mergekit_sum": TIES(density=1.0, preset="mergekit", aggregator="sum", weights=THIRDS),
     "ties_peft": TIES(density=1.0, preset="peft"),
@@ -188,12 +193,15 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "lines_tsvm": "as tsvm",
     "pcb": "tails are clamped, and what has no balance is left out",
     "pcb_all": "tails are clamped",
+    "doge": "all get one norm, and their largest entries alone stay",
+    "doge_all_matrices": "as doge",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
     "ties": TIES(density=1.0),
     "ties_mergelm": TIES(density=1.0, preset="mergelm"),
     "ties_sum": TIES(density=1.0, preset="sum", coefficient=1.0),
+    "ties_max": TIES(density=1.0, aggregator="max"),
     "ties_mergekit": TIES(density=1.0, preset="mergekit"),
     "ties_mergekit_sum": TIES(density=1.0, preset="mergekit", aggregator="sum"),
     "ties_peft": TIES(density=1.0, preset="peft"),
@@ -232,6 +240,8 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "lines_tsvm": "scaled by 0.4",
     "pcb": "what has no balance is left out",
     "pcb_all": "tails are clamped",
+    "doge": "it gets another norm, and its largest entries alone stay",
+    "doge_all_matrices": "as doge",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}
@@ -424,7 +434,7 @@ def test_weights_may_differ_by_tensor(label: str) -> None:
     assert not torch.equal(plain["a.bias"], scaled["a.bias"]) or label in ONLY_MATRICES
 
 
-ONLY_MATRICES = {"wudi"}
+ONLY_MATRICES = {"wudi", "doge"}
 
 
 @pytest.mark.parametrize("block", [1 << 17, 11])

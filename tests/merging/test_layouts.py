@@ -6,6 +6,7 @@ from merging.conftest import draw, relative_error
 from torch import Tensor
 
 from mergekit_lab.merging import (
+    DOGE,
     WUDI,
     Breadcrumbs,
     IsoCTS,
@@ -34,6 +35,7 @@ def as_linear(state: dict[str, Tensor]) -> dict[str, Tensor]:
     "method",
     [
         WUDI(lr=1e-2, steps=5),
+        DOGE(steps=5),
         IsoCTS(common=0.4),
         RegMean(),
         ModelStock(filter_wise=True),

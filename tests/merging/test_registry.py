@@ -18,7 +18,15 @@ from mergekit_lab.paths import conf_dir
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "mergers.md"
-BASES = {"Method", "ScaledMethod", "SpectralMethod", "AtomMethod", "SparsifiedMethod", "SphericalMethod"}
+BASES = {
+    "Method",
+    "ScaledMethod",
+    "SpectralMethod",
+    "LayerWeightsMethod",
+    "AtomMethod",
+    "SparsifiedMethod",
+    "SphericalMethod",
+}
 # Pinned elsewhere than by the golden outputs of an original: where.
 NOT_GOLDEN = {
     "AdaMerging": "test_adamerging.py",

@@ -5,7 +5,7 @@ import torch
 from merging.conftest import F64, draw, merge_one, relative_error
 from merging.world import assert_close, assert_equal, run, world
 
-from mergekit_lab.merging import TSVM, WUDI, EpiMer, IsoC, IsoCTS, Method
+from mergekit_lab.merging import DOGE, TSVM, WUDI, EpiMer, IsoC, IsoCTS, Method
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.iso import split_directions
 from mergekit_lab.merging.spectral import SpectralMethod
@@ -130,11 +130,11 @@ def test_iso_leaves_directions_that_no_expert_has(method: Method) -> None:
     assert torch.equal(merge_one(method, 0 * deltas), torch.zeros(6, 9, dtype=F64))
 
 
-@pytest.mark.parametrize("method", [WUDI(lr=1e-3), TSVM(), IsoC(), IsoCTS(common=0.4)], ids=repr)
+@pytest.mark.parametrize("method", [WUDI(lr=1e-3), TSVM(), IsoC(), IsoCTS(common=0.4), DOGE(steps=9)], ids=repr)
 def test_a_stack_of_matrices_merges_as_each_does_alone(method: SpectralMethod) -> None:
     """Also where the experts weigh differently from tensor to tensor."""
     deltas, weights = draw(4, 3, 5, 8), draw(4, 3, seed=1)
-    sites = [Site(("a", "b", "c"), w) for w in weights]
+    sites = [Site(("a", "b", "c"), w, survey=[0.5] * 3) for w in weights]
     stacked = method.merge_matrices(deltas, sites)
     for i, site in enumerate(sites):
         alone = method.merge_matrices(deltas[i : i + 1], [site])[0]

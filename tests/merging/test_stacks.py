@@ -9,6 +9,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import (
     DARE,
     DELLA,
+    DOGE,
     TSVM,
     WUDI,
     Breadcrumbs,
@@ -38,6 +39,8 @@ BY_MATRIX = [
     IsoCTS(common=0.4),
     WUDI(lr=1e-3, steps=9),
     WUDI(lr=1e-3, steps=9, all_matrices=True),
+    DOGE(steps=9),
+    DOGE(steps=9, all_matrices=True, weights=[0.5, 2.0]),
     RegMean(),
     ModelStock(filter_wise=True),
     DELLA(density=0.5, epsilon=0.2),
@@ -135,7 +138,9 @@ def test_members_are_weighed_as_their_stack_is() -> None:
     assert torch.equal(found[f"{PREFIX}.gate_up_proj"], plain[f"{PREFIX}.gate_up_proj"])
 
 
-@pytest.mark.parametrize("method", [IsoCTS(common=0.4), WUDI(lr=1e-3, steps=5), RegMean(), TSVM()], ids=repr)
+@pytest.mark.parametrize(
+    "method", [IsoCTS(common=0.4), WUDI(lr=1e-3, steps=5), DOGE(steps=5), RegMean(), TSVM()], ids=repr
+)
 def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> None:
     """`[E, in, out]` and their biases, as gpt-oss has them; the fused projection is one matrix there."""
 
@@ -172,7 +177,7 @@ def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> 
     base, *experts = (model(seed, True) for seed in range(3))
     mean = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5))
     bias = f"{PREFIX}.down_proj_bias"
-    kept = isinstance(method, WUDI)
+    kept = isinstance(method, WUDI | DOGE)
     assert relative_error(found[bias], base[bias] if kept else mean[bias]) < 1e-12
 
 
