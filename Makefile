@@ -3,7 +3,7 @@
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

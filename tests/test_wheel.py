@@ -7,6 +7,7 @@ from pathlib import Path
 from sysconfig import get_path
 
 import pytest
+from composing import TINY
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +40,7 @@ def test_the_wheel_holds_configs_weights_and_the_sweeper(wheel: Path) -> None:
 @pytest.mark.slow
 def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     """A fresh environment that sees this one's packages, but not its editable install."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel], check=True
@@ -60,9 +61,8 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
 
     done = subprocess.run(
         [
-            *(python, "-m", "mergekit_lab", "+experiment=quickstart", "merger=average", "joint=false"),
-            *("training.steps=2", "training.warmup_steps=0"),
-            *("store.root=store", "run_dir=run", "progress=false"),
+            *(python, "-m", "mergekit_lab", *TINY, "merger=average", "joint=false"),
+            *("store.root=store", "run_dir=run"),
         ],
         capture_output=True, text=True, cwd=elsewhere,
     )  # fmt: skip

@@ -18,10 +18,8 @@ ONE_TASK = [*(o for o in TINY if "latin" not in o), "~suite.tasks.latin", "joint
 MERGERS = "merger=average,task_arithmetic"
 LAUNCHERS = {
     "local": ["hydra.launcher.devices=[cpu,cpu]"],
-    "submitit_local": ["hydra.launcher.timeout_min=5", "hydra.launcher.cpus_per_task=1"],
     "ray": ["+hydra.launcher.ray.init.num_cpus=2"],
 }
-MODULES = {"submitit_local": "submitit", "ray": "ray"}
 
 
 def needs(module: str, extra: str) -> None:
@@ -51,7 +49,7 @@ def trained(tmp_path_factory) -> Path:
 )
 def test_two_jobs_share_one_expert_and_end_in_one_comparison(launcher, tmp_path, trained) -> None:
     if launcher != "local":
-        needs(MODULES[launcher], "launchers")
+        needs(launcher, "launchers")
         shutil.copytree(trained, tmp_path / "store")
     sweep(tmp_path, MERGERS, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
     assert len(list((tmp_path / "store/experts").glob("*/manifest.json"))) == 1
