@@ -1,4 +1,4 @@
-"""A lock that needs no more of a file system than an atomic rename, and that outlives no holder.
+"""A lock that needs only an atomic rename, and is released if its holder dies.
 
 A lock is a folder that comes to its name by a rename, with one file in it: its holder's mark, whose name nobody
 else has. A rename onto a folder that holds something fails, on local disks and on NFS alike; so of several that

@@ -228,7 +228,7 @@ class Packed(NamedTuple):
     def windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
         """Windows, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], where the pixels are.
 
-        A GPU for which Triton can build kernels takes a sixth of the time, and rounds otherwise.
+        On a GPU for which Triton can build kernels this takes a sixth of the time, and rounding differs.
 
         Args:
             boxes, flips: see `crops.resize`; on the CPU.

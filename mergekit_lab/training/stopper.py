@@ -19,8 +19,7 @@ from mergekit_lab.training.module import FinetuneModule
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_WISH = 2.0
-"""Seconds in which signals are one wish to stop: a terminal, a scheduler and the parent process may all send
-theirs to a worker."""
+"""Signals within these seconds count once: a terminal, a scheduler and the parent process may each send one."""
 _AGREE = 10
 """Steps after which processes that train together ask each other whether one was told to stop."""
 
