@@ -24,9 +24,11 @@ _ONE_PIXEL = base64.b64decode(
 )
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _pictures_of_one_pixel():
-    """Matplotlib takes a third of a small run's time. What is drawn, the tests in tests/reporting look at."""
+    """Matplotlib takes a third of a small run's time. What is drawn, other tests look at: in tests/reporting,
+    and in `test_analyze`, where this fixture does nothing.
+    """
 
     def save(figure: Any, path: Any, **_: Any) -> None:
         Path(path).write_bytes(_ONE_PIXEL)

@@ -98,6 +98,11 @@ def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool =
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_of_one_pixel():
+    """Figures are looked at here."""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("analyze")
