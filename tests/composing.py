@@ -1,13 +1,18 @@
 """Configurations composed as the command line would, among them a quickstart shrunk to seconds."""
 
+import pickle
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, ConfigResult
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.command_line import translate
@@ -37,6 +42,30 @@ TINY = [
 """Two tasks: digits and latin."""
 
 
+def composed(overrides: list[str]):
+    """The configuration as `python -m mergekit_lab` would compose it, and the options taken.
+
+    What is composed of the same options is composed once. Values are set in a copy of it, by Hydra's own code.
+    """
+    options, overrides = partition(translate(overrides))
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    groups = [each for each in parsed if is_group(each)]
+    lines = tuple(str(each.input_line) for each in groups)
+    cfg = pickle.loads(compose_options(options.get("--config-name", "main"), lines))
+    ConfigLoaderImpl._apply_overrides_to_config([each for each in parsed if each not in groups], cfg)
+    cfg.hydra.overrides.task = [each.input_line for each in parsed if not each.is_hydra_override()]
+    HydraConfig.instance().set_config(cfg)
+    choices = dict(cfg.hydra.runtime.choices)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, choices
+
+
+def is_group(override: Override) -> bool:
+    key = override.key_or_group
+    return "/" in key or override.package is not None or (conf_dir() / key).is_dir()
+
+
 _load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], ConfigResult | None]()
 
 
@@ -48,20 +77,14 @@ def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | 
     return deepcopy(_loaded[key])
 
 
-def composed(overrides: list[str]):
-    """The configuration as `python -m mergekit_lab` would compose it, and the options taken."""
+@cache
+def compose_options(config_name: str, overrides: tuple[str, ...]) -> bytes:
     GlobalHydra.instance().clear()
-    options, overrides = partition(translate(overrides))
     with (
         initialize_config_dir(str(conf_dir()), version_base="1.3"),
         patch.object(ConfigRepository, "load_config", load_once),
     ):
-        cfg = compose(options.get("--config-name", "main"), overrides, return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    choices = dict(cfg.hydra.runtime.choices)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg, choices
+        return pickle.dumps(compose(config_name, list(overrides), return_hydra_config=True))
 
 
 def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -2,6 +2,7 @@ import re
 
 import pytest
 import torch
+from pictures import save_one_pixel
 from tiny import TinyEncoder
 from torch import Tensor
 
@@ -14,6 +15,14 @@ def encoder() -> TinyEncoder:
 @pytest.fixture(scope="session")
 def head() -> Tensor:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_of_one_pixel():
+    """Modules that look at pictures have a fixture of this name that does nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", save_one_pixel)
+        yield
 
 
 ACCEPTED_SKIPS = re.compile("no Chromium on this machine|renameat2 is Linux's|cores cannot be taken away here")

@@ -52,6 +52,11 @@ FRAME = """<body><iframe src="probe.html" width=%d height=900></iframe><pre id=r
 <script>onmessage = event => { document.getElementById("result").textContent = event.data; };</script>"""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_of_one_pixel():
+    """Pictures are looked at here."""
+
+
 def ask(
     page: Path, script: str, *options: str, print_media: bool = False, axe: bool = False, narrow: int = 0
 ) -> object:

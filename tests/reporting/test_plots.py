@@ -20,6 +20,11 @@ SEARCH = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_of_one_pixel():
+    """Pictures are looked at here."""
+
+
 def size(path):
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"

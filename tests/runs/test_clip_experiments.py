@@ -142,6 +142,7 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
         rows = read_published(table)
         assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
     cfg.stage = [stage for stage in cfg.stage if stage != "report"]
+    cfg.suite.tasks = dict(list(cfg.suite.tasks.items())[:2])
     start(cfg, tmp_path, choices, [])
 
 
