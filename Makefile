@@ -3,7 +3,10 @@
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
+# uv is three times as fast as pip. It reads no settings of pip's, so pip comes after it.
+UV := UV_EXTRA_INDEX_URL="$(PIP_EXTRA_INDEX_URL)" UV_INDEX_STRATEGY=unsafe-best-match \
+	$(BIN)/python -m uv pip install -q -c constraints.txt
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,10 +60,11 @@ clean:  ## remove the environment and what runs left here; the store stays
 
 .venv/python:
 	$(PYTHON) -m venv .venv
+	$(PIP) uv
 	touch $@
 
 .venv/demo: .venv/python pyproject.toml constraints.txt
-	$(INSTALL) -e ".[demo]"
+	$(UV) -e ".[demo]" || $(PIP) -e ".[demo]"
 	touch $@
 
 .venv/beside/ready: .venv/dev tests/beside.txt
@@ -71,5 +75,5 @@ clean:  ## remove the environment and what runs left here; the store stays
 	touch $@
 
 .venv/dev: .venv/python pyproject.toml constraints.txt
-	$(INSTALL) -e ".[demo,dev,docs]"
+	$(UV) -e ".[demo,dev,docs]" || $(PIP) -e ".[demo,dev,docs]"
 	touch $@
