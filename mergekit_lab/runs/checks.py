@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.schema.check import list_stages
 from mergekit_lab.training import TrainingSettings
 
 
@@ -51,3 +54,47 @@ def check_shares(
             f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it to 1, "
             "or backbone.packing=false"
         )
+
+
+def check_scoring(cfg: Any, learned: Sequence[str], mergers: Mapping[str, Merger]) -> None:
+    """What only scores teaches and chooses nothing: lm-evaluation-harness's tasks, and a run of `models`.
+
+    Args:
+        learned: the tasks that have parts to learn and choose from.
+
+    Raises:
+        InputError: the run wants more of them.
+    """
+    scored_alone = cfg.models is not None or len(learned) < len(cfg.suite.tasks)
+    if scored_alone and "analyze" in list_stages(cfg):
+        raise InputError(
+            "analyses read the data of tasks that experts learned: leave models= and suite=lm_eval out"
+        )
+    if cfg.models is not None:
+        if cfg.experts or mergers or cfg.joint:
+            raise InputError(
+                "models= are scored as they are: leave experts and mergers out, and set joint=false "
+                "(+experiment=evaluate_checkpoints does)"
+            )
+        return
+    if learned:
+        return
+    lack = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
+    if not isinstance(cfg.experts, Mapping):
+        raise InputError(
+            f"{lack}: name experts=[A,B]; models=[A,B] with +experiment=evaluate_checkpoints; or "
+            "texts=[a.csv,b.csv], which are learned"
+        )
+    if cfg.joint or cfg.objective:
+        raise InputError(f"{lack}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
+    for label, merger in mergers.items():
+        if merger.searched:
+            raise InputError(
+                f"{lack}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
+                "default, merger.coefficient=… sets one, texts=[a.csv,b.csv] has parts to choose on"
+            )
+        if merger.method.side_inputs:
+            raise InputError(
+                f"{lack}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
+                "out, or add texts=[a.csv,b.csv]"
+            )
