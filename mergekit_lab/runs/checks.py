@@ -56,8 +56,11 @@ def check_shares(
         )
 
 
-def check_scoring(cfg: Any, learned: Sequence[str], mergers: Mapping[str, Merger]) -> None:
-    """What only scores teaches and chooses nothing: lm-evaluation-harness's tasks, and a run of `models`.
+_LACK = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
+
+
+def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
+    """What only scores teaches nothing: lm-evaluation-harness's tasks, and a run of `models`.
 
     Args:
         learned: the tasks that have parts to learn and choose from.
@@ -71,30 +74,36 @@ def check_scoring(cfg: Any, learned: Sequence[str], mergers: Mapping[str, Merger
             "analyses read the data of tasks that experts learned: leave models= and suite=lm_eval out"
         )
     if cfg.models is not None:
-        if cfg.experts or mergers or cfg.joint:
+        if cfg.experts or cfg.mergers or cfg.merger or cfg.joint:
             raise InputError(
                 "models= are scored as they are: leave experts and mergers out, and set joint=false "
                 "(+experiment=evaluate_checkpoints does)"
             )
+    elif learned:
         return
-    if learned:
-        return
-    lack = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
-    if not isinstance(cfg.experts, Mapping):
+    elif not isinstance(cfg.experts, Mapping):
         raise InputError(
-            f"{lack}: name experts=[A,B]; models=[A,B] with +experiment=evaluate_checkpoints; or "
+            f"{_LACK}: name experts=[A,B]; models=[A,B] with +experiment=evaluate_checkpoints; or "
             "texts=[a.csv,b.csv], which are learned"
         )
-    if cfg.joint or cfg.objective:
-        raise InputError(f"{lack}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
+    elif cfg.joint or cfg.objective:
+        raise InputError(f"{_LACK}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
+
+
+def check_choices(mergers: Mapping[str, Merger]) -> None:
+    """Where nothing is learned, nothing of a merge is chosen or read there.
+
+    Raises:
+        InputError: a merger wants it.
+    """
     for label, merger in mergers.items():
         if merger.searched:
             raise InputError(
-                f"{lack}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
+                f"{_LACK}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
                 "default, merger.coefficient=… sets one, texts=[a.csv,b.csv] has parts to choose on"
             )
         if merger.method.side_inputs:
             raise InputError(
-                f"{lack}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
+                f"{_LACK}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
                 "out, or add texts=[a.csv,b.csv]"
             )

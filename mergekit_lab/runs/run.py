@@ -23,7 +23,7 @@ from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
-from mergekit_lab.runs.checks import check_scoring, check_shares, check_task_names
+from mergekit_lab.runs.checks import check_choices, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -93,7 +93,8 @@ class Run:
             mergers = {choices.get("merger") or "merger": cfg.merger}
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        check_scoring(cfg, self.learned, self.mergers)
+        if not self.learned:
+            check_choices(self.mergers)
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
@@ -123,6 +124,7 @@ class Run:
     def _check(self) -> None:
         if not self.tasks:
             raise InputError("the suite has no tasks")
+        check_scoring(self.cfg, self.learned)
         for task in self.tasks.values():
             self.backbone.check(task)
         check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})
