@@ -257,6 +257,9 @@ def _group_rows(
     return _mark_rows(rows)
 
 
+_MERGED_FROM = ("expert", "checkpoint")
+
+
 def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
     """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
     if kind not in ("merged", "joint"):
@@ -265,7 +268,7 @@ def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -
     own = {record.seed: record.model_seconds for record in of_row}
     seconds: list[float | None] = []
     for seed, of_seed in own.items():
-        trained = {r.model_key: r.model_seconds for r in members if r.kind == "expert" and r.seed == seed}
+        trained = {r.model_key: r.model_seconds for r in members if r.kind in _MERGED_FROM and r.seed == seed}
         parts = [of_seed, *(trained.values() if kind == "merged" else ())]
         known = [part for part in parts if part is not None]
         seconds.append(sum(known) if len(known) == len(parts) else None)

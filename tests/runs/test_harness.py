@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError
 from mergekit_lab.evaluation import score_with_harness
-from mergekit_lab.evaluation.harness import _read
+from mergekit_lab.evaluation.harness import _evaluate, _read
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import build_table, read_records
 from mergekit_lab.runs.run import Run
@@ -146,6 +146,8 @@ def test_settings_mean_what_they_mean_to_the_harness(inputs, how) -> None:
     ours = score_with_harness(backbone.model(), backbone.tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
     assert ours.metrics["acc_norm"] == told["results"]["pick"]["acc_norm,none"]
+    found = _evaluate(backbone.model(), backbone.tokenizer(), task, "auto", "float32", progress=False)
+    assert _read(task, found).samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
 
 @beside_harness
