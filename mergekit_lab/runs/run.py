@@ -138,9 +138,8 @@ class Run:
 
     def backbone_of(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
-        backbone: Backbone = self._build(
-            OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source}), Backbone
-        )
+        node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
+        backbone: Backbone = self._build(node, Backbone)
         return backbone
 
     def variant(self, changes: Mapping[str, Any]) -> Run:

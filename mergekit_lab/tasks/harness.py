@@ -123,15 +123,15 @@ def _index(include_path: str | None, defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-    if include_path and not Path(include_path).is_dir():
+    folder = Path(include_path).expanduser() if include_path else None
+    if folder and not folder.is_dir():
         raise InputError(f"suite.include_path={include_path} is no folder")
-    return TaskManager(include_path=include_path, include_defaults=defaults)
+    return TaskManager(include_path=folder, include_defaults=defaults)
 
 
 def _hash_files(folder: str) -> str:
     """Of all files of a folder, their names and bytes."""
-    files = sorted(
-        file for file in Path(folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts
-    )
-    told = [f"{file.relative_to(folder)} {hash_file(file, remember=True)}" for file in files]
+    root = Path(folder).expanduser()
+    files = sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    told = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
