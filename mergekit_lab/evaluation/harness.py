@@ -53,7 +53,8 @@ def load_harness_task(task: HarnessTask) -> None:
             manager.load([task.name])
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
-            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: {_first_line(error)})"
+            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: {_first_line(error)}): "
+            "its data come from the hub or the cache of a machine that has loaded them, or as its file says"
         ) from None
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError
-from mergekit_lab.evaluation import score_with_harness
+from mergekit_lab.evaluation import load_harness_task, score_with_harness
 from mergekit_lab.evaluation.harness import _evaluate, _read
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import build_table, read_records
@@ -151,7 +151,7 @@ def test_settings_mean_what_they_mean_to_the_harness(inputs, how) -> None:
 
 
 @beside_harness
-def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs) -> None:
+def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_path) -> None:
     backbone, include = tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
     with pytest.raises(InputError, match=r"read: records hold .* measures word_perplexity"):
         score_with_harness(backbone.model(), backbone.tokenizer(), HarnessTask("read", include_path=include))
@@ -159,6 +159,9 @@ def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs) -> No
         HarnessTask("pik", include_path=include).content()
     with pytest.raises(InputError, match=r"'ai2_arc' is several tasks .* name them .arc_challenge, arc_easy"):
         HarnessTask("ai2_arc", include_path=include).content()
+    write_task(tmp_path, "gone", output_type="multiple_choice")
+    with pytest.raises(InputError, match=r"cannot load 'gone' .*: its data come from"):
+        load_harness_task(HarnessTask("gone", include_path=str(tmp_path)))
 
 
 def run(folder: Path, inputs: Path, *arguments: str):
