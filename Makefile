@@ -19,9 +19,9 @@ test: .venv/dev  ## install what tests need, and run all of them
 		-m "not alone and not beside" --strict-skips
 	$(BIN)/python -m pytest -m "alone and not beside" --durations 5 --strict-skips
 
-test-beside: .venv/beside/ready  ## compare with mergekit, and sweep with Ray, in an environment that has them
+test-beside: .venv/beside/ready  ## compare with mergekit and lm-eval, and sweep with Ray, in an environment that has them
 	OMP_NUM_THREADS=1 .venv/beside/bin/python -m pytest -n 2 -m beside --durations 5 --strict-skips \
-		tests/merging/test_against_mergekit.py tests/commands/test_recipe.py tests/runs/test_sweeps.py
+		tests/merging/test_against_mergekit.py tests/commands/test_recipe.py tests/runs/test_harness.py tests/runs/test_sweeps.py
 
 lint: .venv/dev  ## ruff
 	$(BIN)/ruff check .

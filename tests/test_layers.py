@@ -39,6 +39,7 @@ ONLY_IN = {
     "wandb": {"reporting"},
     "wandb_workspaces": {"reporting"},
     "torchmetrics": {"tasks"},
+    "lm_eval": {"tasks", "evaluation"},
 }
 HEAVY = ("lightning", "transformers", "open_clip", "wandb", "hydra", "datasets", "peft")
 

@@ -26,7 +26,7 @@ from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, copy_model_files, copy_tokenizer_files
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
-from mergekit_lab.tasks import Task, TextTask
+from mergekit_lab.tasks import HarnessTask, Task, TextTask
 
 _KINDS = ("causal", "seq2seq")
 
@@ -85,6 +85,8 @@ class LanguageModel(Reading, Backbone):
         }
 
     def check(self, task: Task) -> None:
+        if isinstance(task, HarnessTask):
+            return
         if not isinstance(task, TextTask):
             raise InputError(
                 f"a language model reads text, and task {task.name!r} is a {type(task).__name__}: take a suite "
@@ -98,7 +100,10 @@ class LanguageModel(Reading, Backbone):
 
     def objective(self, task: Task) -> Objective:
         self.check(task)
-        assert isinstance(task, TextTask)
+        if not isinstance(task, TextTask):
+            raise InputError(
+                f"{task.name!r} is lm-evaluation-harness's: it scores models, and nothing is learned from it"
+            )
         kind = CausalObjective if self.kind == "causal" else Seq2SeqObjective
         return kind(task, load_tokenizer(self.source), self, count_positions(self.source))
 
@@ -107,7 +112,13 @@ class LanguageModel(Reading, Backbone):
         packing = {"packing": True} if self.packing else {}  # at its default it once went without saying
         return {name: getattr(self, name) for name in read} | packing
 
+    def tokenizer(self) -> Any:
+        """transformers' own, with a padding token; shared, so it is not to be changed."""
+        return load_tokenizer(self.source)
+
     def scoring(self, task: Task) -> dict[str, Any]:
+        if isinstance(task, HarnessTask):
+            return {"precision": self.precision}
         assert isinstance(task, TextTask)
         read = {name: getattr(self, name) for name in ("prompt", "max_length", "cut", "precision")}
         if self.chooses(task):

@@ -4,16 +4,18 @@ from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
 from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, adapter_of
 from mergekit_lab.checkpoints.align import align, computed_buffers, untie
-from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions
+from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions, write_results
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.generation import describe_tokenizer, follow_tokenizer
 from mergekit_lab.checkpoints.hub import (
+    check_push,
     explain_unreachable,
     fetch_snapshot,
     find_cached_folder,
     find_cached_snapshot,
     parse_hub_id,
+    push_folder,
 )
 from mergekit_lab.checkpoints.inspection import (
     Report,
@@ -87,6 +89,7 @@ __all__ = [
     "cast",
     "check_file",
     "check_out",
+    "check_push",
     "check_range",
     "compare_configs",
     "compare_specs",
@@ -119,6 +122,7 @@ __all__ = [
     "plan_shards",
     "plan_specs",
     "plan_tokenizer_files",
+    "push_folder",
     "read_json",
     "read_tokens",
     "read_versions",
@@ -130,5 +134,6 @@ __all__ = [
     "vocabulary_rows",
     "write_adapter",
     "write_files",
+    "write_results",
     "write_tensors",
 ]

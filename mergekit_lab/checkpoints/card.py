@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.publish import RECORD
@@ -121,7 +122,10 @@ class Card:
         if self.hub_ids:
             head += ["base_model:", *(f"- {json.dumps(name)}" for name in self.hub_ids)]
             head += ["base_model_relation: merge"]
-        head += ["tags:", "- merge", "- mergekit_lab", "---", ""]
+        head += ["tags:", "- merge", "- mergekit_lab"]
+        if self.metrics:
+            head += write_results(self.title, self.metrics, self.hub.get("pipeline_tag")).splitlines()
+        head += ["---", ""]
         preset = self.hyper_parameters.get("preset")
         by = f"**{escape_markdown(self.method)}**" + (f", preset {escape_markdown(preset)}" if preset else "")
         if "merge_method" in self.hyper_parameters:
@@ -152,6 +156,27 @@ class Card:
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
         body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
+
+
+def write_results(title: str, metrics: Mapping[str, float], pipeline: str | None = None) -> str:
+    """The field `model-index` of a card's header, in YAML: https://huggingface.co/docs/hub/model-cards#evaluation-results.
+
+    Args:
+        metrics: values by `data set/metric`, or by data set alone, whose metric is then a "score".
+        pipeline: the hub's name of what the model does.
+    """
+    results = []
+    for name, value in metrics.items():
+        data, _, metric = name.partition("/")
+        results.append(
+            {
+                "task": {"type": pipeline or "other"},
+                "dataset": {"type": data, "name": data},
+                "metrics": [{"type": metric or "score", "value": value}],
+            }
+        )
+    index = {"model-index": [{"name": title, "results": results}]}
+    return yaml.safe_dump(index, sort_keys=False, allow_unicode=True)
 
 
 def _fence(text: str, language: str = "") -> list[str]:

@@ -1,6 +1,7 @@
 """Hub ids: `org/name` or `org/name@revision`, as the folder of their snapshot.
 
-What is cached is used as it is, without a network. `huggingface_hub` is imported when a hub id is met.
+Folders go there as commits. What is cached is used as it is, without a network. `huggingface_hub` is imported
+when a hub id is met.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ _PATTERNS = [
     ),
 ]
 _WEIGHTS = ("*.safetensors", "*.bin")
+_REPLACED = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "adapter_config.json", "*.index.json")
+"""Of an earlier model in a repository: beside a new one's, libraries would read these."""
 _SECONDS = 10.0
 _PATIENCE = 3.0
 
@@ -135,6 +139,67 @@ def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
     """
     shutil.copytree(get_snapshot(repo, revision), into, dirs_exist_ok=True)
     return into
+
+
+def check_push(repo: str | None) -> None:
+    """Refuse a repository's name, or an upload that nobody has a right to, before any work.
+
+    Args:
+        repo: `org/name`; None: nothing is pushed.
+
+    Raises:
+        InputError: no such name; no token; or the hub cannot be reached.
+    """
+    if repo is None:
+        return
+    named = parse_hub_id(repo)
+    if named is None or named[1]:
+        raise InputError(f"push_to is {repo!r}; it must be a repository of the hub, org/name")
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise InputError(f"push_to={repo} needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
+    if cause := explain_unreachable():
+        raise InputError(f"push_to={repo}: the hub cannot be reached ({cause})")
+
+
+def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = ()) -> None:
+    """Upload a folder to a repository of the hub, which is made if it is not there; else it gets a new commit.
+
+    The token is the hub client's own, of `hf auth login` or `HF_TOKEN`.
+
+    Args:
+        folder: a finished model or adapter; it stays as it is.
+        repo: `org/name`. Weights of an earlier model there go in the same commit, other files stay.
+        private: of a repository that is made; one that is there keeps who may see it.
+        ignore: files that stay here.
+
+    Raises:
+        InputError: the upload failed; says how to repeat it.
+    """
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, delete_patterns=list(_REPLACED), ignore_patterns=list(ignore),
+            commit_message=f"Upload {folder.name} with mergekit_lab",
+        )  # fmt: skip
+        seen = "private" if api.model_info(repo, timeout=_SECONDS).private else "public"
+    except Exception as error:  # the hub's client raises what its HTTP library does
+        token = huggingface_hub.get_token()
+        cause = error.__cause__ or error
+        said = next(iter(str(cause).strip().splitlines()), "")
+        said = said.replace(token, "…") if token else said
+        patterns = [word for pattern in _REPLACED for word in ("--delete", pattern)]
+        patterns += [word for name in ignore for word in ("--exclude", name)]
+        again = ["hf", "upload", repo, str(folder), ".", *(["--private"] if private else []), *patterns]
+        raise InputError(
+            f"{folder} is finished, and its upload to {repo} failed ({type(cause).__name__}: {said[:300]}): "
+            f"repeat it with\n  {shlex.join(again)}"
+        ) from None
+    log.info("%s is %s/%s (%s)", folder, api.endpoint, repo, seen)
 
 
 class RemoteHeaders(Checkpoint):

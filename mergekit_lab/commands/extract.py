@@ -31,6 +31,8 @@ def extract(
     dtype: str | None = None,
     device: Devices = "auto",
     overwrite: bool = False,
+    push_to: str | None = None,
+    push_private: bool = True,
     progress: bool = False,
 ) -> Path:
     """Make a LoRA adapter of a task vector, a folder that peft loads on the base.
@@ -48,6 +50,7 @@ def extract(
         dtype: of the factors; float32 by default.
         device: where the arithmetic happens.
         overwrite: replace `out` if a merge wrote it.
+        push_to, push_private: as `merge` takes them.
         progress: show a bar.
 
     Returns:
@@ -60,7 +63,7 @@ def extract(
     return merge(
         base, {"expert": expert}, out, TaskArithmetic(coefficient=1.0), format="adapter", rank=rank,
         energy=energy, include=include, exclude=exclude, dtype=dtype, device=device, overwrite=overwrite,
-        progress=progress,
+        push_to=push_to, push_private=push_private, progress=progress,
     )  # fmt: skip
 
 
@@ -79,6 +82,8 @@ class Extract:
     dtype: str | None
     device: str | int | list[str | int]
     overwrite: bool
+    push_to: str | None
+    push_private: bool
     progress: bool
     run_dir: str
 
@@ -93,6 +98,6 @@ class Extract:
         out = extract(
             self.base, self.expert, self.out, rank=self.rank, energy=self.energy, include=self.include,
             exclude=self.exclude, dtype=self.dtype, device=self.device, overwrite=self.overwrite,
-            progress=self.progress,
+            push_to=self.push_to, push_private=self.push_private, progress=self.progress,
         )  # fmt: skip
         log.info("extracted what %s changed into %s", self.expert, out)

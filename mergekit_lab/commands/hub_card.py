@@ -50,14 +50,16 @@ def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
     return fields | {name: said[name] for name in _CARRIED if said.get(name)}
 
 
-def say_usage(prepared: Prepared, title: str) -> str:
-    """Lines of Python that load the model; empty where no library does."""
+def say_usage(prepared: Prepared, title: str, repo: str | None = None) -> str:
+    """Lines of Python that load the model, from its repository if it has one; empty where no library does."""
     if prepared.library is OPEN_CLIP:
+        name = f"hf-hub:{repo}" if repo else f"local-dir:{title}"
         return (
             "import open_clip\n\n"
-            f"model, preprocess = open_clip.create_model_from_pretrained({f'local-dir:{title}'!r})\n"
-            f"tokenizer = open_clip.get_tokenizer({f'local-dir:{title}'!r})"
+            f"model, preprocess = open_clip.create_model_from_pretrained({name!r})\n"
+            f"tokenizer = open_clip.get_tokenizer({name!r})"
         )
+    title = repo or title
     if prepared.library is not TRANSFORMERS:
         return ""
     found = _find_pipeline(prepared)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out
+from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
 from mergekit_lab.commands.prepare import Devices, Prepared, prepare
 from mergekit_lab.commands.sources import local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
@@ -51,6 +51,8 @@ def merge(
     rank: int | None = None,
     energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
+    push_to: str | None = None,
+    push_private: bool = True,
     progress: bool | None = None,
 ) -> Path:
     """Merge models into a folder that `transformers` or open_clip loads.
@@ -79,15 +81,19 @@ def merge(
         rank: of an adapter's weights at most; None: as many as the experts' adapters have together, where the
             merge is a weighted sum of them.
         energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
-        metrics: numbers for the model card.
+        metrics: numbers for the model card, as `{"gsm8k": 0.41, "arc_easy/acc_norm": 0.7}`.
+        push_to: a repository of the hub, `org/name`, that gets a new commit; it is made if it is not there.
+        push_private: whether a repository that is made is private.
         progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
 
     Raises:
-        InputError: whatever is wrong with the inputs or with `out`; nothing is written then.
+        InputError: whatever is wrong with the inputs or with `out`; nothing is written then. Or the upload
+            failed; `out` stays.
     """
+    check_push(push_to)
     for name, number in (metrics or {}).items():
         if not isinstance(number, int | float):
             raise InputError(f"metrics: {name} is {number!r}; it must be a number")
@@ -103,6 +109,7 @@ def merge(
     return write(
         prepared, Path(out), overwrite=overwrite, format=format, rank=rank, energy=energy,
         metrics=metrics or {}, progress=is_watched() if progress is None else progress,
+        push_to=push_to, push_private=push_private,
     )  # fmt: skip
 
 
@@ -126,6 +133,8 @@ class MergeCheckpoints:
         format: dense; low_rank: what a spectral merge adds to the base, in factors; adapter: one LoRA adapter.
         rank, energy: of an adapter.
         metrics: numbers for the model card, by name.
+        push_to: a repository of the hub that gets the result.
+        push_private: whether it is made private.
         dry_run: read headers only, and say what would happen.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.
@@ -153,6 +162,8 @@ class MergeCheckpoints:
     rank: Annotated[int, Ge(1)] | None
     energy: Annotated[float, Gt(0), Le(1)] | None
     metrics: dict[str, float] | None
+    push_to: str | None
+    push_private: bool
     dry_run: bool
     overwrite: bool
     max_shard_bytes: Annotated[int, Ge(1)]
@@ -171,6 +182,7 @@ class MergeCheckpoints:
             self._run(Path(stages))
 
     def _run(self, stages: Path) -> None:
+        check_push(self.push_to)
         inputs, notes, recipe = self._inputs(None if self.dry_run else stages)
         out = Path(self.out) if self.out else None
         if not self.dry_run:  # a dry run has these in its report
@@ -186,7 +198,7 @@ class MergeCheckpoints:
         write(
             prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
             metrics=self.metrics or {},
-            progress=self.progress, recipe=recipe,
+            progress=self.progress, recipe=recipe, push_to=self.push_to, push_private=self.push_private,
         )  # fmt: skip
         for note in prepared.notes:
             log.info("%s", note)

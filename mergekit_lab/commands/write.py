@@ -31,6 +31,7 @@ from mergekit_lab.checkpoints import (
     plan_files,
     plan_model_files,
     plan_tokenizer_files,
+    push_folder,
     read_versions,
     write_adapter,
     write_files,
@@ -57,14 +58,27 @@ def write(
     metrics: Mapping[str, float] | None = None,
     progress: bool = False,
     recipe: str | None = None,
+    push_to: str | None = None,
+    push_private: bool = True,
 ) -> Path:
     """Merge what was prepared into the folder `out`; `merge` says what the arguments are."""
     out = out.expanduser()
     check_out(out, overwrite, input_files(prepared))
     check_format(prepared, format, rank, energy)
-    notes: Notes = {}
+    told = {"metrics": metrics or {}, "recipe": recipe, "push_to": push_to}
     if format == "adapter":
-        return _write_adapter(prepared, out, overwrite, rank, energy, metrics or {}, progress, recipe)
+        _write_adapter(prepared, out, overwrite, rank, energy, progress, told)
+    else:
+        _write_model(prepared, out, overwrite, format, progress, told)
+    if push_to is not None:
+        push_folder(out, push_to, push_private)
+    return out
+
+
+def _write_model(
+    prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, told: Mapping[str, Any]
+) -> None:
+    notes: Notes = {}
     if format == "dense":
         specs, limit, stem = prepared.plan(list(prepared.base.find_ties()))
         tensors = merge_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
@@ -94,8 +108,7 @@ def write(
         write_files(beside, folder)
         if format == "low_rank":
             _low_rank_record(prepared).write(folder)
-        _card(prepared, out.name, format, metrics or {}, recipe, _account(notes)).write(folder)
-    return out
+        _card(prepared, out.name, format, account=_account(notes), **told).write(folder)
 
 
 def _write_adapter(
@@ -104,10 +117,9 @@ def _write_adapter(
     overwrite: bool,
     rank: int | None,
     energy: float | None,
-    metrics: Mapping[str, float],
     progress: bool,
-    recipe: str | None,
-) -> Path:
+    told: Mapping[str, Any],
+) -> None:
     notes: Notes = {}
     arguments = _arguments(prepared)
     merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
@@ -122,8 +134,7 @@ def _write_adapter(
         )  # fmt: skip
         write_files(beside, folder)
         account = [*merge.describe(), *_account(notes)]
-        _card(prepared, out.name, "adapter", metrics, recipe, account).write(folder)
-    return out
+        _card(prepared, out.name, "adapter", account=account, **told).write(folder)
 
 
 def _name_base(prepared: Prepared) -> str:
@@ -238,6 +249,7 @@ def _card(
     metrics: Mapping[str, float],
     recipe: str | None,
     account: Sequence[str],
+    push_to: str | None,
 ) -> Card:
     side = {
         kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
@@ -267,7 +279,7 @@ def _card(
         metrics=metrics,
         recipe=recipe,
         hub=describe_for_hub(prepared),
-        usage="" if format != "dense" else say_usage(prepared, title),
+        usage="" if format != "dense" else say_usage(prepared, title, push_to),
         command=say_command(prepared, title, format),
         equivalent="" if recipe or format != "dense" else write_recipe(prepared),
     )

@@ -1,6 +1,18 @@
 """How good a model is at a task, and which coefficient is best on validation."""
 
+from mergekit_lab.evaluation.harness import HarnessScores, load_harness_task, score_with_harness
 from mergekit_lab.evaluation.scores import Scores, score
 from mergekit_lab.evaluation.search import Candidate, choose_best, normalize, search_grid, search_halving
 
-__all__ = ["Candidate", "Scores", "choose_best", "normalize", "score", "search_grid", "search_halving"]
+__all__ = [
+    "Candidate",
+    "HarnessScores",
+    "Scores",
+    "choose_best",
+    "load_harness_task",
+    "normalize",
+    "score",
+    "score_with_harness",
+    "search_grid",
+    "search_halving",
+]

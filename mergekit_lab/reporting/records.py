@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from mergekit_lab.errors import InputError, listing, suggestion
 
-KINDS = ("zero_shot", "expert", "merged", "joint")
+KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
 """What was evaluated, in the order a table shows it."""
 
 _LABELS = {"zero_shot": "zero-shot", "expert": "experts", "joint": "+joint"}
@@ -26,9 +26,10 @@ _LABELS = {"zero_shot": "zero-shot", "expert": "experts", "joint": "+joint"}
 class Record:
     """One model evaluated on one task with one metric. Zero-shot, expert and joint records carry the
     backbone, finetuning and optimizer of the run they belong to, so that every group has its references.
+    A checkpoint is evaluated on every task, under its own name.
 
-    Raises `InputError` for an unknown kind, for a `merger` that does not fit the kind, for a value above 1
-    (a percentage) or below -1, and for a coefficient or a time that is no finite number.
+    Raises `InputError` for an unknown kind, for a `merger` or a `model` that does not fit the kind, for a value
+    above 1 (a percentage) or below -1, and for a coefficient or a time that is no finite number.
     """
 
     backbone: str
@@ -47,7 +48,7 @@ class Record:
     value: float
     """In 0..1, more is better; a correlation may fall to -1."""
     expert_value: float | None
-    """The task's expert with the same metric on the same part."""
+    """The task's expert with the same metric on the same part; where checkpoints were evaluated, the best."""
     zero_shot_value: float | None
     """The backbone with the same metric on the same part."""
     seed: int
@@ -69,6 +70,8 @@ class Record:
     """Whether the model was made with inputs of test parts, though not with their labels."""
     weights: str | None = None
     """A hash of the evaluated weights alone: two experts of one file have it in common."""
+    model: str | None = None
+    """A checkpoint's name; None unless `kind` is "checkpoint"."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,6 +80,10 @@ class Record:
             raise InputError(
                 f"record: kind {self.kind!r} with merger {self.merger!r}: a merger's label "
                 "belongs to kind 'merged', and only there"
+            )
+        if (self.kind == "checkpoint") != (self.model is not None):
+            raise InputError(
+                f"record: kind {self.kind!r} with model {self.model!r}: checkpoints alone have a name"
             )
         for name in ("value", "expert_value", "zero_shot_value"):
             value = getattr(self, name)
@@ -98,8 +105,8 @@ class Record:
 
     @property
     def label(self) -> str:
-        """Row label: "zero-shot", "experts", the merger's label, or "+joint"."""
-        return self.merger if self.merger is not None else _LABELS[self.kind]
+        """Row label: "zero-shot", "experts", the merger's label, the checkpoint's name, or "+joint"."""
+        return self.merger or self.model or _LABELS[self.kind]
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -111,6 +118,7 @@ class Record:
             self.optimizer,
             self.kind,
             self.merger,
+            self.model,
             self.task,
             self.part,
             self.metric,

@@ -12,15 +12,14 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
     if not table.rows:
         return f"No evaluation was recorded. {_say_failures(failures)}".strip()
     tasks = f"{say_count(len(table.tasks), 'task')} ({', '.join(table.tasks)})"
+    merged_with = f"merged with {_enumerate(list(map(display_name, table.mergers)))}" if table.mergers else ""
+    checkpoints = list(dict.fromkeys(row.name for row in table.rows if row.kind == "checkpoint"))
     sentences = [
-        f"Experts of {tasks} on {_list_values(records, 'backbone')}, trained with "
+        f"{_enumerate(checkpoints)} were scored on {tasks}{f' and {merged_with}' if merged_with else ''}."
+        if checkpoints
+        else f"Experts of {tasks} on {_list_values(records, 'backbone')}, trained with "
         f"{_list_values(records, 'finetuning')} fine-tuning and {_list_values(records, 'optimizer')} "
-        f"over {say_count(_count_values(records, 'seed'), 'seed')}, "
-        + (
-            f"were merged with {_enumerate([display_name(label) for label in table.mergers])}."
-            if table.mergers
-            else "were not merged."
-        )
+        f"over {say_count(_count_values(records, 'seed'), 'seed')}, were {merged_with or 'not merged'}."
     ]
     merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
     if merged:

@@ -155,6 +155,7 @@ class Table:
     def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
         """The table to write; `name` gives what stands for a label."""
         readers = any(row.reads_test_inputs for row in self.rows)
+        compared = _kind_that_competes(self.rows)
 
         def texts(row: Row) -> tuple[str, ...]:
             reads = "test inputs" if row.reads_test_inputs else MISSING
@@ -162,7 +163,7 @@ class Table:
 
         groups = tuple(
             tuple(
-                Line((*row.group, name(row.label)), row.cells, texts(row), row.kind != "merged")
+                Line((*row.group, name(row.label)), row.cells, texts(row), row.kind != compared)
                 for row in self.rows
                 if row.group == group
             )
@@ -256,6 +257,9 @@ def _group_rows(
     return _mark_rows(rows)
 
 
+_MERGED_FROM = ("expert", "checkpoint")
+
+
 def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
     """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
     if kind not in ("merged", "joint"):
@@ -264,7 +268,7 @@ def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -
     own = {record.seed: record.model_seconds for record in of_row}
     seconds: list[float | None] = []
     for seed, of_seed in own.items():
-        trained = {r.model_key: r.model_seconds for r in members if r.kind == "expert" and r.seed == seed}
+        trained = {r.model_key: r.model_seconds for r in members if r.kind in _MERGED_FROM and r.seed == seed}
         parts = [of_seed, *(trained.values() if kind == "merged" else ())]
         known = [part for part in parts if part is not None]
         seconds.append(sum(known) if len(known) == len(parts) else None)
@@ -334,12 +338,18 @@ def _make_row(
 
 
 def _mark_rows(rows: Sequence[Row]) -> list[Row]:
-    merged = [row for row in rows if row.kind == "merged"]
-    if len(merged) < 2:
+    kind = _kind_that_competes(rows)
+    compared = [row for row in rows if row.kind == kind]
+    if len(compared) < 2:
         return list(rows)
-    columns = [mark_best(column) for column in zip(*(row.cells for row in merged), strict=True)]
+    columns = [mark_best(column) for column in zip(*(row.cells for row in compared), strict=True)]
     lines = iter(zip(*columns, strict=True))
-    return [replace(row, cells=next(lines)) if row.kind == "merged" else row for row in rows]
+    return [replace(row, cells=next(lines)) if row.kind == kind else row for row in rows]
+
+
+def _kind_that_competes(rows: Iterable[Row]) -> str:
+    """Of which rows the best are marked: of mergers, and of checkpoints where nothing was merged."""
+    return "merged" if any(row.kind == "merged" for row in rows) else "checkpoint"
 
 
 def mark_best(column: Sequence[Cell]) -> list[Cell]:
@@ -358,14 +368,16 @@ def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Se
         return ["No evaluation was recorded."]
     seeds = sorted({seed for row in rows for seed in row.seeds})
     over = f"; mean ± standard deviation over seeds {_join_numbers(seeds)}" if len(seeds) > 1 else ""
+    of = "the best checkpoint" if any(row.kind == "checkpoint" for row in rows) else "the task's expert"
     notes = [
         f"Percent on the {part} part{over}.",
-        "Normalized: the mean over tasks of value ÷ the task's expert on the same part.",
+        f"Normalized: the mean over tasks of value ÷ {of} on the same part.",
     ]
     if any(row.kind == "joint" for row in rows):
         notes.append("+joint is trained on all tasks at once: the upper reference.")
     if any(cell.best for row in rows for cell in row.cells):
-        notes.append("Bold: the best merger of its group in that column.")
+        best = {"merged": "merger"}.get(_kind_that_competes(rows), "checkpoint")
+        notes.append(f"Bold: the best {best} of its group in that column.")
     if any(row.reads_test_inputs for row in rows):
         notes.append(
             "Reads test inputs: learned from the test part's inputs, without their labels; others are not."

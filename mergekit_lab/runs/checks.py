@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.schema.check import list_stages
 from mergekit_lab.training import TrainingSettings
 
 
@@ -51,3 +54,56 @@ def check_shares(
             f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it to 1, "
             "or backbone.packing=false"
         )
+
+
+_LACK = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
+
+
+def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
+    """What only scores teaches nothing: lm-evaluation-harness's tasks, and a run of `models`.
+
+    Args:
+        learned: the tasks that have parts to learn and choose from.
+
+    Raises:
+        InputError: the run wants more of them.
+    """
+    scored_alone = cfg.models is not None or len(learned) < len(cfg.suite.tasks)
+    if scored_alone and "analyze" in list_stages(cfg):
+        raise InputError(
+            "analyses read the data of tasks that experts learned: leave models= and suite=lm_eval out"
+        )
+    if cfg.models is not None:
+        if cfg.experts or cfg.mergers or cfg.merger or cfg.joint:
+            raise InputError(
+                "models= are scored as they are: leave experts and mergers out, and set joint=false "
+                "(+experiment=evaluate_checkpoints does)"
+            )
+    elif learned:
+        return
+    elif not isinstance(cfg.experts, Mapping):
+        raise InputError(
+            f"{_LACK}: name experts=[A,B]; models=[A,B] with +experiment=evaluate_checkpoints; or "
+            "texts=[a.csv,b.csv], which are learned"
+        )
+    elif cfg.joint or cfg.objective:
+        raise InputError(f"{_LACK}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
+
+
+def check_choices(mergers: Mapping[str, Merger]) -> None:
+    """Where nothing is learned, nothing of a merge is chosen or read there.
+
+    Raises:
+        InputError: a merger wants it.
+    """
+    for label, merger in mergers.items():
+        if merger.searched:
+            raise InputError(
+                f"{_LACK}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
+                "default, merger.coefficient=… sets one, texts=[a.csv,b.csv] has parts to choose on"
+            )
+        if merger.method.side_inputs:
+            raise InputError(
+                f"{_LACK}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
+                "out, or add texts=[a.csv,b.csv]"
+            )

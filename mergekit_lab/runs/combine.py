@@ -16,8 +16,8 @@ from mergekit_lab.runs.run import MODEL, Run
 
 def merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
     """What a merger reads: all experts, and their side inputs."""
-    sides = [side_node(run, kind, task) for kind in merger.method.side_inputs for task in run.tasks]
-    return (*(expert_node(run, task) for task in run.tasks), *sides)
+    sides = [side_node(run, kind, task) for kind in merger.method.side_inputs for task in run.experts]
+    return (*(expert_node(run, task) for task in run.experts), *sides)
 
 
 def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
     Args:
         method: the method's configuration, where it is not the merger's own.
     """
-    experts = {task: expert_node(run, task).key for task in run.tasks}
+    experts = {task: expert_node(run, task).key for task in run.experts}
     content = {
         "base": run.base_content,
         "finetuning": run.plain["finetuning"],
@@ -35,7 +35,7 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
         "method": merger.content if method is None else method,
     }
     for kind in merger.method.side_inputs:
-        content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.tasks}
+        content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.experts}
     return content
 
 
@@ -46,7 +46,7 @@ def merge_experts(
     notes: dict[str, dict[str, object]] | None = None,
 ) -> dict[str, Any]:
     """The state dict that a method makes of the run's experts, or of those of some tasks."""
-    names = list(run.tasks if tasks is None else tasks)
+    names = list(run.experts if tasks is None else tasks)
     experts: dict[str, Path] = {task: run.need(expert_node(run, task)).file(MODEL) for task in names}
     statistics: dict[str, dict[str, Path]] = {
         kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}

@@ -60,7 +60,7 @@ def side_kinds(run: Run) -> list[str]:
 def curvature_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
     for kind in side_kinds(run):
-        yield from (side_node(run, kind, task) for task in run.tasks)
+        yield from (side_node(run, kind, task) for task in run.experts)
 
 
 def stage_curvature(run: Run) -> None:

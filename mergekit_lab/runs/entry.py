@@ -98,6 +98,10 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         from mergekit_lab.workers import import_ahead
 
         import_ahead(IMPORTS)
+    if run.has_harness and "evaluate" in wanted:
+        from mergekit_lab.runs.evaluate import load_harness_tasks
+
+        load_harness_tasks(run)
     write_failure(folder, overrides, "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
     try:

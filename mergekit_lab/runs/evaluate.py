@@ -9,16 +9,28 @@ from collections.abc import Iterator
 
 from rich.progress import track
 
+from mergekit_lab.evaluation import load_harness_task
 from mergekit_lab.runs.merge import merged_model
-from mergekit_lab.runs.models import Model, base_model, evaluation_node, expert_model, joint_model
+from mergekit_lab.runs.models import (
+    Model,
+    base_model,
+    checkpoint_model,
+    evaluation_node,
+    expert_model,
+    joint_model,
+)
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
+from mergekit_lab.tasks import HarnessTask
 
 
 def models(run: Run) -> Iterator[Model]:
     """Every model of the run, in the order of the table."""
+    if run.models:
+        yield from (checkpoint_model(run, name) for name in run.models)
+        return
     yield base_model(run)
-    yield from (expert_model(run, task) for task in run.tasks)
+    yield from (expert_model(run, name) for name in run.experts)
     yield from (merged_model(run, label) for label in run.mergers)
     if run.cfg.joint:
         yield joint_model(run)
@@ -28,6 +40,19 @@ def evaluation_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
     for model in models(run):
         yield from (evaluation_node(run, model, task, "test") for task in model.tasks)
+
+
+def load_harness_tasks(run: Run) -> None:
+    """Load what lm-evaluation-harness is to ask: what cannot be had is told of before hours go into models.
+
+    Raises:
+        InputError: it cannot be had.
+    """
+    for name, task in run.tasks.items():
+        if isinstance(task, HarnessTask) and run.is_mine(name):
+            if all(run.find(node) for node in evaluation_nodes(run) if node.unit == name):
+                continue
+            load_harness_task(task)
 
 
 def stage_evaluate(run: Run) -> None:

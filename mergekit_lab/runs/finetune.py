@@ -37,22 +37,23 @@ def expert_node(run: Run, task: str) -> Node:
     """The expert of a task: trained, or brought in where the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
-        source = find_expert(run.plain["experts"], run.backbone, run.tasks[task])
+        sources, learned = run.plain["experts"], task in run.learned
+        source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
         return Node(
             "experts", label, "finetune", task,
-            decide=lambda: read_import_content(source, run.base_content, task)
-            | {"finetuning": run.plain["finetuning"]} | _task_content(run, task),
+            decide=lambda: read_import_content(source, run.base_content, task if learned else "")
+            | {"finetuning": run.plain["finetuning"]} | (_task_content(run, task) if learned else {}),
             make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
         )  # fmt: skip
     settings, optimizer = task_settings(run, task), task_optimizer(run, task)
-    number = list(run.tasks).index(task) + 1
+    number = run.experts.index(task) + 1
     return Node(
         "experts", label, "finetune", task,
         decide=lambda: _training_content(
             run, settings, run.plain["optimizer_of"].get(task) or _optimizer_content(run)
         ) | _task_content(run, task),
         make=lambda workspace: Training(
-            run, f"expert {number}/{len(run.tasks)} {task}", [task], optimizer, settings, _read_fit(run)
+            run, f"expert {number}/{len(run.experts)} {task}", [task], optimizer, settings, _read_fit(run)
         ).make(workspace),
         needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
@@ -62,13 +63,13 @@ def expert_node(run: Run, task: str) -> Node:
 def pilot_node(run: Run, task: str) -> Node:
     """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
     settings, optimizer = task_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
-    number = list(run.tasks).index(task) + 1
+    number = run.experts.index(task) + 1
     return Node(
         "experts", f"the pilot of {task}", "finetune", task,
         decide=lambda: _training_content(run, settings, run.plain["optimizer"]["base"])
         | _task_content(run, task),
         make=lambda workspace: Training(
-            run, f"pilot {number}/{len(run.tasks)} {task}", [task], optimizer, settings
+            run, f"pilot {number}/{len(run.experts)} {task}", [task], optimizer, settings
         ).make(workspace),
     )  # fmt: skip
 
@@ -76,7 +77,7 @@ def pilot_node(run: Run, task: str) -> Node:
 @declare
 def fit_node(run: Run) -> Node:
     """The distribution of the pilots' task vectors, which offsets are drawn from."""
-    pilots = tuple(pilot_node(run, task) for task in run.tasks)
+    pilots = tuple(pilot_node(run, task) for task in run.experts)
     return Node(
         "fits", "the fit of the offsets", "finetune", None,
         decide=lambda: {
@@ -92,8 +93,8 @@ def fit_node(run: Run) -> Node:
 def joint_node(run: Run) -> Node:
     """One model of all tasks, with the budget of all experts together."""
     settings = joint_settings(run)
-    title = f"joint model of {len(run.tasks)} tasks"
-    tasks = list(run.tasks)
+    title = f"joint model of {len(run.experts)} tasks"
+    tasks = run.experts
     return Node(
         "joint", "the joint model", "finetune", "+joint",
         decide=lambda: _training_content(run, settings, _optimizer_content(run))
@@ -108,9 +109,9 @@ def joint_node(run: Run) -> Node:
 def finetune_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
     if wants_fit(run.cfg.optimizer) and not run.cfg.experts:
-        yield from (pilot_node(run, task) for task in run.tasks)
+        yield from (pilot_node(run, task) for task in run.experts)
         yield fit_node(run)
-    yield from (expert_node(run, task) for task in run.tasks)
+    yield from (expert_node(run, task) for task in run.experts)
     if run.cfg.joint:
         yield joint_node(run)
 
@@ -130,7 +131,7 @@ def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> T
 
 def joint_settings(run: Run) -> TrainingSettings:
     """The budget of all experts together."""
-    return TrainingSettings.combine([task_settings(run, task, run.cfg.optimizer) for task in run.tasks])
+    return TrainingSettings.combine([task_settings(run, task, run.cfg.optimizer) for task in run.experts])
 
 
 def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _optimizer_content(run: Run) -> dict[str, Any]:
     optimizer: dict[str, Any] = run.plain["optimizer"]
     if not wants_fit(run.cfg.optimizer):
         return optimizer
-    return optimizer | {"pilots": {task: pilot_node(run, task).key for task in run.tasks}}
+    return optimizer | {"pilots": {task: pilot_node(run, task).key for task in run.experts}}
 
 
 def _task_content(run: Run, task: str) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def stage_finetune(run: Run) -> None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
-    experts = [expert_node(run, task) for task in run.tasks]
+    experts = [expert_node(run, task) for task in run.experts]
     nodes = [*experts, *([joint_node(run)] if run.cfg.joint else [])]
     _decode(run, nodes)
     if wants_fit(run.cfg.optimizer):
@@ -212,7 +213,7 @@ def _import_experts(run: Run) -> None:
     """Bring experts that others fine-tuned into the store."""
     if run.cfg.joint:
         raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
-    for task in filter(run.is_mine, run.tasks):
+    for task in filter(run.is_mine, run.experts):
         artifact = run.obtain(expert_node(run, task))
         source = "found in the store" if artifact.reused else f"from {artifact.info['source']}"
         log.info("expert %s: %s", task, source)
@@ -227,7 +228,7 @@ def _log_training(node: Node, artifact: Artifact) -> None:
 
 def train_pilots(run: Run) -> None:
     """The experts of the base optimizer alone, which offsets are fitted to."""
-    for task in filter(run.is_mine, run.tasks):
+    for task in filter(run.is_mine, run.experts):
         node = pilot_node(run, task)
         _log_training(node, run.obtain(node))
 
@@ -238,7 +239,7 @@ def _read_fit(run: Run) -> Mapping[str, float] | None:
 
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
-    with run.working_on(list(run.tasks)):
+    with run.working_on(run.experts):
         run.spread(train_pilots, pilots)
         train_pilots(run)
     files = [(node.unit or "", run.need(node).file(MODEL)) for node in pilots]

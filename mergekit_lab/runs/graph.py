@@ -20,7 +20,7 @@ def list_nodes(run: Run) -> Iterator[Node]:
     yield from finetune_nodes(run)
     yield from curvature_nodes(run)
     if any(merger.searched for merger in run.mergers.values()):
-        yield from (evaluation_node(run, expert_model(run, task), task, "validation") for task in run.tasks)
+        yield from (evaluation_node(run, expert_model(run, task), task, "validation") for task in run.experts)
     yield from merge_nodes(run)
     yield from evaluation_nodes(run)
     if "analyze" in list_stages(run.cfg):

@@ -11,19 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mergekit_lab.evaluation import score
+from mergekit_lab.backbones import Backbone, LanguageModel
+from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.store import content_key
+from mergekit_lab.store import Artifact, content_key
 from mergekit_lab.store.store import Workspace
-from mergekit_lab.tasks import Part
+from mergekit_lab.tasks import HarnessTask, Part
 
 SAMPLES = "samples.npy"
 """What every sample contributed to an evaluation's value, where that is their mean."""
+SAMPLES_OF_METRICS = "samples.npz"
+"""The same of every metric of an evaluation by lm-evaluation-harness, by name."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +35,44 @@ class Model:
     """A model that is evaluated.
 
     Attributes:
-        kind: "zero_shot", "expert", "joint" or "merged".
+        kind: "zero_shot", "expert", "checkpoint", "joint" or "merged".
         tasks: what it is evaluated on.
-        node: the artifact that holds its weights; None for the base.
+        node: the artifact that holds its weights; None for a backbone's own.
         merger: the merger that makes it.
+        name: of a checkpoint.
+        backbone: whose own weights it has; None: the run's.
     """
 
     kind: str
     tasks: tuple[str, ...]
     node: Node | None = None
     merger: Merger | None = None
+    name: str | None = None
+    backbone: Backbone | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.merger.label if self.merger else self.name or self.kind
+
+    def base_content(self, run: Run) -> dict[str, str]:
+        """What decides the weights that it is a change of, or is."""
+        return dict(self.backbone.identity()) if self.backbone else run.base_content
 
     def key(self, run: Run) -> str:
         """What names it in evaluations."""
-        return self.node.key if self.node else content_key({"base": run.base_content})
+        return self.node.key if self.node else content_key({"base": self.base_content(run)})
 
     def state(self, run: Run) -> dict[str, Tensor]:
-        """Its weights."""
+        """Its weights, of a model on the run's backbone."""
         return load_state(run.need(self.node)) if self.node else run.base_state
+
+    def load(self, run: Run) -> nn.Module:
+        """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
+        if self.backbone:
+            return self.backbone.model().to(run.device)
+        run.model.load_state_dict(self.state(run))
+        return run.model
 
 
 def base_model(run: Run) -> Model:
@@ -56,9 +80,16 @@ def base_model(run: Run) -> Model:
     return Model("zero_shot", tuple(run.tasks))
 
 
-def expert_model(run: Run, task: str) -> Model:
-    """A task's expert, which is evaluated on that task alone."""
-    return Model("expert", (task,), expert_node(run, task))
+def expert_model(run: Run, name: str) -> Model:
+    """An expert, which is evaluated on its task alone; where the harness scores, on every task, by its name."""
+    if run.has_harness:
+        return Model("checkpoint", tuple(run.tasks), expert_node(run, name), name=name)
+    return Model("expert", (name,), expert_node(run, name))
+
+
+def checkpoint_model(run: Run, name: str) -> Model:
+    """One of the run's `models`, which is evaluated on every task as it is."""
+    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.backbone_of(run.models[name]))
 
 
 def joint_model(run: Run) -> Model:
@@ -68,29 +99,51 @@ def joint_model(run: Run) -> Model:
 
 def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
     """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
-    label = model.merger.label if model.merger else model.kind
     return Node(
-        "evaluations", f"the evaluation of {label} on {task}", "evaluate", task,
+        "evaluations", f"the evaluation of {model.label} on {task}", "evaluate", task,
         decide=lambda: {
             "model": model.key(run),
-            "base": run.base_content,
+            "base": model.base_content(run),
             "task": task,
-            "data": run.tasks[task].fingerprint(),
             "part": part,
-            "metric": run.tasks[task].metric,
-        } | run.scoring_content(task),
+        } | _measure_content(run, task),
         make=lambda workspace: _evaluate(run, model, task, part, workspace),
         needs=(model.node,) if model.node else (),
         awaits=model.node.awaits if model.node else (),
     )  # fmt: skip
 
 
+def _measure_content(run: Run, task: str) -> dict[str, Any]:
+    """What decides a score, beside the model and the part."""
+    measured = run.tasks[task]
+    if isinstance(measured, HarnessTask):
+        return {"harness": measured.content()} | run.scoring_content(task)
+    return {"data": measured.fingerprint(), "metric": measured.metric} | run.scoring_content(task)
+
+
 def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspace) -> Mapping[str, Any]:
-    run.model.load_state_dict(model.state(run))
+    loaded = model.load(run)
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
-    objective = run.objective(task)
-    scores = score(run.model, objective, part, batch_size=run.cfg.evaluation_batch_size)
+    measured, backbone = run.tasks[task], model.backbone or run.backbone
+    if isinstance(measured, HarnessTask):
+        assert isinstance(backbone, LanguageModel)
+        found = score_with_harness(
+            loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
+        )
+        np.savez(
+            workspace.out / SAMPLES_OF_METRICS,
+            **{n: _to_smallest_type(np.array(v)) for n, v in found.samples.items()},
+        )
+        return {
+            "value": next(iter(found.metrics.values())),
+            "metric": next(iter(found.metrics)),
+            "metrics": dict(found.metrics),
+            "samples": found.count,
+            "peak_memory_bytes": peak_memory(run.device),
+        }
+    objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
+    scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
     each = objective.score_samples(scores.predictions, part, torch.arange(len(scores.predictions)))
     if each is not None:
         np.save(workspace.out / SAMPLES, _to_smallest_type(np.array(each)))
@@ -100,6 +153,28 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
         "samples": len(scores.predictions),
         "peak_memory_bytes": peak_memory(run.device),
     }
+
+
+def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
+    """The metric that the run's tables show of a task, and its value in an evaluation.
+
+    Raises:
+        InputError: the harness measures no such metric there.
+    """
+    metric = run.tasks[task].metric
+    if not isinstance(run.tasks[task], HarnessTask):
+        return metric, artifact.info["value"]
+    metric, metrics = metric or artifact.info["metric"], artifact.info["metrics"]
+    if metric not in metrics:
+        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggestion(metric, metrics)}")
+    return metric, metrics[metric]
+
+
+def read_samples(run: Run, task: str, artifact: Artifact) -> Any:
+    """What every sample contributed to that value; None where it is not their mean."""
+    if SAMPLES_OF_METRICS in artifact.files:
+        return dict(np.load(artifact.file(SAMPLES_OF_METRICS))).get(read_metric(run, task, artifact)[0])
+    return np.load(artifact.file(SAMPLES), allow_pickle=False) if SAMPLES in artifact.files else None
 
 
 def _to_smallest_type(values: Any) -> Any:

@@ -28,15 +28,15 @@ def measure_outcome(run: Run) -> float:
     def value(model: Model, task: str) -> float:
         return float(run.obtain(evaluation_node(run, model, task, "validation")).info["value"])
 
-    whole = dict.fromkeys(run.tasks, 1.0)
+    whole = dict.fromkeys(run.experts, 1.0)
     if run.cfg.objective == "normalized":
-        whole = {task: value(expert_model(run, task), task) for task in run.tasks}
+        whole = {task: value(expert_model(run, task), task) for task in run.experts}
         if 0 in whole.values():
             raise InputError(
                 "objective=normalized divides by the experts' values, and one is 0: set it to value"
             )
     means = {
-        label: fmean(value(merged_model(run, label), task) / whole[task] for task in run.tasks)
+        label: fmean(value(merged_model(run, label), task) / whole[task] for task in run.experts)
         for label in run.mergers
     }
     best = max(means, key=lambda label: means[label])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from typing import Any
 
-import numpy as np
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, listing
@@ -17,7 +17,7 @@ from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.learn import reads_test_inputs
-from mergekit_lab.runs.models import SAMPLES, Model, evaluation_node
+from mergekit_lab.runs.models import Model, evaluation_node, read_metric, read_samples
 from mergekit_lab.runs.origin import describe_origin
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
@@ -31,15 +31,18 @@ log = logging.getLogger(__name__)
 def stage_report(run: Run) -> None:
     """Collect the run's records and write table, figures and page into its folder."""
     records = collect(run)
-    curves = {task: _curve(run.need(expert_node(run, task))) for task in run.tasks}
+    curves = {task: _curve(run.need(expert_node(run, task))) for task in run.experts}
     if run.cfg.joint and (artifact := run.find(joint_node(run))):
         curves["+joint"] = _curve(artifact)
-    title = f"{run.plain['suite']['name']}: {say_count(len(run.mergers), 'way')} to merge "
-    title += say_count(len(run.tasks), "expert")
+    title = f"{run.plain['suite']['name']}: "
+    if run.models:
+        title += f"{say_count(len(run.models), 'checkpoint')} on {say_count(len(run.tasks), 'task')}"
+    else:
+        title += f"{say_count(len(run.mergers), 'way')} to merge {say_count(len(run.experts), 'expert')}"
     readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
     if readers:
         title += f"; {listing(readers)} read test inputs, without their labels"
-    if not run.cfg.joint and not run.cfg.experts:
+    if not run.cfg.joint and not run.cfg.experts and not run.models:
         title += "; joint=true adds a model trained on all tasks at once"
     if run.backbone.note:
         title += f" ({run.backbone.note})"
@@ -80,9 +83,12 @@ def collect(run: Run) -> list[Record]:
         InputError: an evaluation is missing.
     """
     cells = _evaluations(run)
-    expert_values = {task: a.info["value"] for model, task, a in cells if model.kind == "expert"}
-    base_values = {task: a.info["value"] for model, task, a in cells if model.kind == "zero_shot"}
-    return [_record(run, model, task, a, expert_values[task], base_values[task]) for model, task, a in cells]
+    best: dict[str, float] = {}
+    for model, task, artifact in cells:
+        if model.kind in ("expert", "checkpoint"):
+            best[task] = max(best.get(task, -math.inf), read_metric(run, task, artifact)[1])
+    base = {task: read_metric(run, task, a)[1] for model, task, a in cells if model.kind == "zero_shot"}
+    return [_record(run, model, task, a, best[task], base.get(task)) for model, task, a in cells]
 
 
 def _evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
@@ -93,14 +99,15 @@ def _evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
         for task in model.tasks:
             artifact = run.find(evaluation_node(run, model, task, "test"))
             if artifact is None:
-                raise InputError(f"{model.kind} is not evaluated on {task}: run stage=evaluate first")
+                raise InputError(f"{model.label} is not evaluated on {task}: run stage=evaluate first")
             cells.append((model, task, artifact))
     return cells
 
 
 def _record(
-    run: Run, model: Model, task: str, artifact: Artifact, expert_value: float, zero_shot_value: float
+    run: Run, model: Model, task: str, artifact: Artifact, expert_value: float, zero_shot_value: float | None
 ) -> Record:
+    metric, value = read_metric(run, task, artifact)
     return Record(
         backbone=run.choices["backbone"],
         suite=run.plain["suite"]["name"],
@@ -108,11 +115,12 @@ def _record(
         optimizer=run.optimizer_name,
         kind=model.kind,
         merger=model.merger.label if model.merger else None,
+        model=model.name,
         coefficient=read_coefficient(run, model.merger) if model.merger else None,
         task=task,
         part="test",
-        metric=run.tasks[task].metric,
-        value=artifact.info["value"],
+        metric=metric,
+        value=value,
         expert_value=expert_value,
         zero_shot_value=zero_shot_value,
         seed=run.seed,
@@ -143,8 +151,8 @@ def _cost(run: Run, model: Model) -> dict[str, Any]:
 
 def _samples(run: Run) -> dict[str, Any]:
     """What every test sample contributed, by evaluation key; metrics that are no means have none."""
-    files = {artifact.key: artifact.file(SAMPLES) for _, _, artifact in _evaluations(run)}
-    return {key: np.load(file, allow_pickle=False) for key, file in files.items() if file.is_file()}
+    read = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in _evaluations(run)}
+    return {key: samples for key, samples in read.items() if samples is not None}
 
 
 def _searches(run: Run) -> dict[str, list[dict[str, Any]]]:

@@ -23,15 +23,16 @@ from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
-from mergekit_lab.runs.checks import check_shares, check_task_names
+from mergekit_lab.runs.checks import check_choices, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Main, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
-from mergekit_lab.tasks import Task
+from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool, import_ahead
 
@@ -78,13 +79,23 @@ class Run:
         self.backbone: Backbone = self._build(cfg.backbone, Backbone)
         self.parametrization = build(cfg.finetuning, Parametrization)
         self.tasks: dict[str, Task] = {name: self._build(node, Task) for name, node in cfg.suite.tasks.items()}
+        self.models: dict[str, str] = plain["models"] or {}
+        """Checkpoints that are scored as they are, by name."""
+        self.learned = [name for name, task in self.tasks.items() if not isinstance(task, HarnessTask)]
+        """Tasks with parts to learn and choose from; the others are lm-evaluation-harness's, which scores."""
+        self.has_harness = len(self.learned) < len(self.tasks)
+        named = list(plain["experts"]) if isinstance(plain["experts"], dict) else []
+        self.experts: list[str] = [] if self.models else self.learned or named
+        """Names of the experts: their tasks', or given ones where nothing is learned."""
         self._check()
         mergers = dict(cfg.mergers)
         if cfg.merger is not None:
             mergers = {choices.get("merger") or "merger": cfg.merger}
-        self.mergers = build_mergers(mergers, self.search, list(self.tasks))
+        self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        units = [*self.tasks, *self.mergers, "+joint"]
+        if not self.learned:
+            check_choices(self.mergers)
+        units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
                 raise InputError(f"only names {name!r}{suggestion(name, units)}")
@@ -113,6 +124,7 @@ class Run:
     def _check(self) -> None:
         if not self.tasks:
             raise InputError("the suite has no tasks")
+        check_scoring(self.cfg, self.learned)
         for task in self.tasks.values():
             self.backbone.check(task)
         check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})
@@ -120,9 +132,15 @@ class Run:
             self.training,
             self.trainer.strategy,
             self.processes,
-            len(self.tasks) if self.cfg.joint else 1,
+            len(self.learned) if self.cfg.joint else 1,
             bool(self.plain["backbone"].get("packing")),
         )
+
+    def backbone_of(self, source: str) -> Backbone:
+        """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
+        node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
+        backbone: Backbone = self._build(node, Backbone)
+        return backbone
 
     def variant(self, changes: Mapping[str, Any]) -> Run:
         """The same run with other values in its configuration; trackers do not hear of it.

@@ -37,7 +37,7 @@ def search_node(run: Run, label: str) -> Node:
 
 
 def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
-    tasks = list(run.tasks)
+    tasks = run.experts
     variants = run.search.variants(merger.content)
     fields = {"fields": variants} if variants != [{}] else {}
     scoring = {task: how for task in tasks if (how := run.scoring_content(task))}
@@ -61,7 +61,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     """Merge once a variant, at coefficient 1; every candidate is one pass of arithmetic and its evaluation."""
     experts = {
         task: float(run.obtain(evaluation_node(run, expert_model(run, task), task, "validation")).info["value"])
-        for task in run.tasks
+        for task in run.experts
     }
     curve: list[Candidate] = []
     for fields in run.search.variants(merger.content):

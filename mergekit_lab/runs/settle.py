@@ -16,36 +16,89 @@ _WEIGHTS = ("source", "weights")
 
 
 def settle(cfg: DictConfig) -> DictConfig:
-    """The configuration with `base`, `texts` and `experts` in their places; a settled one stays as it is.
+    """The configuration with `base`, `texts`, `experts`, `models` in their places; a settled one stays so.
 
     `base` becomes the backbone's `source` or `weights`. `texts`, a list of files or `{name: FILE}`, become the
-    suite's tasks. `experts`, a list in the suite's order, `{task: path}` or `@list.txt`, become `{task: path}`.
+    suite's tasks; `suite.lm_eval_tasks` too, beside them. `experts`, a list in the order of the tasks that are
+    learned, `{task: path}` or `@list.txt`, become `{task: path}`; where all tasks are lm-evaluation-harness's
+    they have names of their own, and so have `models`.
 
     Raises:
-        InputError: a backbone without weights of one's own, a file that is not there, or experts that are not
-            one a task.
+        InputError: a backbone without weights of one's own, a file that is not there, experts that are not one
+            a task, or settings of tasks that are not the suite's.
     """
-    if cfg.get("base") is None and cfg.get("texts") is None and not _is_listed(cfg.get("experts")):
+    if (
+        cfg.get("base") is None
+        and cfg.get("texts") is None
+        and not any(_is_listed(cfg.get(key)) for key in ("experts", "models"))
+        and "lm_eval_tasks" not in cfg.get("suite", ())
+    ):
         return cfg
     made = deepcopy(cfg)
     with open_dict(made):
         if made.base is not None:
-            key = next((name for name in _WEIGHTS if name in made.backbone), None)
-            if key is None:
-                raise InputError("base is set, and this backbone takes no weights: choose backbone=hf_causal")
-            made.backbone[key] = made.base
-        if made.texts is not None:
-            made.suite = {
-                "name": "texts",
-                "tasks": _read_texts(OmegaConf.to_container(made.texts, resolve=True)),
-            }
-        if _is_listed(made.experts):
-            experts = (
-                OmegaConf.to_container(made.experts) if OmegaConf.is_config(made.experts) else made.experts
-            )
-            made.experts = _name_experts(experts, list(made.suite.tasks))
+            made.backbone[find_weights_key(made.backbone)] = made.base
+        texts = {} if made.texts is None else _read_texts(OmegaConf.to_container(made.texts, resolve=True))
+        scored: dict[str, Any] = {}
+        if "lm_eval_tasks" in made.suite:
+            suite: Any = OmegaConf.to_container(made.suite, resolve=True)
+            scored = _list_harness_tasks(suite)
+            made.suite = {"name": suite["name"], "tasks": suite["tasks"] | scored}
+        if texts:
+            made.suite = {"name": made.suite.name if scored else "texts", "tasks": texts | scored}
+        for key in ("experts", "models"):
+            if _is_listed(made[key]):
+                sources = OmegaConf.to_container(made[key]) if OmegaConf.is_config(made[key]) else made[key]
+                learned = [name for name, node in made.suite.tasks.items() if not _is_harness(node)]
+                of_tasks = key == "experts" and learned
+                made[key] = _name_experts(sources, learned) if of_tasks else _name_alone(sources, key)
+        if made.models and made.backbone[find_weights_key(made.backbone)] is None:
+            made.backbone[find_weights_key(made.backbone)] = next(iter(made.models.values()))
         made.base = made.texts = None
     return made
+
+
+def find_weights_key(backbone: Any) -> str:
+    """What a backbone's configuration calls its pretrained weights.
+
+    Raises:
+        InputError: it has none.
+    """
+    key = next((name for name in _WEIGHTS if name in backbone), None)
+    if key is None:
+        raise InputError("base or models is set, and this backbone takes no weights: choose backbone=hf_causal")
+    return key
+
+
+def _is_harness(task: Any) -> bool:
+    return str(task.get("_target_")).endswith("HarnessTask")
+
+
+def _name_alone(sources: Any, key: str) -> dict[str, str]:
+    """Checkpoints by given names, or by those of their folders."""
+    from mergekit_lab.commands.sources import name_sources, read_sources
+
+    return name_sources(read_sources(sources, key), key)
+
+
+def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each of `lm_eval_tasks` a node; settings are one for all, or a mapping from task to its own."""
+    given = suite["lm_eval_tasks"]
+    names = [given] if isinstance(given, str) else list(map(str, given or ()))
+    if not names:
+        raise InputError("suite.lm_eval_tasks is empty: name tasks of lm-evaluation-harness, [gsm8k,arc_easy]")
+    nodes: dict[str, dict[str, Any]] = {
+        name: {"_target_": "mergekit_lab.tasks.HarnessTask", "name": name} for name in names
+    }
+    for key, value in suite.items():
+        if key in ("name", "tasks", "lm_eval_tasks") or value is None:
+            continue
+        of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+        for name, own in of_tasks.items():
+            if name not in nodes:
+                raise InputError(f"suite.{key} names {name!r}, which is no task{suggestion(name, names)}")
+            nodes[name][key] = own
+    return nodes
 
 
 def _is_listed(experts: Any) -> bool:

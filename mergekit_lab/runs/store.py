@@ -174,8 +174,9 @@ def _read_path(settings: StoreSettings) -> Path:
 def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
     the configuration names its backbone, what a library needs to load it."""
-    from mergekit_lab.checkpoints import make_folder
+    from mergekit_lab.checkpoints import check_push, make_folder, push_folder
 
+    check_push(settings.push_to)
     out = _read_path(settings)
     chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
@@ -191,9 +192,24 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(artifact.file(name), folder / name)
         shutil.copyfile(artifact.folder / "manifest.json", folder / "manifest.json")
-        (folder / "README.md").write_text(_card(artifact))
+        results = _read_results(store, artifact)
+        (folder / "README.md").write_text(_card(artifact, bool(companions), out.name, results))
     log.info("%s %s is in %s%s", artifact.kind, artifact.key, out,
              f", with {', '.join(companions)}" if companions else "")  # fmt: skip
+    if settings.push_to is not None:
+        push_folder(out, settings.push_to, settings.push_private, ignore=["manifest.json"])  # it may name paths
+
+
+def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
+    """What the store's evaluations of a model on test parts say: values by `task/metric`."""
+    return {
+        f"{found.content['task']}/{metric}": value
+        for found in store.artifacts()
+        if found.kind == "evaluations"
+        and found.content.get("model") == artifact.key
+        and found.content.get("part") == "test"
+        for metric, value in found.info.get("metrics", {}).items()
+    }
 
 
 def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
@@ -215,12 +231,14 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     return []
 
 
-def _card(artifact: Artifact) -> str:
+def _card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[str, float]) -> str:
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
-    from mergekit_lab.checkpoints import escape_markdown
+    from mergekit_lab.checkpoints import escape_markdown, write_results
 
+    library = "transformers" if is_whole else "mergekit_lab"
+    index = write_results(title, results) if results else ""
     return (
-        "---\nlibrary_name: mergekit_lab\n---\n"
+        f"---\nlibrary_name: {library}\ntags: [mergekit_lab]\n{index}---\n"
         f"# {escape_markdown(f'{artifact.kind}: {_describe(artifact)}')}\n\n"
         f"Made {artifact.created} by mergekit_lab; named {artifact.key} by the hash of what decides it:\n\n"
         f"```json\n{content}\n```\n"

@@ -160,7 +160,8 @@ class Suite:
 class Main:
     """The top level of a run's configuration, `main.yaml`; the groups' own pages say more.
 
-    `base`, `texts` and lists of `experts` are written out by `runs.settle` before.
+    `base`, `texts`, `suite.lm_eval_tasks` and lists of `experts` and `models` are written out by `runs.settle`
+    before.
     """
 
     stage: str | list[str]
@@ -173,6 +174,7 @@ class Main:
     base: str | None
     experts: str | dict[str, str] | None
     texts: None
+    models: dict[str, str] | None
     published: list[str]
     finetuning: Target[Parametrization]
     optimizer: Target[Optimizer]

@@ -22,6 +22,8 @@ class StoreSettings:
             goes where `kind` names it.
         confirm: verify and prune remove; otherwise they say what would go.
         path: of the folder exported or imported.
+        push_to: a repository of the hub, `org/name`, that gets what is exported as a new commit.
+        push_private: whether a repository that is made for it is private.
     """
 
     root: str | None
@@ -32,3 +34,5 @@ class StoreSettings:
     which: Literal["all", "run", "others"] = "others"
     confirm: bool = False
     path: str | None = None
+    push_to: str | None = None
+    push_private: bool = True

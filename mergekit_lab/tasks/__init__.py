@@ -6,6 +6,7 @@ from .crops import draw_boxes, resize
 from .decoding import Packed
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
+from .harness import HarnessTask
 from .images import HubImages, Keeper
 from .messages import Messages
 from .pretraining import find_held_out
@@ -21,6 +22,7 @@ __all__ = [
     "GlyphTask",
     "Greek",
     "Handwriting",
+    "HarnessTask",
     "HubImages",
     "ImageSamples",
     "ImageTask",

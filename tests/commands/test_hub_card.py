@@ -46,7 +46,11 @@ def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inpu
         "license": "apache-2.0",
         "language": ["en"],
         "tags": ["merge", "mergekit_lab"],
-    }
+        "model-index": [{"name": "out", "results": [
+            {"task": {"type": "text-generation"}, "dataset": {"type": "accuracy", "name": "accuracy"},
+             "metrics": [{"type": "score", "value": 0.75}]},
+        ]}],
+    }  # fmt: skip
     assert "| accuracy | 0.75 |" in card
 
     loaded: dict = {}

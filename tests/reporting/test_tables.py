@@ -268,3 +268,25 @@ def test_a_model_made_with_test_inputs_is_marked_wherever_the_table_is_written(r
         (line,) = marked
         assert "adamerging" in line.lower()
     assert any(note.startswith("Reads test inputs") for note in table.notes)
+
+
+def test_checkpoints_are_rows_of_their_own_and_compete_where_nothing_was_merged(record) -> None:
+    values = {"math": {"dtd": 0.8, "svhn": 0.2}, "code": {"dtd": 0.4, "svhn": 0.5}}
+    records = [
+        record(
+            kind="checkpoint", model=name, model_key=name, evaluation_key=name + task, task=task, value=value
+        )
+        for name, of_task in values.items()
+        for task, value in of_task.items()
+    ]
+    alone = build_table(records)
+    assert {row.label: [cell.best for cell in row.cells[:2]] for row in alone.rows} == {
+        "math": [True, False],
+        "code": [False, True],
+    }
+    assert "Bold: the best checkpoint of its group in that column." in alone.notes
+    assert not any("differ in strength" in note for note in alone.notes)
+    beside = build_table([*records, *(r for r in small(record) if r.kind == "merged")])
+    assert [row.kind for row in beside.rows] == ["checkpoint", "checkpoint", "merged", "merged"]
+    assert not any(cell.best for row in beside.rows[:2] for cell in row.cells)
+    assert any("÷ the best checkpoint" in note for note in beside.notes)

@@ -15,6 +15,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.runs.entry import STAGES
+from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.check import build, stage_list, with_floats
 from mergekit_lab.schema.run import Main, check, optimizer_factory
 
@@ -41,7 +42,7 @@ EXPERIMENTS = [f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")
 def test_every_option_composes_and_every_target_takes_its_keys(row: dict[str, str]) -> None:
     named = ["backbone.source=org/name"] if row.get("backbone", "").startswith("hf_") else []
     cfg, choices = composed([*(f"{group}={option}" for group, option in row.items()), *named])
-    check(cfg)
+    check(settle(cfg))
     assert choices.items() >= row.items()
 
 

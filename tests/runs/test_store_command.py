@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from composing import TINY, composed
+from hub_server import TOKEN, serving
+from huggingface_hub import ModelCard
 from language import save_tiny
 
 from mergekit_lab import InputError, open_checkpoint
@@ -202,7 +204,8 @@ def test_an_export_that_is_cut_leaves_nothing_and_the_same_command_makes_it_whol
     assert keys(folder / "elsewhere") == {key}
 
 
-def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_path, caplog) -> None:
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the hub client's
+def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_path, caplog, monkeypatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = save_tiny(tmp_path / "base", "llama")
@@ -218,6 +221,20 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert json.loads((tmp_path / "out/manifest.json").read_text())["content"] == content
+
+    measured = {"model": content_key(content), "task": "stories", "part": "test"}
+    Store(tmp_path / "store").obtain("evaluations", measured, lambda place: {"metrics": {"accuracy": 0.25}})
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        command(tmp_path, *asked, f"store.path={tmp_path}/pushed", "store.push_to=me/stories", run_of=language)
+    pushed = tmp_path / "hub/models/me/stories"
+    there, here = ({file.name for file in folder.iterdir()} for folder in (pushed, tmp_path / "pushed"))
+    assert there == here - {"manifest.json"}, "which may name paths of this machine"
+    card = ModelCard.load(pushed / "README.md").data
+    assert (card.library_name, card.model_name) == ("transformers", "pushed")
+    assert [(r.dataset_name, r.metric_type, r.metric_value) for r in card.eval_results] == [
+        ("stories", "accuracy", 0.25)
+    ]
     command(tmp_path, *asked, f"store.path={tmp_path}/bare")
     assert "its backbone is not that of this configuration" in caplog.text
     assert set(open_checkpoint(tmp_path / "bare/model.safetensors")) == set(state)

@@ -42,6 +42,13 @@ def test_a_suite_composes_into_tasks_keyed_by_name(path):
     assert not count.isdigit() or len(made) == int(count)
 
 
+def test_the_suite_of_the_harness_states_every_field_of_its_tasks() -> None:
+    content = yaml.safe_load((CONF / "suite/lm_eval.yaml").read_text())
+    own = {field.name: field.default for field in fields(tasks.HarnessTask) if field.name != "name"}
+    assert {key: content[key] for key in own} == {**own, "metric": None}
+    assert set(content) - set(own) == {"name", "tasks", "lm_eval_tasks"}
+
+
 def concrete(kind: type) -> set[type]:
     below = set().union(*(concrete(sub) for sub in kind.__subclasses__()), kind.__subclasses__())
     ours = {made for made in below if made.__module__.startswith("mergekit_lab.")}
@@ -51,7 +58,8 @@ def concrete(kind: type) -> set[type]:
 def test_every_task_is_exported_and_has_a_configuration() -> None:
     targets = "".join(path.read_text() for path in (CONF / "task").rglob("*.yaml"))
     bases = {tasks.Handwriting, tasks.GlyphTask}
-    for made in concrete(Task) - bases:
+    by_name = {tasks.HarnessTask}  # suite.lm_eval_tasks names them
+    for made in concrete(Task) - bases - by_name:
         assert made.__name__ in tasks.__all__, f"{made.__name__} is no name of mergekit_lab.tasks"
         assert f"mergekit_lab.tasks.{made.__name__}\n" in targets, f"{made.__name__} has no file in conf/task"
 

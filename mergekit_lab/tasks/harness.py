@@ -1,0 +1,137 @@
+"""Tasks of EleutherAI's lm-evaluation-harness: models are scored on them, and nothing is trained.
+
+The harness (https://github.com/EleutherAI/lm-evaluation-harness) is the package `lm-eval`, of the extra
+`lm_eval`. It is imported when a task is looked up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from annotated_types import Ge, Gt
+
+from mergekit_lab.checkpoints import hash_file
+from mergekit_lab.errors import InputError, listing, suggestion
+
+from .task import Part, Task
+
+_PACKAGE = "lm_eval"
+_MISSING = "tasks of lm-evaluation-harness need the package lm-eval: pip install 'mergekit_lab[lm_eval]'"
+
+
+@dataclass(frozen=True)
+class HarnessTask(Task):
+    """A task of the harness, or a group that has a score of its own.
+
+    Args:
+        name: the harness's.
+        num_fewshot: examples before each question; None: as the task has it. A task that sets 0 keeps 0.
+        limit: only the first so many samples, or a share below 1; None: all. For trials, not for tables.
+        metric: what tables show, as `acc_norm` or `exact_match,strict-match` (a metric and its filter); "": the
+            task's first that is at most 1 and better when larger. All of them are kept, so that another choice
+            costs nothing.
+        apply_chat_template: show prompts, examples as turns, by the tokenizer's chat template.
+        batch_size: rows at a time; "auto": on CUDA what the harness finds to fit, else 4.
+        include_path: a folder of task files besides those of the harness.
+        confirm_run_unsafe_code: allow tasks that run what a model wrote.
+    """
+
+    num_fewshot: Annotated[int, Ge(0)] | None = None
+    limit: Annotated[float, Gt(0)] | None = None
+    metric: str = ""
+    apply_chat_template: bool = False
+    batch_size: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    include_path: str | None = None
+    confirm_run_unsafe_code: bool = False
+
+    def make(self, part: Part) -> NoReturn:
+        raise InputError(
+            f"task {self.name!r} is lm-evaluation-harness's: it scores models, and has no {part} part to learn "
+            "or choose from"
+        )
+
+    def check(self, part: Part, samples: Any) -> None:
+        self.make(part)
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
+
+    def content(self) -> dict[str, Any]:
+        """What decides a score beside the model: versions and settings; of task files of one's own their bytes.
+
+        Raises:
+            InputError: the harness is not installed, or has no such task.
+        """
+        content: dict[str, Any] = {
+            "lm_eval": _find_version(),
+            "task": self.name,
+            "version": self.find_version(),
+            "num_fewshot": self.num_fewshot,
+            "limit": self.limit,
+            "apply_chat_template": self.apply_chat_template,
+        }
+        return content | ({"files": _hash_files(self.include_path)} if self.include_path else {})
+
+    def find_version(self) -> Any:
+        """The version that the task's file gives; None of one without."""
+        found = self.find_manager().task_index[self.name]
+        return ((found.cfg or {}).get("metadata") or {}).get("version")
+
+    def find_manager(self) -> Any:
+        """The harness's index of task files, with this task in it.
+
+        Raises:
+            InputError: the harness is not installed, or has no such task with a score of its own.
+        """
+        if self.include_path and self.name in _index(self.include_path, False).all_subtasks:
+            return _index(self.include_path, False)
+        manager = _index(self.include_path, True)
+        found = manager.task_index.get(self.name)
+        if found is None:
+            raise InputError(
+                f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
+                f"{suggestion(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
+            )
+        is_group = self.name in manager.all_groups
+        if self.name in manager.all_tags or (is_group and not (found.cfg or {}).get("aggregate_metric_list")):
+            members = sorted(found.tags) or [str(each) for each in (found.cfg or {}).get("task", ())]
+            raise InputError(
+                f"{self.name!r} is several tasks of lm-evaluation-harness without a score of their own: name "
+                f"them ({listing(members, 10)})"
+            )
+        return manager
+
+
+def _find_version() -> str:
+    try:
+        return metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise InputError(_MISSING) from None
+
+
+@cache
+def _index(include_path: str | None, defaults: bool) -> Any:
+    """Reads every task file, thousands of them with the harness's own: some seconds, once a process."""
+    _find_version()
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
+    folder = Path(include_path).expanduser() if include_path else None
+    if folder and not folder.is_dir():
+        raise InputError(f"suite.include_path={include_path} is no folder")
+    return TaskManager(include_path=folder, include_defaults=defaults)
+
+
+def _hash_files(folder: str) -> str:
+    """Of all files of a folder, their names and bytes."""
+    root = Path(folder).expanduser()
+    files = sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    told = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
