@@ -13,6 +13,7 @@ from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.breadcrumbs import Breadcrumbs
 from mergekit_lab.merging.consensus import ConsensusTA
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
+from mergekit_lab.merging.core_space import CoreSpace
 from mergekit_lab.merging.dare import DARE
 from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.devices import resolve_device
@@ -21,6 +22,7 @@ from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
 from mergekit_lab.merging.karcher import Karcher
+from mergekit_lab.merging.knots import KnOTS
 from mergekit_lab.merging.lines import LiNeS
 from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
@@ -54,11 +56,13 @@ __all__ = [
     "ArceeFusion",
     "Breadcrumbs",
     "ConsensusTA",
+    "CoreSpace",
     "EpiMer",
     "Fisher",
     "IsoC",
     "IsoCTS",
     "Karcher",
+    "KnOTS",
     "Learning",
     "LiNeS",
     "Method",

@@ -24,11 +24,13 @@ from mergekit_lab.merging import (
     ArceeFusion,
     Breadcrumbs,
     ConsensusTA,
+    CoreSpace,
     EpiMer,
     Fisher,
     IsoC,
     IsoCTS,
     Karcher,
+    KnOTS,
     LiNeS,
     Method,
     ModelStock,
@@ -110,6 +112,9 @@ METHODS: dict[str, Method] = {
     "pcb_all": PCB(ratio=1.0),
     "doge": DOGE(steps=20),
     "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
+    "knots": KnOTS(inner=TIES(density=0.3)),
+    "core_space": CoreSpace(),
+    "core_space_ties": CoreSpace(rank=2, inner=TIES(density=0.3, preset="core_space")),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
@@ -177,6 +182,7 @@ IDENTICAL_EXPERTS = {
     "passthrough": Passthrough(),
     "lines": LiNeS(inner=MEAN, first=1.0),
     "lines_ties": LiNeS(inner=TIES(density=1.0), first=1.0),
+    "knots": KnOTS(inner=TIES(density=1.0)),
 }
 IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "tsvm": "directions that experts share are whitened away from each other",
@@ -195,6 +201,8 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "pcb_all": "tails are clamped",
     "doge": "all get one norm, and their largest entries alone stay",
     "doge_all_matrices": "as doge",
+    "core_space": "as tsvm",
+    "core_space_ties": "the rank is capped, and entries are trimmed",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -230,6 +238,8 @@ ONE_EXPERT = {
     "passthrough": Passthrough(),
     "lines": LiNeS(first=1.0, inner=TaskArithmetic(coefficient=1.0)),
     "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
+    "knots": KnOTS(inner=TIES(density=1.0)),
+    "core_space": CoreSpace(),
 }
 ONE_EXPERT_BECOMES_ANOTHER = {
     "tsvm_rank": "the rank is capped",
@@ -242,6 +252,7 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "pcb_all": "tails are clamped",
     "doge": "it gets another norm, and its largest entries alone stay",
     "doge_all_matrices": "as doge",
+    "core_space_ties": "the rank is capped, and entries are trimmed",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}

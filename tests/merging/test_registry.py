@@ -25,6 +25,8 @@ BASES = {
     "LayerWeightsMethod",
     "AtomMethod",
     "SparsifiedMethod",
+    "SubspaceMethod",
+    "WrappingMethod",
     "SphericalMethod",
 }
 # Pinned elsewhere than by the golden outputs of an original: where.
@@ -33,8 +35,10 @@ NOT_GOLDEN = {
     "ArceeFusion": "test_against_mergekit.py",
     "Breadcrumbs": "test_against_mergekit.py",
     "ConsensusTA": "test_limits.py",
+    "CoreSpace": "test_subspaces.py",
     "DARE": "test_golden.py",
     "DELLA": "test_against_mergekit.py",
+    "KnOTS": "test_subspaces.py",
     "Karcher": "test_against_mergekit.py",
     "ModelStock": "test_against_mergekit.py",
     "MultiSLERP": "test_against_mergekit.py",
@@ -52,6 +56,8 @@ OWN = {
     "DELLA": {"inner", "seed"},
     "Breadcrumbs": {"inner"},
     "LiNeS": {"inner"},
+    "KnOTS": {"inner"},
+    "CoreSpace": {"inner"},
     "EpiMer": {"normalize"},
     "RegMean": {"ratio"},
 }
