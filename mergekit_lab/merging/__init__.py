@@ -11,6 +11,7 @@ from mergekit_lab.merging.adamerging import AdaMerging, Learning, learn_coeffici
 from mergekit_lab.merging.arcee_fusion import ArceeFusion
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.breadcrumbs import Breadcrumbs
+from mergekit_lab.merging.cat import CAT
 from mergekit_lab.merging.consensus import ConsensusTA
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
 from mergekit_lab.merging.core_space import CoreSpace
@@ -42,6 +43,7 @@ from mergekit_lab.merging.tsvm import TSVM
 from mergekit_lab.merging.wudi import WUDI
 
 __all__ = [
+    "CAT",
     "DARE",
     "DELLA",
     "DOGE",

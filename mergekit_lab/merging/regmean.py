@@ -54,10 +54,10 @@ class RegMean(Method):
         require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
 
     def name_side(self, kind: str, name: str) -> str | None:
-        return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
+        return name_gram(name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if "gram" not in site.side:
+        if "gram" not in site.side or base.dim() == 1:
             return site.weigh(deltas).mean(dim=0)
         total, pull = self._build_equations(name, site.orient(deltas), site)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
@@ -90,6 +90,11 @@ class RegMean(Method):
         diagonal = shrunk.diagonal() * (1 - self.ratio) + self.ridge * mean
         shrunk.mul_(self.ratio).diagonal().add_(diagonal)
         return shrunk
+
+
+def name_gram(name: str) -> str | None:
+    """What a checkpoint of Grams calls a weight; None: it holds none of it."""
+    return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
 
 
 def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:

@@ -47,7 +47,7 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
     if kind == "fisher" and settings["estimate"] != "per_sample":
         content |= {"estimate": settings["estimate"], "batch_size": run.training.batch_size}
     if kind == "gram":
-        content["rows"] = "unpadded"
+        content |= {"rows": "unpadded", "norms": "squares"}
     return content
 
 
@@ -89,7 +89,7 @@ def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[
         name.removeprefix(inside): value
         for name, value in _compute(run, kind, task, whole, count, settings).items()
     }
-    trace = sum(float((v if kind == "fisher" else v.diagonal()).sum()) for v in values.values())
+    trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
     tensors = _of_all_tensors(run, values) if kind == "fisher" else values
     write_tensors(workspace.out / f"{kind}.safetensors", tensors)
     return {"samples": count, "trace": trace}

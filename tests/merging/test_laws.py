@@ -10,6 +10,7 @@ from merging.world import assert_close, assert_equal, run, world
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
+    CAT,
     DARE,
     DELLA,
     DOGE,
@@ -113,6 +114,7 @@ METHODS: dict[str, Method] = {
     "doge": DOGE(steps=20),
     "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
     "knots": KnOTS(inner=TIES(density=0.3)),
+    "cat": CAT(rank=2, penalty=0.1),
     "core_space": CoreSpace(),
     "core_space_ties": CoreSpace(rank=2, inner=TIES(density=0.3, preset="core_space")),
 }
@@ -121,6 +123,7 @@ DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "slerp_asymmetric",  # t counts from the first expert
     "nearswap",  # takes the second where it is near the first
     "arcee_fusion",  # as nearswap
+    "cat",  # projects task vectors off one expert's directions after another's
 }
 NO_COEFFICIENT = {
     "average",
@@ -203,6 +206,7 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "doge_all_matrices": "as doge",
     "core_space": "as tsvm",
     "core_space_ties": "the rank is capped, and entries are trimmed",
+    "cat": "each is in the others' way",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -240,6 +244,7 @@ ONE_EXPERT = {
     "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
     "knots": KnOTS(inner=TIES(density=1.0)),
     "core_space": CoreSpace(),
+    "cat": CAT(coefficient=1.0),
 }
 ONE_EXPERT_BECOMES_ANOTHER = {
     "tsvm_rank": "the rank is capped",

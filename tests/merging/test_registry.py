@@ -34,6 +34,7 @@ NOT_GOLDEN = {
     "AdaMerging": "test_adamerging.py",
     "ArceeFusion": "test_against_mergekit.py",
     "Breadcrumbs": "test_against_mergekit.py",
+    "CAT": "test_cat.py",
     "ConsensusTA": "test_limits.py",
     "CoreSpace": "test_subspaces.py",
     "DARE": "test_golden.py",
