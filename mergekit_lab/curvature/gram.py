@@ -25,7 +25,7 @@ _SUFFIX = "weight"
 _NORMS = (functional.layer_norm, functional.rms_norm)
 
 
-class _Inputs(TorchFunctionMode):
+class Inputs(TorchFunctionMode):
     """Adds up `xᵀx` at every linear call with a known weight, and `x²` at every multiplication with a
     norm's.
     """
@@ -65,6 +65,10 @@ class _Inputs(TorchFunctionMode):
                 pass  # its projections stay without a Gram
         return func(*args, **kwargs)
 
+    def means(self) -> dict[str, Tensor]:
+        """Of what was added up, over the rows."""
+        return {key: total / self.rows[key] for key, total in self.sums.items()}
+
     def _add(self, key: str, inputs: Tensor, alone: bool = False) -> None:
         """`xᵀx` of all rows; `alone`: of every input with itself only."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
@@ -95,16 +99,20 @@ def input_grams(model: nn.Module, batches: Iterable[Batch]) -> dict[str, Tensor]
     Raises:
         InputError: no linear layer was reached.
     """
-    keys = {
-        id(p): name.removesuffix(_SUFFIX)[:-1]
-        for name, p in model.named_parameters()
-        if name.endswith(_SUFFIX) and p.dim() in (1, 2)
-    }
-    inside = _Inputs(keys)
+    inside = Inputs(list_keys(model))
     with evaluating(model):
         for batch in batches:
             with inside:
                 _ = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
     if not any(total.dim() == 2 for total in inside.sums.values()):
         raise InputError("no linear layer was reached: are there batches, and does the model have any?")
-    return {key: total / inside.rows[key] for key, total in inside.sums.items()}
+    return inside.means()
+
+
+def list_keys(model: nn.Module) -> dict[int, str]:
+    """What the Grams of a module's weights are called, by the weights' identity."""
+    return {
+        id(p): name.removesuffix(_SUFFIX)[:-1]
+        for name, p in model.named_parameters()
+        if name.endswith(_SUFFIX) and p.dim() in (1, 2)
+    }

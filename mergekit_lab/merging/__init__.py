@@ -34,6 +34,7 @@ from mergekit_lab.merging.passthrough import Passthrough
 from mergekit_lab.merging.pcb import PCB
 from mergekit_lab.merging.ram import RAM
 from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.merging.regmean_plusplus import RegMeanPlusPlus
 from mergekit_lab.merging.sce import SCE
 from mergekit_lab.merging.slerp import SLERP
 from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
@@ -74,6 +75,7 @@ __all__ = [
     "NuSLERP",
     "Passthrough",
     "RegMean",
+    "RegMeanPlusPlus",
     "ScaledMethod",
     "Site",
     "Stream",

@@ -332,6 +332,11 @@ def _open_side(
 
 def explain_missing_side(method: Method, kind: str) -> str:
     """What to give a method that reads side inputs of a kind; the same on the command line and in Python."""
+    if kind not in _KINDS:
+        return (
+            f"{type(method).__name__} needs a {kind} of every expert, which takes the model and samples: merge "
+            f"in a run over tasks, or in Python give statistics={{{kind!r}: curvature.{kind}s(…)}}"
+        )
     return (
         f"{type(method).__name__} needs a {kind} checkpoint for every expert: give {kind}s=[…] in the experts' "
         f"order, or {{name: path}}; mergekit_lab.curvature makes them"

@@ -57,7 +57,7 @@ class RegMean(Method):
         return name_gram(name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if "gram" not in site.side or base.dim() == 1:
+        if self.side_inputs[0] not in site.side or base.dim() == 1:
             return site.weigh(deltas).mean(dim=0)
         total, pull = self._build_equations(name, site.orient(deltas), site)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
@@ -65,7 +65,7 @@ class RegMean(Method):
 
     def _build_equations(self, name: str, weights: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """`ΣG'_t` `[in, in]` and `ΣG'_t δ_tᵀ` `[in, out]` for `weights` `δ` `[T, out, in]`, in float64."""
-        grams = site.side["gram"]
+        grams = site.side[self.side_inputs[0]]
         inputs = weights.shape[-1] if weights.dim() == 3 else None
         if grams.shape[1:] != (inputs, inputs):
             layout = "[in, out]" if site.transposed else "[out, in]"

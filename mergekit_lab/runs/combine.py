@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.merging import Method, merge_state_dicts
-from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.merging import Method, RegMeanPlusPlus, merge_state_dicts
+from mergekit_lab.merging.inputs import Source
+from mergekit_lab.runs.curvature import CHAINED, chain_content, chain_grams, list_kinds, side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
@@ -16,7 +17,7 @@ from mergekit_lab.runs.run import MODEL, Run
 
 def merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
     """What a merger reads: all experts, and their side inputs."""
-    sides = [side_node(run, kind, task) for kind in merger.method.side_inputs for task in run.tasks]
+    sides = [side_node(run, kind, task) for kind in list_kinds(merger.method) for task in run.tasks]
     return (*(expert_node(run, task) for task in run.tasks), *sides)
 
 
@@ -34,8 +35,10 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
         "experts": experts,
         "method": merger.content if method is None else method,
     }
-    for kind in merger.method.side_inputs:
+    for kind in list_kinds(merger.method):
         content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.tasks}
+    if CHAINED in merger.method.side_inputs:
+        content[CHAINED] = chain_content(run)
     return content
 
 
@@ -48,10 +51,12 @@ def merge_experts(
     """The state dict that a method makes of the run's experts, or of those of some tasks."""
     names = list(run.tasks if tasks is None else tasks)
     experts: dict[str, Path] = {task: run.need(expert_node(run, task)).file(MODEL) for task in names}
-    statistics: dict[str, dict[str, Path]] = {
+    statistics: dict[str, Mapping[str, Source]] = {
         kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}
-        for kind in method.side_inputs
+        for kind in list_kinds(method)
     }
+    if isinstance(method, RegMeanPlusPlus):
+        statistics[CHAINED] = chain_grams(run, method, experts)
     return merge_state_dicts(
         run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch, to_device
-from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
+from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+from mergekit_lab.curvature import chained_grams, diagonal_fisher, first_moment, input_grams
 from mergekit_lab.memory import fit_memory
+from mergekit_lab.merging import Method, RegMeanPlusPlus
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
@@ -51,9 +53,17 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
     return content
 
 
+def list_kinds(method: Method) -> list[str]:
+    """The side inputs of single experts that a method reads; chained Grams are made in a merge, for it."""
+    return [kind for kind in method.side_inputs if kind != CHAINED]
+
+
+CHAINED = "chained_gram"
+
+
 def side_kinds(run: Run) -> list[str]:
     """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
-    kinds = [kind for merger in run.mergers.values() for kind in merger.method.side_inputs]
+    kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
 
 
@@ -125,6 +135,31 @@ def _compute(
         way_out="take a merger that needs none, or set device=cpu",
     )
     return values
+
+
+def chain_content(run: Run) -> dict[str, Any]:
+    """What decides chained Grams beside the experts and the method."""
+    return {"curvature": _curvature_content(run, "gram"), "seed": run.seed}
+
+
+def chain_grams(run: Run, method: RegMeanPlusPlus, experts: Mapping[str, Path]) -> dict[str, dict[str, Tensor]]:
+    """The Grams of RegMean++ for these experts of the run, by task."""
+    settings = Curvature(**run.plain["curvature"])
+    opened = {task: open_checkpoint(path, task) for task, path in experts.items()}
+    wholes = {task: run.objective(task).with_head(run.model) for task in experts}
+
+    def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
+        def batches(task: str) -> Iterator[Batch]:
+            return _batches(run, "gram", task, settings.count(run.tasks[task].count("train")), chunk)
+
+        run.model.load_state_dict(run.base_state)
+        return chained_grams(run.model, opened, batches, method, wholes)
+
+    grams, _ = fit_memory(
+        compute, settings.chunk, what="the Grams of RegMean++", setting="curvature.chunk",
+        way_out="take RegMean, or set device=cpu",
+    )  # fmt: skip
+    return grams
 
 
 def find_prefix(whole: nn.Module, model: nn.Module) -> str:

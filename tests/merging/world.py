@@ -32,7 +32,8 @@ def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
 
 
 def run(method: Method, base, experts, fishers, **options) -> dict[str, Tensor]:
-    available = {"fisher": fishers, "gram": {name: grams(name) for name in experts}}
+    by_expert = {name: grams(name) for name in experts}
+    available = {"fisher": fishers, "gram": by_expert, "chained_gram": by_expert}
     statistics = {kind: {n: available[kind][n] for n in experts} for kind in method.side_inputs}
     return merge_state_dicts(base, experts, method, statistics=statistics, **options)
 

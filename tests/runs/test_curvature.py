@@ -59,6 +59,27 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
         torch.testing.assert_close(stored[name], wanted[name])
 
 
+def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) -> None:
+    """The experts are found; the merge is the one by Grams chained over the same samples."""
+    _, store = merged
+    grams = keys(store, "grams")
+    before = keys(store, "merged")
+    go(tmp_path, store, "merger=regmean_plusplus", "joint=false", "stage=merge")
+    (made,) = keys(store, "merged") - before
+    assert keys(store, "grams") == grams
+    records = read_records(merged[0] / "records.jsonl")
+    experts = {
+        r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
+    }
+    stored, (plain,) = open_checkpoint(store / "merged" / made), before
+    first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 3))
+    other = open_checkpoint(store / "merged" / plain)
+    mean = sum(open_checkpoint(path)["visual.conv1.weight"] for path in experts.values()) / len(experts)
+    torch.testing.assert_close(stored["visual.conv1.weight"], mean)
+    assert not torch.equal(stored[last], other[last])
+    assert float((stored[first] - other[first]).norm() / other[first].norm()) < 0.2
+
+
 def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_path, monkeypatch) -> None:
     _, store = merged
     before = keys(store, "grams")
