@@ -70,7 +70,8 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _side_problems(prepared, merged)
     specs, limit, stem = prepared.plan(list(ties))
     kept = len(specs) - len(merged)
-    stored = _factors(prepared, merged) if format == "low_rank" else specs  # an adapter takes less
+    factored = format in ("low_rank", "per_task")
+    stored = _factors(prepared, merged) if factored else specs  # an adapter takes less
     try:
         shards = plan_shards(stored, limit, stem) if stored else []
     except InputError as error:
@@ -94,7 +95,8 @@ def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]
     shapes = {name: prepared.base.specs[name].shape for name in merged}
     double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
     kind = torch.float64 if double else torch.float32
-    return plan_factors(shapes, len(prepared.experts), require_factors(prepared.method), kind)
+    method = require_factors(prepared.method, prepared.method.by_task)
+    return plan_factors(shapes, len(prepared.experts), method, kind)
 
 
 def _is_double(checkpoint: Checkpoint) -> bool:

@@ -19,6 +19,7 @@ from mergekit_lab.merging.dare import DARE
 from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.doge import DOGE
+from mergekit_lab.merging.emr import EMR
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
@@ -40,6 +41,7 @@ from mergekit_lab.merging.slerp import SLERP
 from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
+from mergekit_lab.merging.tsvc import TSVC
 from mergekit_lab.merging.tsvm import TSVM
 from mergekit_lab.merging.wudi import WUDI
 
@@ -48,11 +50,13 @@ __all__ = [
     "DARE",
     "DELLA",
     "DOGE",
+    "EMR",
     "PCB",
     "RAM",
     "SCE",
     "SLERP",
     "TIES",
+    "TSVC",
     "TSVM",
     "WUDI",
     "AdaMerging",

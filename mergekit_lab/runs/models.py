@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mergekit_lab.checkpoints import LowRank, open_checkpoint
 from mergekit_lab.evaluation import score
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
@@ -22,6 +23,8 @@ from mergekit_lab.store import content_key
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import Part
 
+PARTS = "tasks"
+"""The folder, of a method that makes a model for every task, of what these are made of."""
 SAMPLES = "samples.npy"
 """What every sample contributed to an evaluation's value, where that is their mean."""
 
@@ -46,9 +49,15 @@ class Model:
         """What names it in evaluations."""
         return self.node.key if self.node else content_key({"base": run.base_content})
 
-    def state(self, run: Run) -> dict[str, Tensor]:
-        """Its weights."""
-        return load_state(run.need(self.node)) if self.node else run.base_state
+    def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
+        """Its weights for a task, which differ between tasks where its method makes a model for each."""
+        if self.node is None:
+            return run.base_state
+        artifact = run.need(self.node)
+        if self.merger is not None and self.merger.method.by_task:
+            base = open_checkpoint(run.base_state, "the base")
+            return LowRank(artifact.folder / PARTS, base, f"the model of {self.merger.label}", [task])
+        return load_state(artifact)
 
 
 def base_model(run: Run) -> Model:
@@ -86,7 +95,7 @@ def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
 
 
 def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspace) -> Mapping[str, Any]:
-    run.model.load_state_dict(model.state(run))
+    run.model.load_state_dict(dict(model.state(run, task)))
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     objective = run.objective(task)

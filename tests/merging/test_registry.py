@@ -47,6 +47,8 @@ NOT_GOLDEN = {
     "NuSLERP": "test_against_mergekit.py",
     "Passthrough": "test_against_mergekit.py",
     "RAM": "test_against_mergekit.py",
+    "EMR": "../commands/test_per_task.py",
+    "TSVC": "../commands/test_per_task.py",
     "RegMeanPlusPlus": "../curvature/test_chained_grams.py",
     "SCE": "test_against_mergekit.py",
     "SLERP": "test_against_mergekit.py",

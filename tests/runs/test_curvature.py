@@ -9,6 +9,8 @@ import torch
 from composing import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.backbones import OpenClip
+from mergekit_lab.checkpoints import LowRank
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.schema.run import check
@@ -37,7 +39,6 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     assert len(key) == 1
     assert len(keys(store, "grams")) == 2
     assert not keys(store, "fishers")
-    from mergekit_lab.backbones import OpenClip
     from mergekit_lab.merging import RegMean, merge_state_dicts
 
     base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
@@ -181,3 +182,29 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(InputError, match=match):
         check(composed(overrides)[0])
+
+
+def test_a_method_by_task_is_scored_with_each_tasks_own_model(merged, tmp_path) -> None:
+    """Two mergers that make a model for every task, on the experts that are there."""
+    folder, store = merged
+    for name in ("emr", "tsvc"):
+        go(tmp_path / name, store, f"merger={name}", "joint=false", "stage=[merge,evaluate]")
+    made = {parts.parent for parts in (store / "merged").glob("*/tasks")}
+    assert len(made) == 2
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    experts = {
+        r.task: open_checkpoint(store / "experts" / r.model_key / "model.safetensors")
+        for r in read_records(folder / "records.jsonl")
+        if r.kind == "expert"
+    }
+    scored = []
+    for artifact in made:
+        for task, other in (("digits", "latin"), ("latin", "digits")):
+            model, name = LowRank(artifact / "tasks", open_checkpoint(base), task, [task]), "visual.proj"
+            near, far = (float((model[name] - experts[t][name]).norm()) for t in (task, other))
+            assert near < 0.8 * far, (artifact, task)
+        manifests = [json.loads(file.read_text()) for file in (store / "evaluations").glob("*/manifest.json")]
+        scored += [m["content"]["task"] for m in manifests if m["content"]["model"] == artifact.name]
+    assert sorted(scored) == ["digits", "digits", "latin", "latin"]
+    with pytest.raises(InputError, match="makes a model for every task, and a coefficient is searched"):
+        go(tmp_path / "no", store, "merger=tsvc", "joint=false", "merger.coefficient=null")
