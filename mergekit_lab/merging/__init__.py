@@ -26,6 +26,7 @@ from mergekit_lab.merging.iso import IsoC, IsoCTS
 from mergekit_lab.merging.karcher import Karcher
 from mergekit_lab.merging.knots import KnOTS
 from mergekit_lab.merging.lines import LiNeS
+from mergekit_lab.merging.localize_stitch import Localization, LocalizeStitch, learn_masks
 from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.multislerp import MultiSLERP
@@ -72,6 +73,8 @@ __all__ = [
     "KnOTS",
     "Learning",
     "LiNeS",
+    "Localization",
+    "LocalizeStitch",
     "Method",
     "ModelStock",
     "MultiSLERP",
@@ -86,6 +89,7 @@ __all__ = [
     "TaskArithmetic",
     "WeightAverage",
     "learn_coefficients",
+    "learn_masks",
     "merge_factors",
     "merge_state_dicts",
     "merge_tensors",

@@ -335,7 +335,7 @@ def explain_missing_side(method: Method, kind: str) -> str:
     if kind not in _KINDS:
         return (
             f"{type(method).__name__} needs a {kind} of every expert, which takes the model and samples: merge "
-            f"in a run over tasks, or in Python give statistics={{{kind!r}: curvature.{kind}s(…)}}"
+            f"in a run over tasks, or give statistics={{{kind!r}: …}}, which its docstring says how to make"
         )
     return (
         f"{type(method).__name__} needs a {kind} checkpoint for every expert: give {kind}s=[…] in the experts' "

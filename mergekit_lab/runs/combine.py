@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.merging import Method, RegMeanPlusPlus, merge_state_dicts
+from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.merging.inputs import Source
-from mergekit_lab.runs.curvature import CHAINED, chain_content, chain_grams, list_kinds, side_node
+from mergekit_lab.runs.curvature import list_kinds, make_own_sides, own_content, side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
@@ -37,9 +37,7 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
     }
     for kind in list_kinds(merger.method):
         content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.tasks}
-    if CHAINED in merger.method.side_inputs:
-        content[CHAINED] = chain_content(run)
-    return content
+    return content | own_content(run, merger.method)
 
 
 def merge_experts(
@@ -55,8 +53,7 @@ def merge_experts(
         kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}
         for kind in list_kinds(method)
     }
-    if isinstance(method, RegMeanPlusPlus):
-        statistics[CHAINED] = chain_grams(run, method, experts)
+    statistics |= make_own_sides(run, method, experts)
     return merge_state_dicts(
         run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
     )

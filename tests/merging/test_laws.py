@@ -35,6 +35,8 @@ from mergekit_lab.merging import (
     Karcher,
     KnOTS,
     LiNeS,
+    Localization,
+    LocalizeStitch,
     Method,
     ModelStock,
     MultiSLERP,
@@ -117,6 +119,8 @@ METHODS: dict[str, Method] = {
     "pcb_all": PCB(ratio=1.0),
     "doge": DOGE(steps=20),
     "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
+    "localize_stitch": LocalizeStitch(density=0.3),
+    "localize_stitch_learned": LocalizeStitch(learn=Localization()),
     "emr": EMR(),
     "emr_authors": EMR(preset="authors"),
     "tsvc": TSVC(),
@@ -196,6 +200,7 @@ IDENTICAL_EXPERTS = {
     "lines": LiNeS(inner=MEAN, first=1.0),
     "lines_ties": LiNeS(inner=TIES(density=1.0), first=1.0),
     "knots": KnOTS(inner=TIES(density=1.0)),
+    "localize_stitch": LocalizeStitch(density=1.0),
 }
 IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "tsvm": "directions that experts share are whitened away from each other",
@@ -218,6 +223,7 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "core_space_ties": "the rank is capped, and entries are trimmed",
     "cat": "each is in the others' way",
     "tsvc": "it is the sum of parts",
+    "localize_stitch_learned": "an entry outside all masks is the base's",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -254,6 +260,7 @@ ONE_EXPERT = {
     "lines": LiNeS(first=1.0, inner=TaskArithmetic(coefficient=1.0)),
     "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
     "knots": KnOTS(inner=TIES(density=1.0)),
+    "localize_stitch": LocalizeStitch(density=1.0),
     "core_space": CoreSpace(),
     "cat": CAT(coefficient=1.0),
 }
@@ -269,6 +276,7 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "doge": "it gets another norm, and its largest entries alone stay",
     "doge_all_matrices": "as doge",
     "core_space_ties": "the rank is capped, and entries are trimmed",
+    "localize_stitch_learned": "an entry outside its mask is the base's",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}

@@ -41,6 +41,7 @@ NOT_GOLDEN = {
     "DELLA": "test_against_mergekit.py",
     "KnOTS": "test_subspaces.py",
     "Karcher": "test_against_mergekit.py",
+    "LocalizeStitch": "test_localize_stitch.py",
     "ModelStock": "test_against_mergekit.py",
     "MultiSLERP": "test_against_mergekit.py",
     "NearSwap": "test_against_mergekit.py",

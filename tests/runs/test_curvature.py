@@ -11,6 +11,7 @@ from composing import TINY, composed
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.checkpoints import LowRank
+from mergekit_lab.merging import LocalizeStitch, RegMean, merge_state_dicts
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.schema.run import check
@@ -39,8 +40,6 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     assert len(key) == 1
     assert len(keys(store, "grams")) == 2
     assert not keys(store, "fishers")
-    from mergekit_lab.merging import RegMean, merge_state_dicts
-
     base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
     expert_keys = [r.model_key for r in records if r.kind == "expert"]
     order = {
@@ -182,6 +181,24 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(InputError, match=match):
         check(composed(overrides)[0])
+
+
+def test_masks_are_trained_in_the_merge(merged, tmp_path) -> None:
+    """They begin at the half of largest entries and end elsewhere."""
+    folder, store = merged
+    before = {*(store / "merged").iterdir()}
+    how = "{_target_: mergekit_lab.merging.Localization, epochs: 2, start: 0.5, lr: 1.0e+6}"
+    go(tmp_path, store, "merger=localize_stitch", f"merger.learn={how}", "joint=false", "stage=merge")
+    (made,) = {*(store / "merged").iterdir()} - before
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    experts = [
+        store / "experts" / r.model_key for r in read_records(folder / "records.jsonl") if r.kind == "expert"
+    ]
+    untrained = merge_state_dicts(base, experts, LocalizeStitch(density=0.5))
+    stored, name = open_checkpoint(made), "visual.proj"
+    kept = [float((model[name] != base[name]).double().mean()) for model in (stored, untrained)]
+    assert 0.05 < kept[0] < 1
+    assert abs(kept[0] - kept[1]) > 0.02
 
 
 def test_a_method_by_task_is_scored_with_each_tasks_own_model(merged, tmp_path) -> None:
