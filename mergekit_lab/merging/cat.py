@@ -87,14 +87,21 @@ class CAT(ScaledMethod):
         return total
 
     def _find_conflicts(self, k: int, deltas: Tensor, grams: Tensor) -> Tensor:
-        """`B_k` `[out, c]`."""
-        conflict = torch.zeros(deltas.shape[1], deltas.shape[1], dtype=torch.float64, device=deltas.device)
-        for i in _others(k, deltas):
-            delta = deltas[i].double()
+        """`B_k` `[out, c]`, in the span of the others' outputs, which may be fewer than all."""
+        outputs, inputs = deltas.shape[1:]
+        others = [deltas[i].double() for i in _others(k, deltas)]
+        span: Tensor | None = None
+        if outputs > inputs * len(others) > 0:
+            span, triangle = torch.linalg.qr(torch.cat(others, dim=1))
+            others = list(triangle.split(inputs, dim=1))
+            outputs = len(triangle)
+        conflict = torch.zeros(outputs, outputs, dtype=torch.float64, device=deltas.device)
+        for i, delta in zip(_others(k, deltas), others, strict=True):
             gram = grams[k].double() - self.penalty * grams[i].double()
             conflict.addmm_(delta @ gram, delta.mT)
         values, vectors = torch.linalg.eigh(conflict)
-        return vectors[:, -self.rank :][:, values[-self.rank :] > 0]
+        top = vectors[:, -self.rank :][:, values[-self.rank :] > 0].clone()
+        return top if span is None else span @ top
 
     def _mask(self, deltas: Tensor, squares: Tensor, penalty: float | None = None) -> Tensor:
         """Of `[T, n]` and mean squares `[T, n]` of what they multiply: `[n]`."""

@@ -86,10 +86,7 @@ class LocalizeStitch(ScaledMethod):
         return select_largest(shares, _count(self.density, stream.entries), stream.entries, with_ties=True)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if self.learn:
-            masks = site.side["mask"] > 0
-        else:
-            masks = site.survey.trim(deltas, site.offset) != 0
+        masks = site.side["mask"] > 0 if self.learn else site.survey.trim(deltas, site.offset) != 0
         return (site.weigh(deltas) * masks).sum(dim=0).div_(masks.sum(dim=0).clamp_(min=1))
 
 

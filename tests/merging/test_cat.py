@@ -47,17 +47,27 @@ def test_equals_the_papers_formulas() -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    base = {"fc.weight": draw(6, 5), "fc.bias": draw(6), "ln.weight": draw(5), "emb.table": draw(7, 5)}
+    base = {
+        "fc.weight": draw(6, 5),
+        "up.weight": draw(14, 5),
+        "fc.bias": draw(6),
+        "ln.weight": draw(5),
+        "emb.table": draw(7, 5),
+    }
     deltas = [{n: 0.1 * draw(*v.shape) for n, v in base.items()} for _ in range(3)]
     inputs = [draw(40, 5) * draw(5) for _ in range(3)]
     norms = [draw(40, 5) * draw(5) for _ in range(3)]
-    grams = [{"fc": x.T @ x / 40, "ln": z.square().mean(dim=0)} for x, z in zip(inputs, norms, strict=True)]
+    squares = [z.square().mean(dim=0) for z in norms]
+    grams = [
+        dict.fromkeys(("fc", "up"), x.T @ x / 40) | {"ln": square}
+        for x, square in zip(inputs, squares, strict=True)
+    ]
     experts = [{n: v + delta[n] for n, v in base.items()} for delta in deltas]
     merged = merge_state_dicts(base, experts, CAT(rank=C, penalty=PENALTY, coefficient=0.5), grams=grams)
 
-    squares = [(z**2).mean(dim=0) for z in norms]
     wanted = {
         "fc.weight": trim([d["fc.weight"].T for d in deltas], inputs).T,
+        "up.weight": trim([d["up.weight"].T for d in deltas], inputs).T,
         "fc.bias": mask([d["fc.bias"] for d in deltas], lambda k, i: 1.0),
         "ln.weight": mask([d["ln.weight"] for d in deltas], lambda k, i: squares[k] - PENALTY * squares[i]),
         "emb.table": sum(d["emb.table"] for d in deltas),

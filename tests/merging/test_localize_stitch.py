@@ -67,5 +67,5 @@ def test_what_cannot_be_is_refused(stored) -> None:
     with pytest.raises(InputError, match="lr is -1; it must be positive"):
         Localization(lr=-1)
     endless = {"head.bias": torch.full((4,), torch.inf)}
-    with pytest.raises(InputError, match="the gradient of head.bias is not finite in epoch 0: lower lr"):
+    with pytest.raises(InputError, match=r"the gradient of head\.bias is not finite in epoch 0: lower lr"):
         learn_masks(base, expert, lambda state: endless, LEARN)
