@@ -43,6 +43,8 @@ class Inputs:
         transposed: the weights that are stored as [in, out].
         stacks: the tensors that hold the matrices of a mixture's experts.
         compute: the dtype of the arithmetic.
+        computed: whether tensors are made by factorizations when they are asked for: one at a time, and none
+            is kept.
     """
 
     base: Checkpoint
@@ -54,6 +56,7 @@ class Inputs:
     transposed: frozenset[str]
     stacks: Mapping[str, Stack]
     compute: torch.dtype
+    computed: bool = False
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""

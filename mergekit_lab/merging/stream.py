@@ -402,6 +402,8 @@ _UNSETTLED = 8
 def count_workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    if reader.inputs.computed:
+        return 1
     cores = usable_cores()
     if reader.device.type == "cpu":
         return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1

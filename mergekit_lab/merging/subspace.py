@@ -145,7 +145,9 @@ class Frame:
         experts = {e: _Coordinates(self, inputs, e) for e in inputs.experts}
         base = _Coordinates(self, inputs, None)
         oriented = inputs.transposed - self.shapes.keys()
-        self.inputs = replace(inputs, base=base, experts=experts, merged=tuple(merged), transposed=oriented)
+        self.inputs = replace(
+            inputs, base=base, experts=experts, merged=tuple(merged), transposed=oriented, computed=True
+        )
 
     def find_basis(self, name: str) -> Basis:
         if getattr(self._last, "name", None) != name:
@@ -158,7 +160,8 @@ class Frame:
     def project(self, name: str, expert: str) -> Tensor:
         """`[k, l]` of an expert, in the precision of the merge."""
         basis = self.find_basis(name)
-        return basis.project(self._read_change(name, expert)).to(self._inputs.compute)
+        coordinates = basis.project(self._read_change(name, expert))
+        return coordinates.to(self._inputs.base[name].device, self._inputs.compute)
 
     def _read_changes(self, name: str) -> Iterator[LowRankChange | Tensor]:
         return (self._read_change(name, expert) for expert in self._inputs.experts)
@@ -202,7 +205,7 @@ class _Coordinates(Computed):
     def compute(self, name: str) -> Tensor:
         if self._expert is None:
             shape, dtype = self._projected[name]
-            return torch.zeros(shape, dtype=dtype, device=self._frame.device)
+            return torch.zeros(shape, dtype=dtype, device=self._origin[name].device)
         return self._frame.project(name, self._expert)
 
 
