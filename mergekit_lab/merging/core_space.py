@@ -7,7 +7,8 @@ adapters `B_t A_t` of a layer, `U_B` the left singular vectors of `[B_1 … B_T]
 
 Reference: apanariello4/core-space-merging (`MatrixPerLayerMerger`), which merges layer by layer: its TIES is
 the preset `core_space` of `TIES`, TSV is `TSVM`, its isotropic variant `IsoC`. It takes adapters only; here an
-expert that is none is factored by its SVD first.
+expert that is none is factored by its SVD first. Methods that turn with the bases (TSVM, IsoC) give the same
+then, and those that look at single entries (TIES) do not: the bases depend on the factors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mergekit_lab.merging.subspace import Basis, Changes, LeftDirections, Subspa
 from mergekit_lab.merging.tsvm import TSVM
 from mergekit_lab.ranges import require
 
-_ROUNDING = 1e-6
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class CoreSpace(SubspaceMethod):
 
     Args:
         rank: directions of a matrix that an expert keeps which is no adapter, at least 1; None keeps all that
-            are above 1e-6 of the largest.
+            are above 1e-5 of the largest.
         inner: the method that merges the cores; coefficient and weights are its own. Of one that is linear, as
             task arithmetic, Core Space changes nothing.
         weights: None; they are given to the inner method.

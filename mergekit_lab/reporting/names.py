@@ -46,6 +46,13 @@ NAMES = {
     "lines": "LiNeS",
     "pcb": "PCB",
     "doge": "DOGE-TA",
+    "cat": "CAT",
+    "regmean_plusplus": "RegMean++",
+    "tsvc": "TSV-C",
+    "emr": "EMR",
+    "localize_stitch": "Localize-and-Stitch",
+    "knots": "KnOTS",
+    "core_space": "Core Space",
 }
 """By label; the order gives the looks, so a new method comes last."""
 
