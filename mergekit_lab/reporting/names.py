@@ -12,9 +12,9 @@ from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 """Okabe and Ito's, which readers with any color vision tell apart."""
-HATCHES = ("", "///", "xx", "..", "\\\\\\")
+HATCHES = ("", "///", "xx", "..", "\\\\\\", "++")
 Dash = str | tuple[int, tuple[int, ...]]
-DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)))
+DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)))
 MARKERS = "osD^vPX"
 
 NAMES = {
