@@ -1,8 +1,8 @@
 """TSV-C: every task vector kept apart, compressed to its leading singular vectors.
 
 Gargiulo et al. 2025, "Task singular vectors", section 3; reference: AntoAndGar/task_singular_vectors
-(`TSVC_utils.py`). Of each matrix an expert keeps the top `int(r/T)` triplets, so that all experts together take
-the room of one; what is no matrix stays whole. Each task has a model of its own: the base and its own share.
+(`TSVC_utils.py`). Of each matrix an expert keeps the top `int(r/T)` triplets, so that all experts together have
+those of one matrix, about twice its room; what is no matrix stays whole. Each task has a model of its own: the base and its own share.
 """
 
 from __future__ import annotations
