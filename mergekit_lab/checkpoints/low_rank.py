@@ -1,4 +1,4 @@
-"""Merged models stored as low-rank factors of what is added to the base, expanded as they are read.
+"""Merged models stored as factors of what is added to the base, or as masks of it, expanded as they are read.
 
 A folder holds `factors.safetensors` (sharded where it is large) and `low_rank.json`, which says what they
 belong to. Every expert's share is apart, so any of them can be left out.
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,6 +30,13 @@ from mergekit_lab.errors import InputError, listing, suggestion
 RECORD_FILE = "low_rank.json"
 LEFT, RIGHT, COORDINATES = ".u", ".v", ".coordinates"
 PARTS, DIVISOR = ".parts", ".divisor"
+SHARED, MASKS, RESCALERS = ".shared", ".masks", ".rescalers"
+_KINDS = (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR, SHARED, MASKS, RESCALERS)
+
+
+def count_bytes(shape: Sequence[int]) -> int:
+    """Of a mask of a tensor, in bits."""
+    return -(-math.prod(shape) // 8)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,8 @@ class LowRank(Computed):
         index = file.with_name(f"{file.name}.index.json")
         sharded = index.is_file()
         self._factors = open_index(label, index) if sharded else Safetensors(label, file)
+        if tasks is not None and len(tasks) != 1 and any(name.endswith(MASKS) for name in self._factors):
+            raise InputError(f"{label} has a model for each task, none for several: name one in tasks=[…]")
         self._tasks = None if tasks is None else [list(self.record.experts).index(task) for task in tasks]
         self.coefficient = self.record.coefficient if coefficient is None else coefficient
         self._base = base
@@ -155,7 +165,10 @@ class LowRank(Computed):
 
     def _expand(self, name: str) -> Tensor | None:
         """The merged task vector at `α = 1`; None where nothing is added."""
-        factors = {kind: self._factors.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        factors = {kind: self._factors.get(name + kind) for kind in _KINDS}
+        shared, masks, rescalers = (factors[kind] for kind in (SHARED, MASKS, RESCALERS))
+        if shared is not None and masks is not None and rescalers is not None:
+            return shared if self._tasks is None else _mask(shared, masks, rescalers, self._tasks[0])
         left, right, coordinates = (factors[kind] for kind in (LEFT, RIGHT, COORDINATES))
         if left is not None and right is not None and coordinates is not None:
             left, right, coordinates = (self._choose(x, -1) for x in (left, right, coordinates))
@@ -174,17 +187,28 @@ class LowRank(Computed):
         return torch.cat([shares[t] for t in self._tasks], dim=dim)
 
 
+def _mask(shared: Tensor, masks: Tensor, rescalers: Tensor, task: int) -> Tensor:
+    """One expert's share of what all share, `[*S]`."""
+    bits = torch.from_numpy(numpy.unpackbits(masks[task].cpu().numpy(), count=shared.numel()))
+    return shared * bits.to(shared).view(shared.shape) * rescalers[task]
+
+
 def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: int) -> None:
     """Every tensor has all of its factors, of shapes that fit, or none."""
     known: set[str] = set()
     for name, spec in base.specs.items():
-        stored = {kind: factors.specs.get(name + kind) for kind in (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR)}
+        stored = {kind: factors.specs.get(name + kind) for kind in _KINDS}
         held = {kind: factor.shape for kind, factor in stored.items() if factor is not None}
         atoms = held.get(COORDINATES, (0,))[0]
         matrix = {LEFT: (*spec.shape[:1], atoms), RIGHT: (*spec.shape[1:], atoms), COORDINATES: (atoms,)}
         whole = {PARTS: (experts, *spec.shape), DIVISOR: ()}
-        fits = held == whole or (held == matrix and atoms % max(experts, 1) == 0)
-        real = all(factor.dtype.is_floating_point for factor in stored.values() if factor is not None)
+        masked = {SHARED: spec.shape, MASKS: (experts, count_bytes(spec.shape)), RESCALERS: (experts,)}
+        fits = held in (whole, masked) or (held == matrix and atoms % max(experts, 1) == 0)
+        real = all(
+            factor.dtype == torch.uint8 if kind == MASKS else factor.dtype.is_floating_point
+            for kind, factor in stored.items()
+            if factor is not None
+        )
         if held and not (fits and real and spec.dtype.is_floating_point):
             raise InputError(f"{label}: the factors of {name} do not make a tensor of shape {list(spec.shape)}")
         known |= {name + kind for kind in held}

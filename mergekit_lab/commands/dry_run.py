@@ -35,13 +35,22 @@ from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.commands.write import input_files, plan_files_beside
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_duration, format_size, free_bytes
-from mergekit_lab.merging import TIES, Method, merge_state_dicts, plan_factors, require_factors, resolve_device
+from mergekit_lab.merging import (
+    CAT,
+    TIES,
+    Method,
+    merge_state_dicts,
+    plan_factors,
+    require_factors,
+    resolve_device,
+)
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_same_names, concerning, explain_missing_side, select_tensors
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
 from mergekit_lab.merging.stream import FEEDERS
+from mergekit_lab.merging.subspace import SubspaceMethod
 
 _BYTES_A_SECOND = 1e9
 _BLOCK = 1 << 20
@@ -70,7 +79,8 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _side_problems(prepared, merged)
     specs, limit, stem = prepared.plan(list(ties))
     kept = len(specs) - len(merged)
-    stored = _factors(prepared, merged) if format == "low_rank" else specs  # an adapter takes less
+    factored = format in ("low_rank", "per_task")
+    stored = _factors(prepared, merged) if factored else specs  # an adapter takes less
     try:
         shards = plan_shards(stored, limit, stem) if stored else []
     except InputError as error:
@@ -94,7 +104,8 @@ def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]
     shapes = {name: prepared.base.specs[name].shape for name in merged}
     double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
     kind = torch.float64 if double else torch.float32
-    return plan_factors(shapes, len(prepared.experts), require_factors(prepared.method), kind)
+    method = require_factors(prepared.method, prepared.method.by_task)
+    return plan_factors(shapes, len(prepared.experts), method, kind)
 
 
 def _is_double(checkpoint: Checkpoint) -> bool:
@@ -180,7 +191,7 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     counters = 0
     if isinstance(getattr(method, "inner", method), TIES) and sum(sizes) > WIDE:
         counters = 2 * workers * experts * _COUNTERS
-    whole = (2 * experts + 16) * largest * item
+    whole = (2 * experts + 16) * max(largest, _square(prepared, merged)) * item
     blocks = workers * min(largest, CPU_BLOCK) * item * (8 * experts + 4)
     adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
     folded = 3 * largest * item * adapters
@@ -194,6 +205,15 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
         f"host memory: at most {format_size(held)} above start-up (files that are mapped not counted)",
         device,
     ]
+
+
+def _square(prepared: Prepared, merged: Sequence[str]) -> int:
+    """Entries of the largest matrix of outputs by outputs, or inputs by inputs, that is made; 0: none is."""
+    if not isinstance(prepared.method, CAT | SubspaceMethod):
+        return 0
+    shapes = [s for n in merged if len(s := prepared.base.specs[n].shape) == 2]
+    sides = [(side, len(prepared.experts) * other) for m, n in shapes for side, other in ((m, n), (n, m))]
+    return max((side * min(side, others) for side, others in sides), default=0)
 
 
 def _device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:

@@ -48,7 +48,7 @@ def expand(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool | None = None,
 ) -> Path:
-    """Make the model that a merge with `format="low_rank"` stored.
+    """Make the model that a merge with `format="low_rank"` stored, or a task's of `format="per_task"`.
 
     With all tasks and the stored coefficient it is the one that the same merge writes dense: bit for bit where
     both are made on a CPU.
@@ -57,7 +57,8 @@ def expand(
         low_rank: the folder of factors.
         base: the model that the merge was on.
         out: the folder to be made; whole or not at all.
-        tasks: the experts whose shares are added; all by default.
+        tasks: the experts whose shares are added; all by default. Of `per_task` the task whose model it is;
+            of TSVC it may be several.
         coefficient: `α` in place of the stored one.
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file.

@@ -73,9 +73,9 @@ def say_usage(prepared: Prepared, title: str, repo: str | None = None) -> str:
 
 def say_command(prepared: Prepared, title: str, format: str) -> str:
     """The command that merges the same inputs alike, called as the card calls them; empty for a method that no
-    `merger=` makes."""
+    `merger=` makes, or side inputs that no key takes."""
     merger = _say_merger(prepared.method)
-    if merger is None:
+    if merger is None or prepared.side.keys() - {"fisher", "gram"}:
         return ""
     experts = ",".join(f"{name}: {source}" for name, source in prepared.sources.items())
     words = [f"base={prepared.base_source}", f"experts={{{experts}}}", f"out={title}", *merger]

@@ -47,7 +47,7 @@ def merge(
     buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    format: Literal["dense", "low_rank", "adapter"] = "dense",
+    format: Literal["dense", "low_rank", "per_task", "adapter"] = "dense",
     rank: int | None = None,
     energy: float | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -76,8 +76,9 @@ def merge(
         overwrite: replace `out` if a merge wrote it.
         max_shard_bytes: of one file; 5 GB by default.
         format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
-            with every expert's share apart; `expand` makes the model of them; or "adapter": one LoRA adapter
-            of what is added, as peft loads it.
+            with every expert's share apart; `expand` makes the model of them; "per_task": the same of methods
+            that make a model for every task (TSVC, EMR); or "adapter": one LoRA adapter of what is added, as
+            peft loads it.
         rank: of an adapter's weights at most; None: as many as the experts' adapters have together, where the
             merge is a weighted sum of them.
         energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
@@ -130,7 +131,8 @@ class MergeCheckpoints:
         tokenizer_from: a folder, a hub id or an expert's name.
         allow_config_mismatch: keys of configurations that may differ.
         dtype: float32, float16, bfloat16, …; null: each tensor's own.
-        format: dense; low_rank: what a spectral merge adds to the base, in factors; adapter: one LoRA adapter.
+        format: dense; low_rank: what a spectral merge adds to the base, in factors; per_task: what a method
+            adds that makes a model for every task; adapter: one LoRA adapter.
         rank, energy: of an adapter.
         metrics: numbers for the model card, by name.
         push_to: a repository of the hub that gets the result.
@@ -158,7 +160,7 @@ class MergeCheckpoints:
     allow_config_mismatch: list[str]
     buffers: Literal["merge", "base"]
     dtype: str | None
-    format: Literal["dense", "low_rank", "adapter"]
+    format: Literal["dense", "low_rank", "per_task", "adapter"]
     rank: Annotated[int, Ge(1)] | None
     energy: Annotated[float, Gt(0), Le(1)] | None
     metrics: dict[str, float] | None

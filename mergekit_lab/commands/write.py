@@ -106,7 +106,7 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         write_files(beside, folder)
-        if format == "low_rank":
+        if format != "dense":
             _low_rank_record(prepared).write(folder)
         _card(prepared, out.name, format, account=_account(notes), **told).write(folder)
 
@@ -165,8 +165,8 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
         AdapterMerge(prepared.base, prepared.experts, prepared.method, rank, energy)
     elif rank is not None or energy is not None:
         raise InputError("rank and energy are for format=adapter; a merger's own rank is merger.rank")
-    if format == "low_rank":
-        require_factors(prepared.method)
+    if format in ("low_rank", "per_task"):
+        require_factors(prepared.method, format == "per_task")
     if format != "dense":
         if prepared.vocabulary is not None:
             raise InputError(f"format={format} adds to the base as it is: its vocabulary cannot grow")
@@ -175,7 +175,7 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
             raise InputError(f"format={format} adds to the base as it is, and an expert unties {untied}")
 
 
-_FORMATS = ("dense", "low_rank", "adapter")
+_FORMATS = ("dense", "low_rank", "per_task", "adapter")
 
 
 def _low_rank_record(prepared: Prepared) -> LowRankRecord:

@@ -1,8 +1,9 @@
-"""Input Gram matrices of linear layers: what RegMean weighs experts with.
+"""Input Gram matrices of linear layers: what RegMean weighs experts with, and CAT tells conflicts by.
 
 Jin et al. 2023, "Dataless knowledge fusion by merging weights of language models", section 3.2. With the rows
 `x` that enter a layer (every position of every sample), `G = mean of x xᵀ`: a mean, as in yule-BUAA/MergeLM, so
 that Grams of different amounts of data weigh the same. Exact; memory is the Grams and one batch's activations.
+Of norms, which multiply what they normalize by a weight, it is the mean of its squares, input by input.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from mergekit_lab.curvature.fisher import evaluating
 from mergekit_lab.errors import InputError
 
 _SUFFIX = "weight"
+_NORMS = (functional.layer_norm, functional.rms_norm)
 
 
-class _Inputs(TorchFunctionMode):
-    """Adds up `xᵀx` at every linear call with a known weight."""
+class Inputs(TorchFunctionMode):
+    """Adds up `xᵀx` at every linear call with a known weight, and `x²` at every multiplication with a
+    norm's.
+    """
 
     def __init__(self, keys: Mapping[int, str]) -> None:
         super().__init__()
@@ -44,6 +48,15 @@ class _Inputs(TorchFunctionMode):
             weight = args[2] if len(args) > 2 else kwargs["mat2"]
             if id(weight) in self.keys:
                 self._add(self.keys[id(weight)], args[1] if len(args) > 1 else kwargs["mat1"])
+        if func in _NORMS:
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if id(weight) in self.keys:
+                plain = {name: value for name, value in kwargs.items() if name not in ("weight", "bias")}
+                self._add(self.keys[id(weight)], func(*args[:2], **plain), alone=True)
+        if func is Tensor.mul and len(args) == 2:  # transformers' norms, which multiply by themselves
+            for weight, inputs in (args, args[::-1]):
+                if id(weight) in self.keys and weight.dim() == 1 and isinstance(inputs, Tensor):
+                    self._add(self.keys[id(weight)], inputs, alone=True)
         if func is ATTENTION:
             try:
                 with self:
@@ -52,10 +65,17 @@ class _Inputs(TorchFunctionMode):
                 pass  # its projections stay without a Gram
         return func(*args, **kwargs)
 
-    def _add(self, key: str, inputs: Tensor) -> None:
+    def means(self) -> dict[str, Tensor]:
+        """Of what was added up, over the rows."""
+        return {key: total / self.rows[key] for key, total in self.sums.items()}
+
+    def _add(self, key: str, inputs: Tensor, alone: bool = False) -> None:
+        """`xᵀx` of all rows; `alone`: of every input with itself only."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1])
         rows = rows if rows.dtype == torch.float64 else rows.float()
-        if key in self.sums:
+        if alone:
+            self.sums[key] = self.sums.get(key, 0) + rows.square().sum(dim=0)
+        elif key in self.sums:
             self.sums[key].addmm_(rows.T, rows)
         else:
             self.sums[key] = rows.T @ rows
@@ -73,22 +93,26 @@ def input_grams(model: nn.Module, batches: Iterable[Batch]) -> dict[str, Tensor]
 
     Returns:
         By the name of the weight without its end (`mlp.c_fc` for `mlp.c_fc.weight`, `attn.in_proj` for
-        `attn.in_proj_weight`): `[in, in]`, float32 (float64 where the inputs are), on their device. A layer
-        that no batch reached has none.
+        `attn.in_proj_weight`): `[in, in]`, float32 (float64 where the inputs are), on their device; of a norm
+        (`ln_1`) `[in]`, the diagonal. A layer that no batch reached has none.
 
     Raises:
         InputError: no linear layer was reached.
     """
-    keys = {
-        id(p): name.removesuffix(_SUFFIX)[:-1]
-        for name, p in model.named_parameters()
-        if name.endswith(_SUFFIX) and p.dim() == 2
-    }
-    inside = _Inputs(keys)
+    inside = Inputs(list_keys(model))
     with evaluating(model):
         for batch in batches:
             with inside:
                 _ = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
-    if not inside.sums:
+    if not any(total.dim() == 2 for total in inside.sums.values()):
         raise InputError("no linear layer was reached: are there batches, and does the model have any?")
-    return {key: total / inside.rows[key] for key, total in inside.sums.items()}
+    return inside.means()
+
+
+def list_keys(model: nn.Module) -> dict[int, str]:
+    """What the Grams of a module's weights are called, by the weights' identity."""
+    return {
+        id(p): name.removesuffix(_SUFFIX)[:-1]
+        for name, p in model.named_parameters()
+        if name.endswith(_SUFFIX) and p.dim() in (1, 2)
+    }

@@ -11,17 +11,22 @@ from mergekit_lab.merging.adamerging import AdaMerging, Learning, learn_coeffici
 from mergekit_lab.merging.arcee_fusion import ArceeFusion
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.breadcrumbs import Breadcrumbs
+from mergekit_lab.merging.cat import CAT
 from mergekit_lab.merging.consensus import ConsensusTA
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, Stream
+from mergekit_lab.merging.core_space import CoreSpace
 from mergekit_lab.merging.dare import DARE
 from mergekit_lab.merging.della import DELLA
 from mergekit_lab.merging.devices import resolve_device
 from mergekit_lab.merging.doge import DOGE
+from mergekit_lab.merging.emr import EMR
 from mergekit_lab.merging.epimer import EpiMer
 from mergekit_lab.merging.fisher import Fisher
 from mergekit_lab.merging.iso import IsoC, IsoCTS
 from mergekit_lab.merging.karcher import Karcher
+from mergekit_lab.merging.knots import KnOTS
 from mergekit_lab.merging.lines import LiNeS
+from mergekit_lab.merging.localize_stitch import Localization, LocalizeStitch, learn_masks
 from mergekit_lab.merging.low_rank import merge_factors, plan_factors, require_factors
 from mergekit_lab.merging.model_stock import ModelStock
 from mergekit_lab.merging.multislerp import MultiSLERP
@@ -31,36 +36,45 @@ from mergekit_lab.merging.passthrough import Passthrough
 from mergekit_lab.merging.pcb import PCB
 from mergekit_lab.merging.ram import RAM
 from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.merging.regmean_plusplus import RegMeanPlusPlus
 from mergekit_lab.merging.sce import SCE
 from mergekit_lab.merging.slerp import SLERP
 from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
+from mergekit_lab.merging.tsvc import TSVC
 from mergekit_lab.merging.tsvm import TSVM
 from mergekit_lab.merging.wudi import WUDI
 
 __all__ = [
+    "CAT",
     "DARE",
     "DELLA",
     "DOGE",
+    "EMR",
     "PCB",
     "RAM",
     "SCE",
     "SLERP",
     "TIES",
+    "TSVC",
     "TSVM",
     "WUDI",
     "AdaMerging",
     "ArceeFusion",
     "Breadcrumbs",
     "ConsensusTA",
+    "CoreSpace",
     "EpiMer",
     "Fisher",
     "IsoC",
     "IsoCTS",
     "Karcher",
+    "KnOTS",
     "Learning",
     "LiNeS",
+    "Localization",
+    "LocalizeStitch",
     "Method",
     "ModelStock",
     "MultiSLERP",
@@ -68,12 +82,14 @@ __all__ = [
     "NuSLERP",
     "Passthrough",
     "RegMean",
+    "RegMeanPlusPlus",
     "ScaledMethod",
     "Site",
     "Stream",
     "TaskArithmetic",
     "WeightAverage",
     "learn_coefficients",
+    "learn_masks",
     "merge_factors",
     "merge_state_dicts",
     "merge_tensors",

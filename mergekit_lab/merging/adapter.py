@@ -1,9 +1,9 @@
 """A merge as one LoRA adapter: what is added to the base, in factors of low rank.
 
-Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is
-exact. Else every matrix's merged change is cut to its largest singular directions, and what that loses is
-counted. Other methods merge the products `B·A`, never the factors: a product has many factors, and their mean
-is no product's.
+Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is exact;
+a merge in their joint subspace has factors, too. Else every matrix's merged change is cut to its largest
+singular directions, and what that loses is counted. Other methods merge the products `B·A`, never the factors:
+a product has many factors, and their mean is no product's.
 
 Legend: `ΔW` a weight's merged change `[out, in]`, `r` its rank.
 """
@@ -23,8 +23,9 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import svd
-from mergekit_lab.merging.inputs import select_tensors
-from mergekit_lab.merging.stream import merge_tensors
+from mergekit_lab.merging.inputs import open_inputs, select_tensors
+from mergekit_lab.merging.stream import merge_coordinates, merge_tensors
+from mergekit_lab.merging.subspace import SubspaceMethod, plain_adapters
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import require
 
@@ -65,7 +66,7 @@ class AdapterMerge:
     def __post_init__(self) -> None:
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or null")
         require(self.energy is None or 0 < self.energy <= 1, "energy", self.energy, "in (0, 1], or null")
-        if self.rank is None and self.energy is None and not self.is_sum:
+        if self.rank is None and self.energy is None and not self.is_sum and not self.is_joint:
             adapters = all(adapter_of(expert) for expert in self.experts.values())
             why = f"{type(self.method).__name__} is no weighted sum" if adapters else "an expert is no adapter"
             raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
@@ -74,7 +75,12 @@ class AdapterMerge:
     def is_sum(self) -> bool:
         """Whether the factors of the experts, side by side, are those of the merge."""
         plain = type(self.method) in (TaskArithmetic, WeightAverage)
-        return plain and all(self._own(expert) for expert in self.experts.values())
+        return plain and bool(plain_adapters(self.experts))
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the merge is made of factors in a subspace of all experts', and so has factors itself."""
+        return isinstance(self.method, SubspaceMethod) and bool(plain_adapters(self.experts))
 
     @property
     def error(self) -> float:
@@ -86,10 +92,11 @@ class AdapterMerge:
     ) -> Iterator[tuple[str, LowRankChange]]:
         """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""
         oriented = conv1d_weights(self.base)
-        for name, factors in self._join(include, exclude) if self.is_sum else ():
-            self.transposed |= name in oriented
-            yield name, self._keep(name, factors)
-        if self.is_sum:
+        if self.is_sum or self.is_joint:
+            join = self._join if self.is_sum else self._lift
+            for name, factors in join(include, exclude, options):
+                self.transposed |= name in oriented
+                yield name, self._keep(name, factors)
             return
         again = self.base.find_ties()
         options |= {"include": include, "exclude": exclude, "dtype": torch.float64}
@@ -120,12 +127,8 @@ class AdapterMerge:
             )
         return notes
 
-    def _own(self, expert: Checkpoint) -> bool:
-        folded = adapter_of(expert)
-        return folded is not None and folded.is_plain and set(folded) == set(expert)
-
     def _join(
-        self, include: Sequence[str] | None, exclude: Sequence[str]
+        self, include: Sequence[str] | None, exclude: Sequence[str], options: Mapping[str, Any]
     ) -> Iterator[tuple[str, LowRankChange]]:
         """The experts' factors side by side, each weighed by its coefficient."""
         for name in select_tensors(self.base.specs, self.base.find_ties(), include, exclude):
@@ -140,6 +143,17 @@ class AdapterMerge:
                     parts.append((factors.b.double() * own, factors.a.double()))
             if parts:
                 yield name, LowRankChange(torch.cat([b for b, _ in parts], 1), torch.cat([a for _, a in parts]))
+
+    def _lift(
+        self, include: Sequence[str] | None, exclude: Sequence[str], options: Mapping[str, Any]
+    ) -> Iterator[tuple[str, LowRankChange]]:
+        """The factors that are merged in the experts' joint subspace."""
+        assert isinstance(self.method, SubspaceMethod)
+        inputs = open_inputs(self.base, self.experts, self.method, None, include, exclude)
+        frame, jobs = merge_coordinates(inputs, self.method, options.get("device", "cpu"), options.get("notes"))
+        for results in jobs:
+            for name, coordinates in results:
+                yield name, frame.find_basis(name).lift(coordinates)
 
     def _keep(self, name: str, change: LowRankChange | Tensor) -> LowRankChange:
         """A change within the rank and the energy that are asked for; counts what is lost."""

@@ -160,7 +160,7 @@ class Reader:
     def _resident(self) -> Flat | None:
         first = next(iter(self.inputs.merged), None)
         here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
-        return Flat(self.inputs, keep=True) if here else None
+        return Flat(self.inputs, keep=True) if here and not self.inputs.computed else None
 
     def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""

@@ -148,6 +148,8 @@ class Method:
     by_matrix: ClassVar[bool] = False
     """Whether `merge` takes the matrices of a mixture's experts one by one where a tensor stacks them (see
     `stacks`); of a method that is not elementwise."""
+    by_task: ClassVar[bool] = False
+    """Whether it makes a model for every task, as `merge_factors` stores them; `merge` gives one for all."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
 

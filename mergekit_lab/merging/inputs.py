@@ -43,6 +43,8 @@ class Inputs:
         transposed: the weights that are stored as [in, out].
         stacks: the tensors that hold the matrices of a mixture's experts.
         compute: the dtype of the arithmetic.
+        computed: whether tensors are made by factorizations when they are asked for: one at a time, and none
+            is kept.
     """
 
     base: Checkpoint
@@ -54,6 +56,7 @@ class Inputs:
     transposed: frozenset[str]
     stacks: Mapping[str, Stack]
     compute: torch.dtype
+    computed: bool = False
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""
@@ -332,6 +335,11 @@ def _open_side(
 
 def explain_missing_side(method: Method, kind: str) -> str:
     """What to give a method that reads side inputs of a kind; the same on the command line and in Python."""
+    if kind not in _KINDS:
+        return (
+            f"{type(method).__name__} needs a {kind} of every expert, which takes the model and samples: merge "
+            f"in a run over tasks, or give statistics={{{kind!r}: …}}, which its docstring says how to make"
+        )
     return (
         f"{type(method).__name__} needs a {kind} checkpoint for every expert: give {kind}s=[…] in the experts' "
         f"order, or {{name: path}}; mergekit_lab.curvature makes them"

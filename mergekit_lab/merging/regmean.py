@@ -54,10 +54,10 @@ class RegMean(Method):
         require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
 
     def name_side(self, kind: str, name: str) -> str | None:
-        return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
+        return name_gram(name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if "gram" not in site.side:
+        if self.side_inputs[0] not in site.side or base.dim() == 1:
             return site.weigh(deltas).mean(dim=0)
         total, pull = self._build_equations(name, site.orient(deltas), site)
         precision = 1e-12 if deltas.dtype == torch.float64 else 1e-6
@@ -65,7 +65,7 @@ class RegMean(Method):
 
     def _build_equations(self, name: str, weights: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """`ΣG'_t` `[in, in]` and `ΣG'_t δ_tᵀ` `[in, out]` for `weights` `δ` `[T, out, in]`, in float64."""
-        grams = site.side["gram"]
+        grams = site.side[self.side_inputs[0]]
         inputs = weights.shape[-1] if weights.dim() == 3 else None
         if grams.shape[1:] != (inputs, inputs):
             layout = "[in, out]" if site.transposed else "[out, in]"
@@ -90,6 +90,11 @@ class RegMean(Method):
         diagonal = shrunk.diagonal() * (1 - self.ratio) + self.ridge * mean
         shrunk.mul_(self.ratio).diagonal().add_(diagonal)
         return shrunk
+
+
+def name_gram(name: str) -> str | None:
+    """What a checkpoint of Grams calls a weight; None: it holds none of it."""
+    return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
 
 
 def _solve(gram: Tensor, pull: Tensor, precision: float, name: str) -> Tensor:

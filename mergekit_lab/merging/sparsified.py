@@ -1,4 +1,5 @@
-"""The base of the methods that thin out each task vector and hand what is left to an inner method.
+"""The bases of the methods that hand what they make of task vectors to an inner method, and of those that thin
+them out.
 
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,11 +21,8 @@ from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsifiedMethod(Method):
-    """Thin out, then `inner`.
-
-    A subclass has `sparsify`, for whole tensors. If that takes flat blocks too, it says `by_blocks`, and its
-    `survey_sparsity` finds what a block cannot know of its tensor; if there is nothing, it says `by_entries`.
+class WrappingMethod(Method):
+    """Base of the methods that hand what they make of task vectors to another one.
 
     Args:
         inner: the method that merges; coefficient, weights and side inputs are the inner method's.
@@ -33,32 +31,19 @@ class SparsifiedMethod(Method):
 
     inner: Method = field(default_factory=TaskArithmetic)
 
-    by_blocks = False
+    stands_alone: ClassVar[bool] = False
+    """Whether it cannot be another method's inner one."""
 
     def __post_init__(self) -> None:
         require(self.weights is None, "weights", self.weights, "None: give them to the inner method")
         require(isinstance(self.inner, Method), "inner", self.inner, "a method")
-
-    @property
-    def by_entries(self) -> bool:
-        """Whether blocks are thinned out without a look at their tensor."""
-        return False
+        if isinstance(self.inner, WrappingMethod) and self.inner.stands_alone:
+            within, outer = type(self.inner).__name__, type(self).__name__
+            raise InputError(f"{within} cannot be the inner method of {outer}: make {outer} that of {within}")
 
     @property
     def side_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.inner.side_inputs
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        return self.by_blocks and self.inner.elementwise
-
-    @property
-    def by_matrix(self) -> bool:  # type: ignore[override]
-        return self.inner.by_matrix
-
-    @property
-    def pools(self) -> bool:  # type: ignore[override]
-        return self.by_entries and self.inner.pools
 
     @property
     def scale(self) -> float:
@@ -79,6 +64,34 @@ class SparsifiedMethod(Method):
 
     def check_tensors(self, names: Sequence[str]) -> None:
         self.inner.check_tensors(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifiedMethod(WrappingMethod):
+    """Thin out, then `inner`.
+
+    A subclass has `sparsify`, for whole tensors. If that takes flat blocks too, it says `by_blocks`, and its
+    `survey_sparsity` finds what a block cannot know of its tensor; if there is nothing, it says `by_entries`.
+    """
+
+    by_blocks = False
+
+    @property
+    def by_entries(self) -> bool:
+        """Whether blocks are thinned out without a look at their tensor."""
+        return False
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.by_blocks and self.inner.elementwise
+
+    @property
+    def by_matrix(self) -> bool:  # type: ignore[override]
+        return self.inner.by_matrix
+
+    @property
+    def pools(self) -> bool:  # type: ignore[override]
+        return self.by_entries and self.inner.pools
 
     def survey(self, stream: Stream) -> Any:
         """The inner method's; of task vectors only where entries are thinned out each for itself.

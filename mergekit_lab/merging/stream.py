@@ -30,11 +30,13 @@ from mergekit_lab.merging.flat import view_like
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.jobs import STACK_BYTES, plan_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.merging.subspace import Frame, SubspaceMethod
+
+Results = list[tuple[str, Tensor]]
+Job = Callable[[Reader, list[str]], Results]
 
 
-def _run_job(
-    reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None
-) -> list[tuple[str, Tensor]]:
+def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> Results:
     """One job: the merged tensors, each in the dtype asked for, on its base's device."""
     method, inputs = reader.method, reader.inputs
     out = {
@@ -220,8 +222,58 @@ def merge_tensors(
     each other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude, buffers)
+    if isinstance(method, SubspaceMethod) and method.scale != 0:
+        frame, jobs = merge_coordinates(inputs, method, device, notes, _lift_into(inputs, dtype))
+        return _generate(inputs, frame.inputs.merged, jobs, dtype)
     readers = open_readers(inputs, method, device, notes)
-    return _generate(readers, survey_model(readers), dtype)
+    survey = survey_model(readers)
+
+    def run(reader: Reader, names: list[str]) -> Results:
+        return _run_job(reader, names, survey, dtype)
+
+    return _generate(inputs, inputs.merged, run_jobs(readers, run), dtype)
+
+
+def merge_coordinates(
+    inputs: Inputs, method: SubspaceMethod, device: Devices, notes: Notes | None, lift: Lift | None = None
+) -> tuple[Frame, Iterator[Results]]:
+    """A merge in a joint subspace: its bases, and the merged coordinates, or what `lift` makes of a job's."""
+    frame = Frame(inputs, method, open_readers(inputs, method, device, notes)[0].device)
+    readers = open_readers(frame.inputs, method.inner, device, notes)
+    survey = survey_model(readers)
+
+    def run(reader: Reader, names: list[str]) -> Results:
+        def merge(names: list[str], dtype: torch.dtype | None) -> Results:
+            return _run_job(reader, names, survey, dtype)
+
+        return merge(names, None) if lift is None else lift(frame, names, merge)
+
+    return frame, run_jobs(readers, run)
+
+
+Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
+
+
+def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:
+    """Makes of merged coordinates the merged tensors, each in the dtype asked for, on its base's device."""
+
+    def lift_one(frame: Frame, name: str, coordinates: Tensor) -> Tensor:
+        base = inputs.base[name]
+        b, a = frame.find_basis(name).lift(coordinates)
+        change = (b @ a).to(base.device, inputs.compute)
+        out = torch.empty(base.shape, dtype=dtype or base.dtype, device=base.device)
+        wide = base.to(inputs.compute, copy=True)
+        change = change.mT if name in inputs.transposed else change
+        _store(name, out, _add(wide, change, 1.0, out.dtype))
+        return out
+
+    def lift(frame: Frame, names: list[str], merge: Callable[..., Results]) -> Results:
+        matrices = [name for name in names if name in frame.shapes]
+        others = [name for name in names if name not in frame.shapes]
+        merged = [(name, lift_one(frame, name, value)) for name, value in merge(matrices, None)]
+        return merged + merge(others, dtype)
+
+    return lift
 
 
 def open_readers(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
@@ -247,8 +299,10 @@ _COUNTING = 4
 """Cores that work on a survey: each has counters of its own, 8 MB an expert, and memory is to be bounded."""
 
 
-def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    inputs = readers[0].inputs
+def _generate(
+    inputs: Inputs, merged: Sequence[str], jobs: Iterator[Results], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """What stays the base's, then what the jobs merge."""
     others: dict[str, list[str]] = {}
     for name, first in inputs.tied.items():
         others.setdefault(first, []).append(name)
@@ -257,22 +311,19 @@ def _generate(readers: list[Reader], survey: Any, dtype: torch.dtype | None) -> 
         for each in (name, *others.get(name, ())):
             yield each, tensor
 
-    merged = set(inputs.merged)
+    made = set(merged)
     for name, spec in inputs.base.specs.items():
-        if name not in merged and name not in inputs.tied:
+        if name not in made and name not in inputs.tied:
             kept = inputs.base[name].clone()
             yield from yield_tied(
                 name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
             )
-    for results in run_jobs(readers, lambda reader, names: _run_job(reader, names, survey, dtype)):
+    for results in jobs:
         for name, tensor in results:
             yield from yield_tied(name, tensor)
 
 
-Job = Callable[[Reader, list[str]], list[tuple[str, Tensor]]]
-
-
-def _attempt(run: Job, reader: Reader, names: list[str]) -> list[tuple[str, Tensor]]:
+def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
     """A job, with an error that names its tensors where LAPACK gives up."""
     try:
         return run(reader, names)
@@ -284,7 +335,7 @@ def _attempt(run: Job, reader: Reader, names: list[str]) -> list[tuple[str, Tens
         ) from None
 
 
-def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
+def run_jobs(readers: list[Reader], run: Job) -> Iterator[Results]:
     """The jobs' results as they end. A device has one worker, or several where one cannot fill it."""
     jobs = plan_jobs(readers[0])
     counts = [count_workers(each) for each in readers]
@@ -301,7 +352,7 @@ def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor
     for reader in readers:
         free.put((reader, _open_stream(reader)))
 
-    def work(job: list[str]) -> list[tuple[str, Tensor]]:
+    def work(job: list[str]) -> Results:
         reader, stream = free.get()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -312,7 +363,7 @@ def run_jobs(readers: list[Reader], run: Job) -> Iterator[list[tuple[str, Tensor
             free.put((reader, stream))
 
     with ThreadPoolExecutor(len(readers), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        flying: set[Future[list[tuple[str, Tensor]]]] = set()
+        flying: set[Future[Results]] = set()
         try:
             for job in jobs:
                 flying.add(pool.submit(work, job))
@@ -334,7 +385,7 @@ def _open_stream(reader: Reader) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(reader.device)
 
 
-def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[list[tuple[str, Tensor]]]:
+def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[Results]:
     """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
     every = 1 if reader.device.type == "cpu" else _UNSETTLED
     for number, job in enumerate(jobs, start=1):
@@ -351,6 +402,8 @@ _UNSETTLED = 8
 def count_workers(reader: Reader) -> int:
     """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    if reader.inputs.computed:
+        return 1
     cores = usable_cores()
     if reader.device.type == "cpu":
         return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1

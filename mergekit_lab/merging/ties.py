@@ -3,13 +3,14 @@
 Yadav et al. 2023, "TIES-Merging", section 3. Public codes disagree on every step, so a preset names whose
 arithmetic runs: `PRESETS` has what they do, row by row. On the same task vectors their results have cosines of
 0.74 to 0.90. Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
-arcee-ai/mergekit, huggingface/peft. Trimming is exact in a few passes over blocks, whole model or tensor.
+apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergekit, huggingface/peft. Trimming
+is exact in a few passes over blocks, whole model or tensor.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -71,6 +72,7 @@ PRESETS = {
         aggregator="sum",
         coefficient=0.3,
     ),
+    "core_space": Preset(whole_model=False, count=_count_from_below, even=None, no_majority=-1.0),
     "mergekit": Preset(whole_model=False, count=_count_exactly, divisor="weights"),
     "peft": Preset(whole_model=False, count=_count_exactly, weighed_votes=False),
 }
@@ -96,6 +98,14 @@ def disjoint_mean(values: Tensor, agree: Tensor, weights: Tensor | None = None) 
     """
     shares = agree.sum(dim=0) if weights is None else weights @ agree
     return (values * agree).sum(dim=0).div_(shares.add_(1 - shares.abs().sign_()))
+
+
+_Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
+"""Starts a pass over task vectors and their sites."""
+
+
+def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
+    return ((deltas, site) for _, deltas, site in stream.blocks())
 
 
 class _Survey:
@@ -127,8 +137,8 @@ class TIES(ScaledMethod):
     Args:
         density: share of entries that stay in each task vector, in (0, 1]; 1 trims nothing.
         coefficient: `α`; None takes the preset's (1, or 0.3 for `sum`).
-        preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"mergekit"` or
-            `"peft"`; see `PRESETS`.
+        preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"core_space"`,
+            `"mergekit"` or `"peft"`; see `PRESETS`.
         election: `"mass"` elects the sign of the sum, `"frequency"` that of the sum of signs.
         aggregator: `"mean"` or `"sum"` of the entries that agree, or `"max"`, the largest in magnitude; None
             takes the preset's. With `density=1`, `"max"` is what EMR-Merging (Huang et al. 2024) shares.
@@ -139,7 +149,7 @@ class TIES(ScaledMethod):
 
     density: float = 0.2
     coefficient: float | None = None  # type: ignore[assignment]
-    preset: Literal["paper", "mergelm", "sum", "mergekit", "peft"] = "paper"
+    preset: Literal["paper", "mergelm", "sum", "core_space", "mergekit", "peft"] = "paper"
     election: Literal["mass", "frequency"] = "mass"
     aggregator: Literal["mean", "sum", "max"] | None = None
     count_buffers: bool = False
@@ -180,32 +190,41 @@ class TIES(ScaledMethod):
             stream.entries,
             with_ties=True,
         )
-        return _Survey(largest, lambda largest: self._find_majority(stream, largest))
 
-    def _find_majority(self, stream: Stream, largest: Largest) -> float:
-        def add_signs(share: Stream) -> float:
+        def find_majority(largest: Largest) -> float:
+            return self._find_majority(largest, [partial(_read_blocks, share) for share in stream.divide()])
+
+        return _Survey(largest, find_majority)
+
+    def _find_majority(self, largest: Largest, shares: Sequence[_Blocks]) -> float:
+        """The sign of the sum of all elected signs."""
+
+        def add_signs(share: _Blocks) -> float:
             total = torch.zeros((), dtype=torch.float64)
-            for _, deltas, site in share.blocks():
+            for deltas, site in share():
                 signs = elect(site.weigh(trim(deltas, largest)), self.election)
                 total = total.to(signs.device) + signs.sum(dtype=torch.float64)
             return float(total)
 
-        total = sum(run_at_once(add_signs, stream.divide()))
+        total = sum(run_at_once(add_signs, shares))
         return float((total > 0) - (total < 0))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.rule.whole_model:
             return None
-        return select_largest(
-            [lambda: (deltas for _, deltas, _ in blocks())], self.count_kept(entries), entries
-        )
+        kept, by_majority = self.count_kept(entries), self.rule.even is None
+        largest = select_largest([lambda: (d for _, d, _ in blocks())], kept, entries, with_ties=by_majority)
+        if not by_majority:
+            return _Survey(largest, lambda _: 0.0)
+        majority = self._find_majority(largest, [lambda: ((d, site) for _, d, site in blocks())])
+        return _Survey(largest, lambda _: majority)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        largest = site.survey.largest if self.rule.whole_model else site.tensor
-        trimmed = trim(deltas, largest, site.offset)
+        survey: _Survey = site.survey if self.rule.whole_model else site.tensor
+        trimmed = trim(deltas, survey.largest, site.offset)
         values = site.weigh(trimmed)
         votes = values if self.rule.weighed_votes else trimmed
-        signs = self._break_ties(elect(votes, self.election), votes, site.survey)
+        signs = self._break_ties(elect(votes, self.election), votes, survey)
         agree = (votes * signs).relu_().sign_()
         aggregator = self.aggregator or self.rule.aggregator
         if aggregator == "sum":
@@ -216,13 +235,13 @@ class TIES(ScaledMethod):
             return torch.where(most >= -least, most, least)
         return disjoint_mean(values, agree, site.weights if self.rule.divisor == "weights" else None)
 
-    def _break_ties(self, signs: Tensor, votes: Tensor, survey: _Survey | None) -> Tensor:
+    def _break_ties(self, signs: Tensor, votes: Tensor, survey: _Survey) -> Tensor:
         """Give signs to entries whose votes are even, where an expert has one to be taken."""
         even = 1 - signs.abs()
         if self.rule.even is not None:
             return signs.add_(even, alpha=self.rule.even)
         # a norm over dim 0 takes a CPU a hundred times as long as these two
         most = torch.maximum(votes.amax(dim=0), -votes.amin(dim=0))
-        if survey is not None and bool((most * even).any()):
+        if bool((most * even).any()):
             signs.add_(even, alpha=survey.majority or self.rule.no_majority)
         return signs

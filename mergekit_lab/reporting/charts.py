@@ -48,7 +48,7 @@ _SHAPES = dict(
 _SHAPES[REFERENCE.marker] = (
     "M0,-1L.23,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.23,-.31Z"
 )
-_STROKES = dict(zip(DASHES, ([1, 0], [6, 3], [2, 2], [6, 2, 2, 2], [8, 2, 2, 2, 2, 2]), strict=True))
+_STROKES = dict(zip(DASHES, ([1, 0], [6, 3], [2, 2], [6, 2, 2, 2], [8, 2, 2, 2, 2, 2], [1, 3]), strict=True))
 _REFERENCES = {"zero_shot": ":", "expert": "-", "joint": "--"}
 _POINTS = 30
 """Points of a curve that are still drawn each."""

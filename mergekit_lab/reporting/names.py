@@ -12,9 +12,9 @@ from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 """Okabe and Ito's, which readers with any color vision tell apart."""
-HATCHES = ("", "///", "xx", "..", "\\\\\\")
+HATCHES = ("", "///", "xx", "..", "\\\\\\", "++")
 Dash = str | tuple[int, tuple[int, ...]]
-DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)))
+DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)))
 MARKERS = "osD^vPX"
 
 NAMES = {
@@ -46,6 +46,13 @@ NAMES = {
     "lines": "LiNeS",
     "pcb": "PCB",
     "doge": "DOGE-TA",
+    "cat": "CAT",
+    "regmean_plusplus": "RegMean++",
+    "tsvc": "TSV-C",
+    "emr": "EMR",
+    "localize_stitch": "Localize-and-Stitch",
+    "knots": "KnOTS",
+    "core_space": "Core Space",
 }
 """By label; the order gives the looks, so a new method comes last."""
 

@@ -107,3 +107,17 @@ def check_choices(mergers: Mapping[str, Merger]) -> None:
                 f"{_LACK}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
                 "out, or add texts=[a.csv,b.csv]"
             )
+
+
+def refuse_models_of_tasks(mergers: Mapping[str, Merger]) -> None:
+    """Where lm-evaluation-harness scores, a model is made of experts, and none for one of its tasks.
+
+    Raises:
+        InputError: a merger makes a model for every task.
+    """
+    for label, merger in mergers.items():
+        if merger.method.by_task:
+            raise InputError(
+                f"mergers.{label}: {type(merger.method).__name__} makes a model for every expert's task, and "
+                "suite=lm_eval scores one model on all: leave it out"
+            )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.merging import Method, merge_state_dicts
-from mergekit_lab.runs.curvature import side_node
+from mergekit_lab.merging.inputs import Source
+from mergekit_lab.runs.curvature import list_kinds, make_own_sides, own_content, side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
@@ -16,7 +17,7 @@ from mergekit_lab.runs.run import MODEL, Run
 
 def merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
     """What a merger reads: all experts, and their side inputs."""
-    sides = [side_node(run, kind, task) for kind in merger.method.side_inputs for task in run.experts]
+    sides = [side_node(run, kind, task) for kind in list_kinds(merger.method) for task in run.experts]
     return (*(expert_node(run, task) for task in run.experts), *sides)
 
 
@@ -34,9 +35,9 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
         "experts": experts,
         "method": merger.content if method is None else method,
     }
-    for kind in merger.method.side_inputs:
+    for kind in list_kinds(merger.method):
         content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.experts}
-    return content
+    return content | own_content(run, merger.method)
 
 
 def merge_experts(
@@ -48,10 +49,11 @@ def merge_experts(
     """The state dict that a method makes of the run's experts, or of those of some tasks."""
     names = list(run.experts if tasks is None else tasks)
     experts: dict[str, Path] = {task: run.need(expert_node(run, task)).file(MODEL) for task in names}
-    statistics: dict[str, dict[str, Path]] = {
+    statistics: dict[str, Mapping[str, Source]] = {
         kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}
-        for kind in method.side_inputs
+        for kind in list_kinds(method)
     }
+    statistics |= make_own_sides(run, method, experts)
     return merge_state_dicts(
         run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch, to_device
-from mergekit_lab.checkpoints import write_tensors
-from mergekit_lab.curvature import diagonal_fisher, first_moment, input_grams
+from mergekit_lab.checkpoints import open_checkpoint, write_tensors
+from mergekit_lab.curvature import chained_grams, diagonal_fisher, first_moment, input_grams
 from mergekit_lab.memory import fit_memory
+from mergekit_lab.merging import Localization, LocalizeStitch, Method, RegMeanPlusPlus, learn_masks
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
@@ -46,14 +48,24 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
     content = {name: settings[name] for name in read if settings[name] is not None}
     if kind == "fisher" and settings["estimate"] != "per_sample":
         content |= {"estimate": settings["estimate"], "batch_size": run.training.batch_size}
+    if kind == MASK:
+        content["batch_size"] = run.training.batch_size
     if kind == "gram":
-        content["rows"] = "unpadded"
+        content |= {"rows": "unpadded", "norms": "squares"}
     return content
+
+
+def list_kinds(method: Method) -> list[str]:
+    """The side inputs of single experts that a method reads, but for those that are made in a merge, for it."""
+    return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
+
+
+CHAINED, MASK = "chained_gram", "mask"
 
 
 def side_kinds(run: Run) -> list[str]:
     """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
-    kinds = [kind for merger in run.mergers.values() for kind in merger.method.side_inputs]
+    kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
 
 
@@ -89,7 +101,7 @@ def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[
         name.removeprefix(inside): value
         for name, value in _compute(run, kind, task, whole, count, settings).items()
     }
-    trace = sum(float((v if kind == "fisher" else v.diagonal()).sum()) for v in values.values())
+    trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
     tensors = _of_all_tensors(run, values) if kind == "fisher" else values
     write_tensors(workspace.out / f"{kind}.safetensors", tensors)
     return {"samples": count, "trace": trace}
@@ -125,6 +137,68 @@ def _compute(
         way_out="take a merger that needs none, or set device=cpu",
     )
     return values
+
+
+def own_content(run: Run, method: Method) -> dict[str, Any]:
+    """What decides the side inputs that are made in a merge, beside the experts and the method."""
+    kinds = {CHAINED: "gram", MASK: "mask"}
+    return {
+        kind: {"curvature": _curvature_content(run, kinds[kind]), "seed": run.seed}
+        for kind in method.side_inputs
+        if kind in kinds
+    }
+
+
+def make_own_sides(run: Run, method: Method, experts: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """The side inputs of a merge of these experts of the run that are made in it, by kind and task."""
+    if isinstance(method, RegMeanPlusPlus):
+        return {CHAINED: _chain_grams(run, method, experts)}
+    if isinstance(method, LocalizeStitch) and method.learn is not None:
+        return {MASK: {task: _train_mask(run, method.learn, task, path) for task, path in experts.items()}}
+    return {}
+
+
+def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[str, Tensor]:
+    """Which entries of an expert its task needs, by the samples that a Fisher reads, in training's batches."""
+    settings, objective = Curvature(**run.plain["curvature"]), run.objective(task)
+    whole = objective.with_head(run.model)
+    inside, count = find_prefix(whole, run.model), settings.count(run.tasks[task].count("train"))
+    names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
+
+    def gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        run.model.load_state_dict(state)
+        total: dict[str, Tensor] = {}
+        for batch in _batches(run, MASK, task, count, run.training.batch_size):
+            moments = first_moment(whole, [batch], causal=objective.causal, beta=0.0, chunk=settings.chunk)
+            for own, parameter in run.model.named_parameters():
+                if inside + own in moments:
+                    name, moment = names[parameter], moments[inside + own]
+                    total[name] = total[name] + moment if name in total else moment
+        return total
+
+    return learn_masks(run.base_state, expert, gradient, how, run.device)
+
+
+def _chain_grams(
+    run: Run, method: RegMeanPlusPlus, experts: Mapping[str, Path]
+) -> dict[str, dict[str, Tensor]]:
+    """The Grams of RegMean++ for these experts of the run, by task."""
+    settings = Curvature(**run.plain["curvature"])
+    opened = {task: open_checkpoint(path, task) for task, path in experts.items()}
+    wholes = {task: run.objective(task).with_head(run.model) for task in experts}
+
+    def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
+        def batches(task: str) -> Iterator[Batch]:
+            return _batches(run, "gram", task, settings.count(run.tasks[task].count("train")), chunk)
+
+        run.model.load_state_dict(run.base_state)
+        return chained_grams(run.model, opened, batches, method, wholes)
+
+    grams, _ = fit_memory(
+        compute, settings.chunk, what="the Grams of RegMean++", setting="curvature.chunk",
+        way_out="take RegMean, or set device=cpu",
+    )  # fmt: skip
+    return grams
 
 
 def find_prefix(whole: nn.Module, model: nn.Module) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mergekit_lab.checkpoints import write_tensors
+from mergekit_lab.checkpoints import LowRankRecord, ShardedWriter, fingerprint, open_checkpoint, write_tensors
+from mergekit_lab.merging import Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
 from mergekit_lab.runs.mergers import Merger
-from mergekit_lab.runs.models import Model, peak_memory
+from mergekit_lab.runs.models import PARTS, Model, peak_memory
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
@@ -113,6 +116,19 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
         )  # fmt: skip
 
 
+def _write_parts(run: Run, method: Method, folder: Path) -> None:
+    """What makes every task's own model of the base."""
+    folder.mkdir()
+    base = open_checkpoint(run.base_state, "the base")
+    experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.experts}
+    specs, tensors = merge_factors(base, experts, method, device=run.devices)
+    with ShardedWriter(folder, specs, stem=LowRankRecord.stem) as writer:
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+    ties = base.find_ties()
+    LowRankRecord(list(experts), method.scale, None, ties, fingerprint(base, "the base")).write(folder)
+
+
 def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     alpha = read_coefficient(run, merger)
     method = merger.with_fields(read_fields(run, merger))
@@ -124,6 +140,8 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
+    if method.by_task:
+        _write_parts(run, method, workspace.out / PARTS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))
     return {
         "method": repr(method),

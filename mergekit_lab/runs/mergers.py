@@ -77,6 +77,11 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     method = build(content, Method)
     method.check(tasks)
     searched = is_open and bool(search.coefficients)
+    if searched and method.by_task:
+        raise InputError(
+            f"mergers.{label}: {type(method).__name__} makes a model for every task, and a coefficient is "
+            "searched for one model of all: give merger.coefficient=1"
+        )
     for fields in search.variants(content) if searched else ():
         build({**content, **fields}, Method).check(tasks)
     return Merger(label, method, content, searched)

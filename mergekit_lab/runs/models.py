@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel
+from mergekit_lab.checkpoints import LowRank, open_checkpoint
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.runs.finetune import expert_node, joint_node
@@ -24,6 +25,8 @@ from mergekit_lab.store import Artifact, content_key
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import HarnessTask, Part
 
+PARTS = "tasks"
+"""The folder, of a method that makes a model for every task, of what these are made of."""
 SAMPLES = "samples.npy"
 """What every sample contributed to an evaluation's value, where that is their mean."""
 SAMPLES_OF_METRICS = "samples.npz"
@@ -63,15 +66,21 @@ class Model:
         """What names it in evaluations."""
         return self.node.key if self.node else content_key({"base": self.base_content(run)})
 
-    def state(self, run: Run) -> dict[str, Tensor]:
-        """Its weights, of a model on the run's backbone."""
-        return load_state(run.need(self.node)) if self.node else run.base_state
+    def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
+        """Its weights for a task, of a model on the run's backbone; a method may make a model for every task."""
+        if self.node is None:
+            return run.base_state
+        artifact = run.need(self.node)
+        if self.merger is not None and self.merger.method.by_task:
+            base = open_checkpoint(run.base_state, "the base")
+            return LowRank(artifact.folder / PARTS, base, f"the model of {self.merger.label}", [task])
+        return load_state(artifact)
 
-    def load(self, run: Run) -> nn.Module:
+    def load(self, run: Run, task: str) -> nn.Module:
         """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
         if self.backbone:
             return self.backbone.model().to(run.device)
-        run.model.load_state_dict(self.state(run))
+        run.model.load_state_dict(dict(self.state(run, task)))
         return run.model
 
 
@@ -122,7 +131,7 @@ def _measure_content(run: Run, task: str) -> dict[str, Any]:
 
 
 def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspace) -> Mapping[str, Any]:
-    loaded = model.load(run)
+    loaded = model.load(run, task)
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     measured, backbone = run.tasks[task], model.backbone or run.backbone

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_duration
-from mergekit_lab.runs.curvature import curvature_nodes
+from mergekit_lab.runs.curvature import curvature_nodes, list_kinds
 from mergekit_lab.runs.finetune import finetune_nodes, fit_node
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node
@@ -110,7 +110,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
             if missing:
                 experts.setdefault(fit_node(run).key, (0, Work(number, None)))
             continue
-        sides = len({kind for merger in run.mergers.values() for kind in merger.method.side_inputs})
+        sides = len({kind for merger in run.mergers.values() for kind in list_kinds(merger.method)})
         for node in missing:
             if node.kind == "joint":
                 joint.setdefault(node.key, Work(number, node.unit))

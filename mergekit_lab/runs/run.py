@@ -23,7 +23,13 @@ from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
-from mergekit_lab.runs.checks import check_choices, check_scoring, check_shares, check_task_names
+from mergekit_lab.runs.checks import (
+    check_choices,
+    check_scoring,
+    check_shares,
+    check_task_names,
+    refuse_models_of_tasks,
+)
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -95,6 +101,8 @@ class Run:
         self.only: list[str] | None = plain["only"]
         if not self.learned:
             check_choices(self.mergers)
+        if self.has_harness:
+            refuse_models_of_tasks(self.mergers)
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:

@@ -10,7 +10,7 @@ from composing import composed
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.merging import TIES, TaskArithmetic, WeightAverage
+from mergekit_lab.merging import TIES, CoreSpace, TaskArithmetic, WeightAverage
 from mergekit_lab.programs import start
 
 MAKE = {"llama": (llama, ["q_proj", "down_proj"]), "gpt2": (gpt2, ["c_attn", "c_fc"])}
@@ -53,8 +53,10 @@ def change(state, base) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's of GPT-2's layers
-@pytest.mark.parametrize("method", [TaskArithmetic(coefficient=0.7, weights=[1.0, -0.5]), WeightAverage()])
-def test_a_sum_of_adapters_is_one_adapter_exactly(world, method, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "method", [TaskArithmetic(coefficient=0.7, weights=[1.0, -0.5]), WeightAverage(), CoreSpace()]
+)
+def test_a_sum_of_adapters_or_a_merge_in_their_subspace_is_one_adapter_exactly(world, method, tmp_path) -> None:
     dense = open_checkpoint(merge(world, tmp_path / "dense", method))
     out = merge(world, tmp_path / "lora", method, format="adapter")
     for name, value in load(out, world[1]).items():

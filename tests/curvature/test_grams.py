@@ -113,3 +113,17 @@ def test_regmean_with_them_gives_the_least_squares_weights_of_attention_too() ->
     x = torch.cat([r.flatten(0, 1) for r in rows.values()])
     y = torch.cat([r.flatten(0, 1) @ experts[e][name].T for e, r in rows.items()])
     torch.testing.assert_close(merged[name], torch.linalg.lstsq(x, y).solution.T, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+def test_norms_have_the_mean_squares_of_what_they_multiply(name: str) -> None:
+    case = CASES[name]()
+    norms = {n: m for n, m in case.model.named_modules() if type(m).__name__.endswith("Norm")}
+    outputs: dict[str, torch.Tensor] = {}
+    for key, module in norms.items():
+        module.register_forward_hook(lambda m, a, out, key=key: outputs.update({key: out.flatten(0, -2)}))
+    found = input_grams(case.model, [case.batch])
+    assert norms.keys() <= found.keys()
+    for key, module in norms.items():
+        plain = (outputs[key] - getattr(module, "bias", torch.zeros(()))) / module.weight
+        torch.testing.assert_close(found[key], plain.square().mean(dim=0), rtol=1e-3, atol=1e-5)

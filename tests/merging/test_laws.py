@@ -10,26 +10,33 @@ from merging.world import assert_close, assert_equal, run, world
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
+    CAT,
     DARE,
     DELLA,
     DOGE,
+    EMR,
     PCB,
     RAM,
     SCE,
     SLERP,
     TIES,
+    TSVC,
     TSVM,
     WUDI,
     AdaMerging,
     ArceeFusion,
     Breadcrumbs,
     ConsensusTA,
+    CoreSpace,
     EpiMer,
     Fisher,
     IsoC,
     IsoCTS,
     Karcher,
+    KnOTS,
     LiNeS,
+    Localization,
+    LocalizeStitch,
     Method,
     ModelStock,
     MultiSLERP,
@@ -37,6 +44,7 @@ from mergekit_lab.merging import (
     NuSLERP,
     Passthrough,
     RegMean,
+    RegMeanPlusPlus,
     TaskArithmetic,
     WeightAverage,
     blocks,
@@ -77,6 +85,7 @@ METHODS: dict[str, Method] = {
     "iso_cts_own": IsoCTS(common=0.4),
     "regmean": RegMean(),
     "regmean_shrunk": RegMean(ratio=0.9, ridge=0.1),
+    "regmean_plusplus": RegMeanPlusPlus(),
     "breadcrumbs": Breadcrumbs(density=0.3, gamma=0.1),
     "breadcrumbs_ties": Breadcrumbs(density=0.3, gamma=0.1, inner=TIES(preset="mergekit", density=1.0)),
     "breadcrumbs_tsvm": Breadcrumbs(density=0.3, gamma=0.1, inner=TSVM()),
@@ -110,12 +119,22 @@ METHODS: dict[str, Method] = {
     "pcb_all": PCB(ratio=1.0),
     "doge": DOGE(steps=20),
     "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
+    "localize_stitch": LocalizeStitch(density=0.3),
+    "localize_stitch_learned": LocalizeStitch(learn=Localization()),
+    "emr": EMR(),
+    "emr_authors": EMR(preset="authors"),
+    "tsvc": TSVC(),
+    "knots": KnOTS(inner=TIES(density=0.3)),
+    "cat": CAT(rank=2, penalty=0.1),
+    "core_space": CoreSpace(),
+    "core_space_ties": CoreSpace(rank=2, inner=TIES(density=0.3, preset="core_space")),
 }
 DEPEND_ON_THE_ORDER_OF_EXPERTS = {
     "fisher_favor_target",  # floors the first expert's Fisher only
     "slerp_asymmetric",  # t counts from the first expert
     "nearswap",  # takes the second where it is near the first
     "arcee_fusion",  # as nearswap
+    "cat",  # projects task vectors off one expert's directions after another's
 }
 NO_COEFFICIENT = {
     "average",
@@ -128,6 +147,9 @@ NO_COEFFICIENT = {
     "della_fisher",
     "regmean",
     "regmean_shrunk",
+    "regmean_plusplus",
+    "emr",
+    "emr_authors",
     "adamerging",
     "adamerging_layer_wise",
     "slerp",
@@ -177,6 +199,8 @@ IDENTICAL_EXPERTS = {
     "passthrough": Passthrough(),
     "lines": LiNeS(inner=MEAN, first=1.0),
     "lines_ties": LiNeS(inner=TIES(density=1.0), first=1.0),
+    "knots": KnOTS(inner=TIES(density=1.0)),
+    "localize_stitch": LocalizeStitch(density=1.0),
 }
 IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "tsvm": "directions that experts share are whitened away from each other",
@@ -195,6 +219,11 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "pcb_all": "tails are clamped",
     "doge": "all get one norm, and their largest entries alone stay",
     "doge_all_matrices": "as doge",
+    "core_space": "as tsvm",
+    "core_space_ties": "the rank is capped, and entries are trimmed",
+    "cat": "each is in the others' way",
+    "tsvc": "it is the sum of parts",
+    "localize_stitch_learned": "an entry outside all masks is the base's",
 }
 ONE_EXPERT = {
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
@@ -230,6 +259,10 @@ ONE_EXPERT = {
     "passthrough": Passthrough(),
     "lines": LiNeS(first=1.0, inner=TaskArithmetic(coefficient=1.0)),
     "lines_ties": LiNeS(first=1.0, inner=TIES(density=1.0)),
+    "knots": KnOTS(inner=TIES(density=1.0)),
+    "localize_stitch": LocalizeStitch(density=1.0),
+    "core_space": CoreSpace(),
+    "cat": CAT(coefficient=1.0),
 }
 ONE_EXPERT_BECOMES_ANOTHER = {
     "tsvm_rank": "the rank is capped",
@@ -242,6 +275,8 @@ ONE_EXPERT_BECOMES_ANOTHER = {
     "pcb_all": "tails are clamped",
     "doge": "it gets another norm, and its largest entries alone stay",
     "doge_all_matrices": "as doge",
+    "core_space_ties": "the rank is capped, and entries are trimmed",
+    "localize_stitch_learned": "an entry outside its mask is the base's",
 }
 NEED_TWO_EXPERTS = {*NEED_TWO, "model_stock", "model_stock_filter_wise"}
 WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "sce_mergekit", "passthrough"}

@@ -6,10 +6,14 @@ from merging.conftest import draw, relative_error
 from torch import Tensor
 
 from mergekit_lab.merging import (
+    CAT,
     DOGE,
+    TIES,
     WUDI,
     Breadcrumbs,
+    CoreSpace,
     IsoCTS,
+    KnOTS,
     Method,
     ModelStock,
     RegMean,
@@ -38,6 +42,9 @@ def as_linear(state: dict[str, Tensor]) -> dict[str, Tensor]:
         DOGE(steps=5),
         IsoCTS(common=0.4),
         RegMean(),
+        CAT(penalty=0.1),
+        KnOTS(inner=TIES(density=0.3)),
+        CoreSpace(),
         ModelStock(filter_wise=True),
         Breadcrumbs(density=1.0, inner=IsoCTS(common=0.4)),
     ],

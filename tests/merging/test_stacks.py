@@ -7,9 +7,11 @@ from torch import Tensor
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
+    CAT,
     DARE,
     DELLA,
     DOGE,
+    TSVC,
     TSVM,
     WUDI,
     Breadcrumbs,
@@ -42,6 +44,8 @@ BY_MATRIX = [
     DOGE(steps=9),
     DOGE(steps=9, all_matrices=True, weights=[0.5, 2.0]),
     RegMean(),
+    CAT(penalty=0.1, rank=2),
+    TSVC(),
     ModelStock(filter_wise=True),
     DELLA(density=0.5, epsilon=0.2),
     DELLA(density=0.5, epsilon=0.2, inner=TSVM()),

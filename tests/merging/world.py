@@ -32,7 +32,9 @@ def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
 
 
 def run(method: Method, base, experts, fishers, **options) -> dict[str, Tensor]:
-    available = {"fisher": fishers, "gram": {name: grams(name) for name in experts}}
+    by_expert = {name: grams(name) for name in experts}
+    masks = {name: {n: (v > 0.3).to(v) for n, v in fisher.items()} for name, fisher in fishers.items()}
+    available = {"fisher": fishers, "gram": by_expert, "chained_gram": by_expert, "mask": masks}
     statistics = {kind: {n: available[kind][n] for n in experts} for kind in method.side_inputs}
     return merge_state_dicts(base, experts, method, statistics=statistics, **options)
 

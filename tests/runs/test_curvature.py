@@ -9,6 +9,9 @@ import torch
 from composing import TINY, composed
 
 from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.backbones import OpenClip
+from mergekit_lab.checkpoints import LowRank
+from mergekit_lab.merging import LocalizeStitch, RegMean, merge_state_dicts
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.schema.run import check
@@ -37,9 +40,6 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     assert len(key) == 1
     assert len(keys(store, "grams")) == 2
     assert not keys(store, "fishers")
-    from mergekit_lab.backbones import OpenClip
-    from mergekit_lab.merging import RegMean, merge_state_dicts
-
     base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
     expert_keys = [r.model_key for r in records if r.kind == "expert"]
     order = {
@@ -57,6 +57,27 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     stored = open_checkpoint(store / "merged" / key.pop())
     for name in ("visual.transformer.resblocks.0.attn.in_proj_weight", "visual.proj"):
         torch.testing.assert_close(stored[name], wanted[name])
+
+
+def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) -> None:
+    """The experts are found; the merge is the one by Grams chained over the same samples."""
+    _, store = merged
+    grams = keys(store, "grams")
+    before = keys(store, "merged")
+    go(tmp_path, store, "merger=regmean_plusplus", "joint=false", "stage=merge")
+    (made,) = keys(store, "merged") - before
+    assert keys(store, "grams") == grams
+    records = read_records(merged[0] / "records.jsonl")
+    experts = {
+        r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
+    }
+    stored, (plain,) = open_checkpoint(store / "merged" / made), before
+    first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 3))
+    other = open_checkpoint(store / "merged" / plain)
+    mean = sum(open_checkpoint(path)["visual.conv1.weight"] for path in experts.values()) / len(experts)
+    torch.testing.assert_close(stored["visual.conv1.weight"], mean)
+    assert not torch.equal(stored[last], other[last])
+    assert float((stored[first] - other[first]).norm() / other[first].norm()) < 0.2
 
 
 def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_path, monkeypatch) -> None:
@@ -160,3 +181,43 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(InputError, match=match):
         check(composed(overrides)[0])
+
+
+def test_masks_are_trained_in_the_merge(merged, tmp_path) -> None:
+    """They begin at the half of largest entries and end elsewhere."""
+    folder, store = merged
+    before = {*(store / "merged").iterdir()}
+    how = "{_target_: mergekit_lab.merging.Localization, epochs: 2, start: 0.5, lr: 1.0e+6}"
+    go(tmp_path, store, "merger=localize_stitch", f"merger.learn={how}", "joint=false", "stage=merge")
+    (made,) = {*(store / "merged").iterdir()} - before
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    experts = [
+        store / "experts" / r.model_key for r in read_records(folder / "records.jsonl") if r.kind == "expert"
+    ]
+    untrained = merge_state_dicts(base, experts, LocalizeStitch(density=0.5))
+    stored, name = open_checkpoint(made), "visual.proj"
+    kept = [float((model[name] != base[name]).double().mean()) for model in (stored, untrained)]
+    assert 0.05 < kept[0] < 1
+    assert abs(kept[0] - kept[1]) > 0.02
+
+
+def test_a_method_by_task_is_scored_with_each_tasks_own_model(merged, tmp_path) -> None:
+    """On the experts that are there."""
+    folder, store = merged
+    go(tmp_path / "run", store, "merger=emr", "joint=false", "stage=[merge,evaluate]")
+    (artifact,) = {parts.parent for parts in (store / "merged").glob("*/tasks")}
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    experts = {
+        r.task: open_checkpoint(store / "experts" / r.model_key / "model.safetensors")
+        for r in read_records(folder / "records.jsonl")
+        if r.kind == "expert"
+    }
+    for task, other in (("digits", "latin"), ("latin", "digits")):
+        model, name = LowRank(artifact / "tasks", open_checkpoint(base), task, [task]), "visual.proj"
+        near, far = (float((model[name] - experts[t][name]).norm()) for t in (task, other))
+        assert near < 0.8 * far, task
+    manifests = [json.loads(file.read_text()) for file in (store / "evaluations").glob("*/manifest.json")]
+    scored = [m["content"]["task"] for m in manifests if m["content"]["model"] == artifact.name]
+    assert sorted(scored) == ["digits", "latin"]
+    with pytest.raises(InputError, match="makes a model for every task, and a coefficient is searched"):
+        go(tmp_path / "no", store, "merger=tsvc", "joint=false", "merger.coefficient=null")

@@ -260,6 +260,10 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
         (["experts=[a,b]", "joint=true"], "set joint=false"),
         (["experts=[a,b]", "merger=task_arithmetic"], "coefficient is open: search.coefficients="),
         (["experts=[a,b]", "merger=fisher", "search.coefficients=[]"], "fisher reads fisher of training parts"),
+        (
+            ["experts=[a,b]", "merger=emr", "search.coefficients=[]"],
+            "EMR makes a model for every expert's task",
+        ),
         (["experts=[a,b]", "stage=analyze"], "analyses read"),
         (["models=[a,b]", "merger=average"], "models= are scored as they are: leave experts and mergers out"),
     ],

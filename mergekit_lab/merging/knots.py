@@ -1,0 +1,60 @@
+"""KnOTS: merge the experts' right factors in the common left basis of their updates.
+
+Stoica et al. 2025, "Model merging with SVD to tie the knots", section 4. The SVD of all updates of a layer side
+by side, `[δ_1 … δ_T] = U Σ [V_1ᵀ … V_Tᵀ]`, gives every expert a factor in the same basis `U`; these are merged,
+by TIES or another method, and multiplied back.
+
+Reference: gstoica27/KnOTS (`SVDMerger`), which merges `ΣV_tᵀ`, trims them over all layers at once and leaves
+out directions with `σ ≤ 1e-5`: preset `"authors"`. The paper's formula merges `V_tᵀ`, as
+apanariello4/core-space-merging does: preset `"paper"`. They differ where magnitudes
+of different rows are compared, as by TIES' trimming.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from mergekit_lab.checkpoints import LowRankChange
+from mergekit_lab.merging.contract import Method
+from mergekit_lab.merging.subspace import Basis, Changes, LeftDirections, SubspaceMethod
+from mergekit_lab.merging.ties import TIES
+from mergekit_lab.ranges import require, require_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnOTS(SubspaceMethod):
+    """`θ0 + U Σ inner(V_1ᵀ, …, V_Tᵀ)` for matrices, `inner` of the task vectors for other tensors.
+
+    Args:
+        preset: `"paper"` merges `V_tᵀ`, `"authors"` `ΣV_tᵀ`.
+        tolerance: directions with singular values up to this are left out, ≥ 0; the authors' 1e-5.
+        inner: the method that merges the factors; coefficient and weights are its own. Of one that is linear,
+            as task arithmetic, KnOTS changes nothing.
+        weights: None; they are given to the inner method.
+
+    Raises:
+        InputError: a value out of range, or an inner method that reads side inputs.
+    """
+
+    preset: Literal["paper", "authors"] = "paper"
+    tolerance: float = 1e-5
+    inner: Method = field(default_factory=TIES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("preset", self.preset, ("paper", "authors"))
+        require(self.tolerance >= 0, "tolerance", self.tolerance, "at least 0")
+
+    def find_basis(self, changes: Changes) -> Basis:
+        columns = LeftDirections()
+        for change in changes():
+            if isinstance(change, LowRankChange):  # its inputs become as many as its rank
+                columns.add(change.b @ torch.linalg.qr(change.a.mT, mode="r").R.mT)
+            else:
+                columns.add(change)
+        left, sizes = columns.find()
+        kept = sizes > self.tolerance
+        return Basis(left[:, kept], scales=sizes[kept] if self.preset == "paper" else None)

@@ -1,0 +1,145 @@
+"""Localize-and-Stitch: of every task vector the few entries that its task needs, averaged where they overlap.
+
+He et al. 2024, "Localize-and-Stitch: efficient model merging via sparse task arithmetic", section 4; reference:
+uiuctml/Localize-and-Stitch (`localize_utils.py`). Localize: without data the entries of largest magnitude over
+the whole model; with a task's samples, entries are chosen by gradient descent on the loss of `θ0 + σ(S) ∘ δ`,
+which starts at those of largest magnitude. Stitch: `θ0 + Σ_t M_t ∘ δ_t / Σ_t M_t`.
+
+The authors' code drops the entry at the threshold itself. Its step on `S` is `−lr·∇ + l1·sign(S)`, each times
+the sigmoid's slope: its `l1` strengthens decisions, and so does ours. It leaves out the embeddings and the last
+norm: `exclude` does that here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError
+from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
+from mergekit_lab.merging.inputs import Source, open_inputs
+from mergekit_lab.merging.selection import Largest, read_task_vectors, select_largest
+from mergekit_lab.merging.task_arithmetic import TaskArithmetic
+from mergekit_lab.ranges import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Localization:
+    """How masks are trained; the defaults are the authors' for images.
+
+    Args:
+        start: share of entries that are in at first, in (0, 1].
+        epochs: passes over the samples, each one step, at least 1.
+        lr: of the gradient with respect to the mask, positive.
+        bias: `|S|` at the start, positive.
+        l1: how strongly each entry is pushed on to the side where it is, ≥ 0.
+    """
+
+    start: float = 1e-5
+    epochs: int = 10
+    lr: float = 1e7
+    bias: float = 5.0
+    l1: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.start <= 1, "start", self.start, "in (0, 1]")
+        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        require(self.lr > 0, "lr", self.lr, "positive")
+        require(self.bias > 0, "bias", self.bias, "positive")
+        require(self.l1 >= 0, "l1", self.l1, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalizeStitch(ScaledMethod):
+    """`θ0 + α Σ_t M_t ∘ λ_t δ_t / Σ_t M_t`, and the base where no mask is.
+
+    Args:
+        density: share of entries in each mask, the largest of an expert over the whole model, in (0, 1]; the
+            authors' 0.05.
+        learn: train the masks on the tasks' samples in place of that, and take them from
+            `statistics={"mask": …}`: what `learn_masks` returns by expert. A run trains them by itself.
+        coefficient: `α`; 1 in the paper.
+        weights: `λ_t`, 1 by default.
+    """
+
+    density: float = 0.05
+    learn: Localization | None = None
+
+    elementwise = True
+    pools = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+
+    @property
+    def side_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("mask",) if self.learn else ()
+
+    def survey(self, stream: Stream) -> Largest | None:
+        if self.learn or not stream.entries:
+            return None
+        shares = [partial(read_task_vectors, share) for share in stream.divide()]
+        return select_largest(shares, _count(self.density, stream.entries), stream.entries, with_ties=True)
+
+    def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
+        masks = site.side["mask"] > 0 if self.learn else site.survey.trim(deltas, site.offset) != 0
+        return (site.weigh(deltas) * masks).sum(dim=0).div_(masks.sum(dim=0).clamp_(min=1))
+
+
+def learn_masks(
+    base: Source,
+    expert: Source,
+    gradient: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    how: Localization,
+    device: str | torch.device = "cpu",
+) -> dict[str, Tensor]:
+    """Which entries of an expert's task vector its task needs.
+
+    Args:
+        base, expert: state dicts or paths.
+        gradient: of the task's loss, a mean over each batch and a sum over batches as in the authors' code,
+            from a state dict to tensors by name; what it does not name does not move.
+        how: the settings.
+        device: where everything is kept: base, task vector, mask and gradient, a model's size each.
+
+    Returns:
+        By name 1 where an entry is in the mask and 0 elsewhere, in the base's dtype.
+
+    Raises:
+        InputError: inputs that disagree, or a gradient that is not finite.
+    """
+    inputs = open_inputs(base, {"the expert": expert}, TaskArithmetic())
+    (own,) = inputs.experts.values()
+    fixed = {name: inputs.base[name].to(device) for name in inputs.base}
+    deltas = {n: own[n].to(device, inputs.compute) - fixed[n].to(inputs.compute) for n in inputs.merged}
+    entries = sum(delta.numel() for delta in deltas.values())
+
+    def read() -> list[Tensor]:
+        return [delta.reshape(1, -1) for delta in deltas.values() if delta.numel()]
+
+    largest = select_largest([lambda: iter(read())], _count(how.start, entries), entries, with_ties=True)
+    masks = {
+        name: torch.where(delta.abs() >= largest.thresholds[0], how.bias, -how.bias).to(delta)
+        for name, delta in deltas.items()
+    }
+    for epoch in range(how.epochs):
+        shares = {name: mask.sigmoid() for name, mask in masks.items()}
+        state = fixed | {n: (fixed[n] + shares[n] * delta).to(fixed[n].dtype) for n, delta in deltas.items()}
+        state |= {name: state[first] for name, first in inputs.tied.items()}
+        for name, slope in gradient(state).items():
+            if name not in masks:
+                continue
+            if not bool(slope.isfinite().all()):
+                raise InputError(f"the gradient of {name} is not finite in epoch {epoch}: lower lr")
+            fall = shares[name] * (1 - shares[name])
+            push = torch.where(masks[name] > 0, how.l1, -how.l1)
+            masks[name].sub_((how.lr * slope * deltas[name] - push) * fall)
+    return {name: (mask > 0).to(inputs.base.specs[name].dtype) for name, mask in masks.items()}
+
+
+def _count(share: float, entries: int) -> int:
+    return max(1, int(share * entries))
