@@ -1,6 +1,5 @@
 """Configurations composed as the command line would, among them a quickstart shrunk to seconds."""
 
-import pickle
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mergekit_lab.command_line import translate
 from mergekit_lab.paths import conf_dir
@@ -51,7 +50,7 @@ def composed(overrides: list[str]):
     parsed = OverridesParser.create().parse_overrides(overrides)
     groups = [each for each in parsed if is_group(each)]
     lines = tuple(str(each.input_line) for each in groups)
-    cfg = pickle.loads(compose_options(options.get("--config-name", "main"), lines))
+    cfg = deepcopy(compose_options(options.get("--config-name", "main"), lines))
     ConfigLoaderImpl._apply_overrides_to_config([each for each in parsed if each not in groups], cfg)
     cfg.hydra.overrides.task = [each.input_line for each in parsed if not each.is_hydra_override()]
     HydraConfig.instance().set_config(cfg)
@@ -78,13 +77,13 @@ def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | 
 
 
 @cache
-def compose_options(config_name: str, overrides: tuple[str, ...]) -> bytes:
+def compose_options(config_name: str, overrides: tuple[str, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     with (
         initialize_config_dir(str(conf_dir()), version_base="1.3"),
         patch.object(ConfigRepository, "load_config", load_once),
     ):
-        return pickle.dumps(compose(config_name, list(overrides), return_hydra_config=True))
+        return compose(config_name, list(overrides), return_hydra_config=True)
 
 
 def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -67,7 +67,7 @@ class Model:
         return self.node.key if self.node else content_key({"base": self.base_content(run)})
 
     def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
-        """Its weights for a task, of a model on the run's backbone; a method may make a model for every task."""
+        """Its weights on the backbone of the run, for a task: a method may make a model for every task."""
         if self.node is None:
             return run.base_state
         artifact = run.need(self.node)
