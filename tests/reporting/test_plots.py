@@ -1,9 +1,11 @@
 import math
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from PIL import Image
 
 from mergekit_lab.paths import conf_dir
@@ -23,6 +25,18 @@ SEARCH = [
 @pytest.fixture(scope="module", autouse=True)
 def _pictures_of_one_pixel():
     """Pictures are looked at here."""
+
+
+@pytest.fixture(autouse=True)
+def _no_files_for_papers(request, monkeypatch):
+    """Only one test looks at these."""
+    real = Figure.savefig
+
+    def save(figure, path, **options):
+        if Path(path).suffix == ".png" or "svg" in request.node.name:
+            real(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
 
 def size(path):
