@@ -1,5 +1,6 @@
 """What a stranger meets first: a bare command, a mistake, a folder, a dry run."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,16 +38,26 @@ def test_the_bare_command_says_in_fifteen_lines_what_one_can_do() -> None:
         assert word in text
     assert answer(["--version"]) == f"mergekit_lab {mergekit_lab.__version__}"
     assert answer(["seed=1"]) is None
+    assert "texts=[a.csv,b.csv]" in text
 
 
-def test_every_option_says_what_it_is_for() -> None:
-    for folder in conf_dir().iterdir():
-        for line in (
-            list_options(folder.name).splitlines() if folder.is_dir() and folder.name != "hydra" else ()
-        ):
-            assert not line.strip() or len(line.split()) > 2, f"{folder.name}: {line}"
-    listed = list_options("experiment")
-    assert listed.index("merge_checkpoints") < listed.index("\n\n") < listed.index("saft_table1")
+def test_help_says_what_every_option_is_for(tmp_path) -> None:
+    (tmp_path / "merger").mkdir()
+    (tmp_path / "merger/mine.yaml").write_text("# A method of my own.\n")
+    text = answer(["--help", "--config-dir", str(tmp_path)])
+    assert text is not None
+    usage, *groups = re.split(r"^\+?([\w/]+)=OPTION$", text, flags=re.M)
+    assert "+experiment=quickstart" in usage
+    listed = dict(zip(groups[::2], groups[1::2], strict=True))
+    files = {f.relative_to(conf_dir()) for f in conf_dir().glob("[!h]*/**/*.yaml")}
+    assert set(listed) == {str(file.parent) for file in files}
+    for file in files:
+        (line,) = re.findall(rf"^  {file.stem} .*$", listed[str(file.parent)], re.M)
+        assert len(line.split()) > 1
+    assert "A method of my own." in listed["merger"]
+    assert answer(["+experiment=diagnose", "--help"]) is None, "Hydra prints the keys of a command"
+    experiments = list_options("experiment")
+    assert experiments.index("merge_checkpoints") < experiments.index("\n\n") < experiments.index("saft_table1")
 
 
 @pytest.mark.parametrize(
