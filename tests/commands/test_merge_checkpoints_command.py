@@ -197,7 +197,7 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["recipe=r.yml", "out=o"], "cannot be read"),
         (["+expert=[cars]"], "unknown key 'expert'.*did you mean 'experts'"),
         (
-            ["overwrite=perhaps", "base=base", "experts=[cars]"],
+            ["overwrite=perhaps", "base=base", "experts=[cars]", "merger=ties", "out=o"],
             "overwrite is 'perhaps'; it must be of type bool",
         ),
         (["+backbone=clip_vit_b32"], "unknown key 'backbone'"),
