@@ -13,18 +13,25 @@ from mergekit_lab.errors import InputError, listing, suggestion
 
 _WEIGHTS = ("source", "weights")
 """Keys by which backbones call their pretrained weights."""
+_CHOOSES = "TextEncoder"
+"""The backbone whose tasks have choices."""
 
 
 def settle(cfg: DictConfig) -> DictConfig:
     """The configuration with `base`, `texts` and `experts` in their places; a settled one stays as it is.
 
     `base` becomes the backbone's `source` or `weights`. `texts`, a list of files or `{name: FILE}`, become the
-    suite's tasks. `experts`, a list in the suite's order, `{task: path}` or `@list.txt`, become `{task: path}`.
+    suite's tasks; for a text encoder their answers are the choices. `experts`, a list in the suite's order,
+    `{task: path}` or `@list.txt`, become `{task: path}`.
 
     Raises:
-        InputError: a backbone without weights of one's own, a file that is not there, or experts that are not
-            one a task.
+        InputError: a backbone whose weights nobody named, or that takes none, a file that is not there, or
+            experts that are not one a task, or none where an experiment asks for them.
     """
+    if cfg.get("experts") == "":  # of an experiment that has nothing else to work on
+        raise InputError("experts is not set: experts=[A,B], in the order of the tasks, or {task: A}")
+    if cfg.get("base") is None and cfg.backbone.get("source", "") is None:
+        raise InputError("base is not set: base=<folder or hub id>, the backbone's pretrained weights")
     if cfg.get("base") is None and cfg.get("texts") is None and not _is_listed(cfg.get("experts")):
         return cfg
     made = deepcopy(cfg)
@@ -39,6 +46,8 @@ def settle(cfg: DictConfig) -> DictConfig:
                 "name": "texts",
                 "tasks": _read_texts(OmegaConf.to_container(made.texts, resolve=True)),
             }
+            if made.backbone._target_.endswith(_CHOOSES):
+                made.suite.tasks = {name: _add_choices(task) for name, task in made.suite.tasks.items()}
         if _is_listed(made.experts):
             experts = (
                 OmegaConf.to_container(made.experts) if OmegaConf.is_config(made.experts) else made.experts
@@ -86,3 +95,14 @@ def _read_text(name: str, text: Any) -> dict[str, Any]:
     if path.exists():
         fields["source"] = str(path.absolute())
     return {"_target_": "mergekit_lab.tasks.TextFile", "name": name} | fields
+
+
+def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The same task, whose choices are the answers that it has, unless it names them."""
+    from mergekit_lab.tasks import PARTS, TextFile
+
+    fields = {str(name): value for name, value in text.items() if name != "_target_"}
+    if fields.get("choices") is None:
+        task = TextFile(**fields)
+        fields["choices"] = sorted({answer for part in PARTS for answer in task.samples(part).answers})
+    return {"_target_": text["_target_"]} | fields
