@@ -89,7 +89,7 @@ def translate(arguments: list[str]) -> list[str]:
 
     A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
     becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
-    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets what its header says of shipped data,
+    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets the option that its `shipped` names,
     `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
     `optimizer x merger` and `optimizer*merger` are the same).
     """
@@ -120,7 +120,7 @@ def _shipped(arguments: Iterable[str]) -> list[str]:
         return []
     names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
     files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
-    found = [re.search(r"^# Shipped data:.*conf/shipped/(\w+)\.yaml", f.read_text(), re.M) for f in files]
+    found = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
     return [f"+shipped={match[1]}" for match in found if match]
 
 

@@ -174,6 +174,7 @@ class Main:
     experts: str | dict[str, str] | None
     texts: None
     published: list[str]
+    shipped: str | None
     finetuning: Target[Parametrization]
     optimizer: Target[Optimizer]
     optimizer_of: dict[str, Target[Optimizer]]
