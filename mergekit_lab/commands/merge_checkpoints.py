@@ -238,6 +238,7 @@ class MergeCheckpoints:
     def _method(self) -> Method:
         from mergekit_lab.schema.check import build, without_null_coefficient
 
+        assert self.merger is not None
         return build(without_null_coefficient(self.merger)[0], Method)
 
 
