@@ -56,7 +56,7 @@ def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
 
 
 def _order(names: Sequence[str], reader: Reader) -> Sequence[str]:
-    """Where tensors are factorized the cheapest first: a bar moves at once, and has a pace before an embedding."""
+    """Where tensors are factorized the cheapest first: a bar moves at once, and has a pace by the longest."""
     if not isinstance(reader.method, SpectralMethod):
         return names
     specs = reader.inputs.base.specs

@@ -19,7 +19,8 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.plan import _seconds
+from mergekit_lab.runs.plan import Plan, _seconds
+from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.fit import _Progress
 from mergekit_lab.training.module import FinetuneModule
@@ -128,6 +129,13 @@ def test_a_plan_prices_a_training_by_its_gradients_and_says_minutes() -> None:
     )
     assert _seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
     assert [format_duration(s) for s in (45, 1788, 9000)] == ["45 s", "30 min", "2.5 h"]
+
+
+def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
+    node = SimpleNamespace(kind="experts", needs=(), content={})
+    said = Plan(Store(tmp_path), 1, {"a": node}).text()  # type: ignore[dict-item]
+    assert "0 s" not in said
+    assert said.endswith("says how long the rest takes.")
 
 
 def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:
