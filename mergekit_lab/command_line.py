@@ -18,6 +18,8 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.yaml_files import read_yaml_text
 
 _EXPERIMENT = "+experiment="
+_ADDED = ("experiment", "protocol", "shipped", "task", "task/clip")
+"""Groups of which a run takes nothing unless it is added."""
 _SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
 _SEARCH_PATH = "hydra.searchpath="
@@ -29,23 +31,49 @@ Fine-tune four small experts, merge them seven ways, compare:
   {command} +experiment=quickstart
 
 Compare ways to merge checkpoints that you have, on your own tasks:
-  {command} +experiment=compare_mergers base=BASE experts=[A,B] data=[A.csv,B.csv]
+  {command} +experiment=compare_mergers base=BASE experts=[A,B] texts=[a.csv,b.csv]
 
 Merge them:
   {command} +experiment=merge_checkpoints base=BASE experts=[A,B] out=OUT merger=ties
 
-More: {command} --help    every group and its options; `merger=` or `+experiment=` says what each is
+More: {command} --help    every option and what it is; `merger=` lists those of one group
       {command} --version
 Add dry_run=true to see what would be done, and how long it takes."""
 """What the bare command says."""
+HELP = """\
+mergekit_lab: fine-tune experts of one backbone, merge them, evaluate the merged model, compare.
+
+  {command} +experiment=quickstart                 the whole path on data that ships
+  {command} +experiment=NAME key=value group=OPTION
+  {command} -m +experiment=quickstart optimizer=adamw,sam merger=ties,tsvm    a sweep
+  {command} +experiment=merge_checkpoints base=BASE experts=[A,B] out=OUT merger=ties
+                      models that are there; `--help` with it says its keys, as with diagnose and expand
+
+Add your own with --config-dir PATH. `--cfg job` prints the composed configuration, `--info` how it
+was composed. A group's file shows every key it takes.
+
+{groups}"""
+"""What `--help` says of runs; Hydra answers for a command."""
 _STOPPED = "stopped; the same command goes on from here"
 
 
 def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | None:
-    """What is said at once, without reading a configuration: without arguments a way in, and the version."""
+    """What is said at once, without reading a configuration: without arguments a way in, help, the version."""
     if not arguments:
         return WELCOME.format(command=command)
-    return f"mergekit_lab {__version__}" if "--version" in arguments else None
+    if "--version" in arguments:
+        return f"mergekit_lab {__version__}"
+    named = any(each.startswith("--config-name") for each in translate(list(arguments)))
+    if named or not {"--help", "-h"} & set(arguments):
+        return None
+    folders = list(_config_dirs(arguments))
+    return HELP.format(
+        command=command,
+        groups="\n\n".join(
+            f"{'+' if group in _ADDED else ''}{group}=OPTION\n\n{list_options(group, folders)}"
+            for group in _groups()
+        ),
+    )
 
 
 def explain_stop(arguments: Sequence[str]) -> str:
@@ -61,7 +89,7 @@ def translate(arguments: list[str]) -> list[str]:
 
     A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
     becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
-    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets what its header says of shipped data,
+    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets the option that its `shipped` names,
     `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
     `optimizer x merger` and `optimizer*merger` are the same).
     """
@@ -92,7 +120,7 @@ def _shipped(arguments: Iterable[str]) -> list[str]:
         return []
     names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
     files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
-    found = [re.search(r"^# Shipped data:.*conf/shipped/(\w+)\.yaml", f.read_text(), re.M) for f in files]
+    found = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
     return [f"+shipped={match[1]}" for match in found if match]
 
 
@@ -173,8 +201,15 @@ def _first_comment(file: Path, room: int) -> str:
     return ""
 
 
+def _groups() -> list[str]:
+    """The groups, an experiment's first, and those last that a command line only adds to."""
+    files = conf_dir().rglob("*.yaml")
+    names = {str(file.parent.relative_to(conf_dir())) for file in files if file.parent != conf_dir()}
+    mine = [name for name in names if not name.startswith("hydra")]
+    return sorted(mine, key=lambda name: (name != "experiment", name in _ADDED, name))
+
+
 def _top_level_names() -> Iterable[str]:
     """Groups, and keys of `main.yaml`."""
     keys = re.findall(r"^(\w+):", (conf_dir() / "main.yaml").read_text(), re.M)
-    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
-    return {*keys, *groups} - {"defaults"}
+    return {*keys, *_groups()} - {"defaults"}

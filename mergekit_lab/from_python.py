@@ -21,7 +21,9 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
 
     Args:
         experiment: an option of `+experiment=`, as `"quickstart"`; None starts from the defaults.
-        overrides: as on the command line, `["optimizer=sam", "seed=1"]`; `progress=false` for no bars.
+        overrides: as on the command line, `["optimizer=sam", "seed=1"]`; `progress=false` for no bars. An
+            experiment's `device: spread` is `auto` here; a script that asks for it guards its own start with
+            `if __name__ == "__main__"`.
 
     Returns:
         A row a model and task, with the columns of `records.jsonl`: `label`, `task`, `value`, `normalized`,
@@ -50,6 +52,8 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
         with open_dict(cfg):
             del cfg["hydra"]
             cfg.run_dir = str(folder)  # which `now` would name anew
+            if cfg.device == "spread" and not any(each.startswith("device=") for each in overrides):
+                cfg.device = "auto"  # its processes would run an unguarded script anew
         start(cfg, folder, choices, said)
     finally:
         Singleton.set_state(before)

@@ -12,11 +12,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def list_devices() -> list[str]:
-    """What `device=auto` means: all CUDA devices, else the CPU."""
+def list_devices(processes: int = 1) -> list[str]:
+    """What `device=auto` means: all CUDA devices, else the CPU; there up to so many processes, one a core."""
     import torch
 
-    return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    cards = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return cards or ["cpu"] * min(processes, usable_cores())
 
 
 def free_bytes(path: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.commands import COMMANDS, load_command
+from mergekit_lab.commands import COMMANDS, load_command, refuse_unset
 from mergekit_lab.errors import InputError
 from mergekit_lab.failure import FILE, remove_failure, write_failure
 
@@ -38,6 +38,8 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
     """
     with _leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
+            if not any(each.startswith("+") for each in overrides):  # such a key may be what is mistyped
+                refuse_unset(cfg)
             with _without_garbage_collection():
                 command = load_command(cfg.command)
             command(cfg, folder)

@@ -44,7 +44,7 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
         (["+experiment=quickstart", "suite=glyphs8"], []),
     ],
 )
-def test_a_papers_figure_on_glyphs_gets_what_its_header_says(arguments: list[str], added: list[str]) -> None:
+def test_a_papers_figure_on_glyphs_gets_what_it_names(arguments: list[str], added: list[str]) -> None:
     assert translate(arguments) == [*arguments, *added]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mergekit_lab.commands.prepare import read_devices
 from mergekit_lab.machine import free_bytes, list_devices, usable_cores
+from mergekit_lab.runs.run import resolve_devices
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
@@ -35,7 +36,10 @@ def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path, monkeypat
     assert asked == [tmp_path]
 
 
-@pytest.mark.parametrize(("cards", "wanted"), [(0, ["cpu"]), (2, ["cuda:0", "cuda:1"])])
-def test_auto_is_every_cuda_device_or_the_cpu(cards: int, wanted: list[str], monkeypatch) -> None:
+@pytest.mark.parametrize(("cards", "auto", "spread"), [(0, 1, 3), (2, 2, 2)])
+def test_auto_and_spread_are_every_cuda_device_or_the_cpu(cards, auto, spread, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
-    assert list_devices() == wanted == read_devices("auto")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    names = ["cuda:0", "cuda:1", "cuda:2"] if cards else ["cpu"] * 3
+    assert list_devices() == names[:auto] == read_devices("auto") == resolve_devices("auto")
+    assert resolve_devices("spread") == names[:spread]

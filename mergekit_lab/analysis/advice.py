@@ -114,7 +114,7 @@ def _scales(found: Interference) -> list[Advice]:
         Advice(
             text="merger.normalize=trace where Fishers are read (epimer, fisher)",
             because=f"the Fishers' traces differ by a factor of {factor:.1f}, and the largest decides",
-            evidence="EpiMer 92.1 with normalize=trace and 68.5 without; the Fisher average 64.6 without, "
+            evidence="EpiMer 92.1 with normalize=trace and 68.6 without; the Fisher average 64.6 without, "
             "below the plain average's 77.5 (README)",
         )
     ]

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mergekit_lab.errors import InputError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -21,6 +23,32 @@ COMMANDS = {
     "diagnose": "Diagnose",
 }
 """The dataclass of each command, in the file of the command's name."""
+_BASE = "base=<folder, file or hub id>"
+_OUT = "out=<folder>"
+_NEEDED = {
+    "merge_checkpoints": {
+        "base": f"{_BASE}, or recipe=merge.yml",
+        "experts": "experts=[a,b], experts=@list.txt, or recipe=merge.yml",
+        "merger": "merger=ties merger.preset=mergekit, or recipe=merge.yml",
+        "out": _OUT,
+    },
+    "expand": {"low_rank": "low_rank=<folder of factors>", "base": _BASE, "out": _OUT},
+    "extract": {"base": _BASE, "expert": "expert=<folder, file or hub id>", "out": _OUT},
+    "diagnose": {"base": _BASE, "experts": "experts=[a,b] or experts=@list.txt"},
+}
+"""What each command cannot do without, and how it is set."""
+
+
+def refuse_unset(cfg: DictConfig) -> None:
+    """Refuse a command that lacks what it works on, before seconds of imports.
+
+    Raises:
+        InputError: a key that is not set.
+    """
+    for key, how in _NEEDED[cfg.command].items():
+        spared = cfg.get("dry_run") if key == "out" else cfg.get("recipe")
+        if not cfg.get(key) and not spared:
+            raise InputError(f"{key} is not set: {how}")
 
 
 def load_command(name: str) -> Callable[[DictConfig, Path], None]:
@@ -33,6 +61,7 @@ def load_command(name: str) -> Callable[[DictConfig, Path], None]:
 
     def run(cfg: DictConfig, folder: Path) -> None:
         check_against(cfg, kind)
+        refuse_unset(cfg)
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         kind(**plain).run(folder)
 

@@ -21,7 +21,6 @@ from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_l
 from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.sources import last_part, read_sources
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
 
@@ -65,10 +64,6 @@ class Diagnose:
         Raises:
             InputError: inputs that are missing or do not belong together.
         """
-        if not self.base:
-            raise InputError("base is not set: base=<folder, file or hub id>")
-        if not self.experts:
-            raise InputError("experts is not set: experts=[a,b] or experts=@list.txt")
         begun = time.monotonic()
         found, notes = self._measure()
         advice = advise(found)

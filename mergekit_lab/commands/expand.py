@@ -128,8 +128,9 @@ class Expand:
         Raises:
             InputError: it does not work.
         """
-        if not (self.low_rank and self.base and self.out):
-            raise InputError("set low_rank=<folder of factors>, base=<folder, file or hub id> and out=<folder>")
+        assert self.low_rank
+        assert self.base
+        assert self.out
         out = expand(
             self.low_rank,
             self.base,

@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.commands.merge_checkpoints import merge
 from mergekit_lab.commands.prepare import Devices
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import Source
 
@@ -93,8 +92,9 @@ class Extract:
         Raises:
             InputError: it does not work.
         """
-        if not (self.base and self.expert and self.out):
-            raise InputError("set base=<folder, file or hub id>, expert=<the same> and out=<folder>")
+        assert self.base
+        assert self.expert
+        assert self.out
         out = extract(
             self.base, self.expert, self.out, rank=self.rank, energy=self.energy, include=self.include,
             exclude=self.exclude, dtype=self.dtype, device=self.device, overwrite=self.overwrite,

@@ -187,9 +187,7 @@ class MergeCheckpoints:
         check_push(self.push_to)
         inputs, notes, recipe = self._inputs(None if self.dry_run else stages)
         out = Path(self.out) if self.out else None
-        if not self.dry_run:  # a dry run has these in its report
-            if out is None:
-                raise InputError("out is not set: out=<folder>")
+        if out is not None and not self.dry_run:  # a dry run has this in its report
             check_out(out.expanduser(), self.overwrite, local_paths(inputs["base"], inputs["experts"]))
         prepared = self._prepare(inputs)
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
@@ -219,10 +217,6 @@ class MergeCheckpoints:
             "tokenizer_from": self.tokenizer_from,
         }
         if self.recipe is None:
-            if not self.base:
-                raise InputError("base is not set: base=<folder, file or hub id>, or recipe=merge.yml")
-            if not self.experts:
-                raise InputError("experts is not set: experts=[a,b], experts=@list.txt, or recipe=merge.yml")
             experts = read_sources(self.experts, "experts")
             return {"base": self.base, "experts": experts, "method": self._method(), **settings}, (), None
         from mergekit_lab.commands.recipes import read_recipe
@@ -258,8 +252,7 @@ class MergeCheckpoints:
     def _method(self) -> Method:
         from mergekit_lab.schema.check import build, without_null_coefficient
 
-        if self.merger is None:
-            raise InputError("no merger is set: merger=ties merger.preset=mergekit, or recipe=merge.yml")
+        assert self.merger is not None
         return build(without_null_coefficient(self.merger)[0], Method)
 
 

@@ -88,7 +88,8 @@ def stage_curvature(run: Run) -> None:
             measured = {"trace": info["trace"], "seconds": info["wall_seconds"]}
             run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, number)
             how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
-            log.info("%s: %s", node.label.removeprefix("the "), how)
+            if not run.was_told(artifact):
+                log.info("%s: %s", node.label.removeprefix("the "), how)
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:

@@ -29,7 +29,8 @@ _JOBS = {"report": "evaluate"}
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
 _DECIDES_NOTHING = {
     "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "runs",
-    "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb", "evaluation_batch_size",
+    "shipped", "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb",
+    "evaluation_batch_size",
 }  # fmt: skip
 """What a run may change when it goes on where it was cut."""
 

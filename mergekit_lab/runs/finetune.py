@@ -21,7 +21,6 @@ from mergekit_lab.runs.published_experts import find_expert, import_expert, read
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import evaluations_a_step, wants_fit
-from mergekit_lab.store import Artifact
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.settings import describe_machine
@@ -194,7 +193,7 @@ def stage_finetune(run: Run) -> None:
         run.spread(stage_finetune, sorted(nodes, key=lambda node: node.kind != "joint"))
     for node in nodes:
         if run.is_mine(node.unit):
-            _log_training(node, run.obtain(node))
+            _log_training(run, node)
 
 
 def _decode(run: Run, nodes: Sequence[Node]) -> None:
@@ -219,7 +218,10 @@ def _import_experts(run: Run) -> None:
         log.info("expert %s: %s", task, source)
 
 
-def _log_training(node: Node, artifact: Artifact) -> None:
+def _log_training(run: Run, node: Node) -> None:
+    artifact = run.obtain(node)
+    if run.was_told(artifact):
+        return
     how = "found in the store" if artifact.reused else f"trained in {artifact.info['wall_seconds']:.0f} s"
     log.info(
         "%s: %s, validation %.1f %%", node.label.removeprefix("the "), how, 100 * artifact.info["val_accuracy"]
@@ -229,8 +231,7 @@ def _log_training(node: Node, artifact: Artifact) -> None:
 def train_pilots(run: Run) -> None:
     """The experts of the base optimizer alone, which offsets are fitted to."""
     for task in filter(run.is_mine, run.experts):
-        node = pilot_node(run, task)
-        _log_training(node, run.obtain(node))
+        _log_training(run, pilot_node(run, task))
 
 
 def _read_fit(run: Run) -> Mapping[str, float] | None:

@@ -81,7 +81,8 @@ def stage_merge(run: Run) -> None:
         if run.is_mine(node.unit):
             artifact = run.obtain(node)
             _track(run, node, artifact)
-            _log(run, node, artifact)
+            if not run.was_told(artifact):
+                _log(run, node, artifact)
 
 
 def _track(run: Run, node: Node, artifact: Artifact) -> None:

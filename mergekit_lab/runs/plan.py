@@ -88,12 +88,13 @@ class Plan:
             "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         end = " and what nothing like it was made of yet" if open_ended else ""
+        sum_up = f"In all about {format_duration(total)} on one device{end}, from the times of earlier ones."
+        if open_ended and not total:
+            sum_up = (
+                "Nothing like these was made yet: after a first one a dry run says how long the rest takes."
+            )
         return "\n".join(
-            [
-                f"{self.runs} run{'s' if self.runs > 1 else ''}, store {self.store.root}",
-                *lines,
-                f"In all about {format_duration(total)} on one device{end}, from the times of earlier ones.",
-            ]
+            [f"{self.runs} run{'s' if self.runs > 1 else ''}, store {self.store.root}", *lines, sum_up]
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, Objective, Parametrization
@@ -46,6 +47,10 @@ log = logging.getLogger(__name__)
 
 MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
+SPREAD = 4
+"""Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
+_ERASE = "\r\x1b[2K"
+"""Begins a line anew in a terminal, where another process draws a bar."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
@@ -255,6 +260,10 @@ class Run:
         self._log_product(node, artifact)
         return artifact
 
+    def was_told(self, artifact: Artifact) -> bool:
+        """Whether a process of this run that made it has said so."""
+        return artifact.reused and artifact.key in self.made
+
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
@@ -316,7 +325,11 @@ class Run:
         device = "cuda:0" if self.device.type == "cuda" else "cpu"
         plain = self.plain | {"device": device, "progress": False}
         jobs = [(stage, plain, str(self.folder), dict(self.choices), unit) for unit in units]
-        outcomes = self._pool.map(_work, jobs)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, transient=True, disable=not self.plain["progress"]) as bar:
+            name = stage.__name__.removeprefix("stage_").replace("_", " ")
+            task = bar.add_task(name, total=len(units))
+            outcomes = self._pool.map(_work, jobs, lambda number, outcome: bar.advance(task))
         for outcome in outcomes:
             self.made |= outcome.value or set()
         failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
@@ -342,15 +355,15 @@ class Run:
 
 
 def resolve_devices(device: object) -> list[str]:
-    """The devices that a configuration names, `auto` resolved."""
+    """The devices that a configuration names, `auto` and `spread` resolved."""
     if device != []:
         device = parse_devices(device)
     if isinstance(device, list):
         if not device:
             raise InputError("device is an empty list")
         return [str(resolve_device(one)) for one in device]
-    if device == "auto":
-        return list_devices()
+    if device in ("auto", "spread"):
+        return list_devices(1 if device == "auto" else SPREAD)
     return [str(device)]
 
 
@@ -362,7 +375,7 @@ def _work(
     stage: Callable[[Run], None], plain: dict[str, Any], folder: str, choices: dict[str, str], unit: str
 ) -> set[str]:
     """In a worker: a stage for one unit, with the objects that an earlier job of the run left."""
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
     if not _latest or _latest[0] != plain:
         _latest[:] = plain, Run(OmegaConf.create(plain), Path(folder), choices)

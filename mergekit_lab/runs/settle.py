@@ -13,20 +13,28 @@ from mergekit_lab.errors import InputError, listing, suggestion
 
 _WEIGHTS = ("source", "weights")
 """Keys by which backbones call their pretrained weights."""
+_CHOOSES = "TextEncoder"
+"""The backbone whose tasks have choices."""
 
 
 def settle(cfg: DictConfig) -> DictConfig:
     """The configuration with `base`, `texts`, `experts`, `models` in their places; a settled one stays so.
 
     `base` becomes the backbone's `source` or `weights`. `texts`, a list of files or `{name: FILE}`, become the
-    suite's tasks; `suite.lm_eval_tasks` too, beside them. `experts`, a list in the order of the tasks that are
-    learned, `{task: path}` or `@list.txt`, become `{task: path}`; where all tasks are lm-evaluation-harness's
-    they have names of their own, and so have `models`.
+    suite's tasks; for a text encoder their answers are the choices. `suite.lm_eval_tasks` become tasks beside
+    them. `experts`, a list in the order of the tasks that are learned, `{task: path}` or `@list.txt`, become
+    `{task: path}`; where all tasks are lm-evaluation-harness's they have names of their own, and so have
+    `models`.
 
     Raises:
-        InputError: a backbone without weights of one's own, a file that is not there, experts that are not one
-            a task, or settings of tasks that are not the suite's.
+        InputError: a backbone whose weights nobody named, or that takes none, a file that is not there, experts
+            that are not one a task, or none where an experiment asks for them, or settings of tasks that are
+            not the suite's.
     """
+    if cfg.get("experts") == "":  # of an experiment that has nothing else to work on
+        raise InputError("experts is not set: experts=[A,B], in the order of the tasks, or {task: A}")
+    if cfg.get("base") is None and cfg.get("models") is None and cfg.backbone.get("source", "") is None:
+        raise InputError("base is not set: base=<folder or hub id>, the backbone's pretrained weights")
     if (
         cfg.get("base") is None
         and cfg.get("texts") is None
@@ -44,6 +52,8 @@ def settle(cfg: DictConfig) -> DictConfig:
             suite: Any = OmegaConf.to_container(made.suite, resolve=True)
             scored = _list_harness_tasks(suite)
             made.suite = {"name": suite["name"], "tasks": suite["tasks"] | scored}
+        if texts and made.backbone._target_.endswith(_CHOOSES):
+            texts = {name: _add_choices(task) for name, task in texts.items()}
         if texts:
             made.suite = {"name": made.suite.name if scored else "texts", "tasks": texts | scored}
         for key in ("experts", "models"):
@@ -139,3 +149,14 @@ def _read_text(name: str, text: Any) -> dict[str, Any]:
     if path.exists():
         fields["source"] = str(path.absolute())
     return {"_target_": "mergekit_lab.tasks.TextFile", "name": name} | fields
+
+
+def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The same task, whose choices are the answers that it has, unless it names them."""
+    from mergekit_lab.tasks import PARTS, TextFile
+
+    fields = {str(name): value for name, value in text.items() if name != "_target_"}
+    if fields.get("choices") is None:
+        task = TextFile(**fields)
+        fields["choices"] = sorted({answer for part in PARTS for answer in task.samples(part).answers})
+    return {"_target_": text["_target_"]} | fields

@@ -125,8 +125,7 @@ def _explain(run: Run, settings: StoreSettings) -> None:
     missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
         log.info("all that this run wants is in the store %s", run.store.root)
-    first = missing[0].kind  # the rest follows from it
-    for node in [node for node in missing if node.kind == first]:
+    for node in [node for node in missing if node.kind == missing[0].kind]:  # the rest follows from it
         near = nearest(run.store, node.kind, node.content)
         what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"
         if near is None:

