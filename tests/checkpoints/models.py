@@ -53,6 +53,25 @@ def bert(seed: int = 0) -> nn.Module:
     return _seeded(lambda: BertForMaskedLM(config), seed)
 
 
+def bart() -> Any:
+    """Whose encoder's names are among those of its decoder."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    each = {"layers": 1, "ffn_dim": 24, "attention_heads": 2}
+    sizes = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in each.items()}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=16, max_position_embeddings=16, **sizes)
+    return _seeded(lambda: BartForConditionalGeneration(config), 0)
+
+
+def two_berts() -> Any:
+    """An encoder, and a decoder that is another model of the encoder's class with a head."""
+    from transformers import EncoderDecoderConfig, EncoderDecoderModel
+
+    part = bert().config
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(part, part)
+    return _seeded(lambda: EncoderDecoderModel(config), 0)
+
+
 def gpt2(seed: int = 0, tied: bool = True) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
