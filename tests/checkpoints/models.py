@@ -67,8 +67,7 @@ def two_berts() -> Any:
     """An encoder, and a decoder that is another model of the encoder's class with a head."""
     from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
-    part = bert().config
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(part, part)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(bert().config, bert().config)
     return _seeded(lambda: EncoderDecoderModel(config), 0)
 
 
