@@ -127,7 +127,7 @@ def open_inputs(
         tied=tied,
         merged=merged,
         transposed=conv1d_weights(origin),
-        stacks=find_stacks({name: origin.specs[name].shape for name in merged}),
+        stacks={name: stack for name, stack in find_stacks(_list_shapes(origin)).items() if name in merged},
         compute=torch.float64 if double else torch.float32,
     )
 
