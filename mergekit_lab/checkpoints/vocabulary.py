@@ -109,6 +109,8 @@ def _reconciled(
 ) -> Reconciled:
     names = vocabulary_names(base, experts)
     tokens = [_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
+    if tokens[0] is None and choice != "base":
+        _refuse_contradictions(base, experts, tokens[1:])
     for position, expert in enumerate(experts, 1):
         if tokens[position] is None and vocabulary_rows(expert) == vocabulary_rows(base):
             tokens[position] = tokens[0]
@@ -137,6 +139,22 @@ def _reconciled(
         plan = _Rows(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
         return plan.reconciled(None)
     return _padded(base, tuple(experts), names, tokens, tokenizer)
+
+
+def _refuse_contradictions(
+    base: Checkpoint, experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]
+) -> None:
+    """Refuse experts of which one at least has not the rows of a base that has no tokenizer."""
+    rows: dict[int, str] = {}
+    places: dict[str, int] = {}
+    for expert, own in zip(experts, tokens, strict=True):
+        for token, row in (own or {}).items():
+            if rows.setdefault(row, token) != token or places.setdefault(token, row) != row:
+                raise InputError(
+                    f"the tokenizer of {expert.label!r} has {token!r} in row {row}, another expert's has not, "
+                    f"and {base.label} has no tokenizer to tell which rows are its own: put its tokenizer's "
+                    "files beside it, or keep these tensors the base's with embeddings=base"
+                )
 
 
 def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> None:

@@ -223,6 +223,25 @@ def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
     assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
 
 
+def test_added_tokens_are_read_from_the_settings_too(tmp_path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "added_tokens.json").write_text('{"<b>": 1}')
+    settings = '{"added_tokens_decoder": {"1": {"content": "<b>"}, "2": {"content": "<c>"}}}'
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    assert read_tokens(tmp_path) == {"a": 0, "<b>": 1, "<c>": 2}
+
+
+def test_experts_that_contradict_each_other_need_the_bases_tokenizer(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    silent = open_checkpoint(dict(base), "silent")
+    for choice in (None, "intersect", "pad"):
+        with pytest.raises(InputError, match=r"'turned' has 't1' in row 0, .* and silent has no tokenizer"):
+            reconcile(silent, [base, turned], choice)
+    assert reconcile(silent, [base, turned], "base").experts
+    assert reconcile(silent, [turned, silent]).experts == (turned, silent)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
