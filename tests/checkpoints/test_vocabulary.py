@@ -5,7 +5,7 @@ import torch
 from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import reconcile
+from mergekit_lab.checkpoints import Reconciled, reconcile
 from mergekit_lab.checkpoints.tokens import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -105,6 +105,15 @@ def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so()
     same = reconcile(states[0], [states[1]], "pad")
     assert same.rows == 40
     assert torch.equal(same.base[EMBED][36:], states[1][EMBED][36:])
+
+
+def test_a_vocabulary_that_is_not_merged_may_differ(folders, tmp_path) -> None:
+    base, longer, _ = opened(*folders)
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    same = reconcile(base, [longer, turned], is_merged=lambda name: ".layers." in name)
+    assert same == Reconciled(base, (longer, turned))
+    with pytest.raises(InputError, match="the vocabularies differ in"):
+        reconcile(base, [longer], is_merged=lambda name: name != HEAD)
 
 
 def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(folders) -> None:
