@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.in_memory import (
     Architecture,
+    Made,
     architecture_of,
     as_stored,
     choose_prefix,
@@ -127,13 +128,18 @@ def _by_architecture(
     made = architecture.made_of(base)
     tied = {n: k for n, k in architecture.tied.items() if ties and k in made and n not in made}
     targets = _found(wanted, {*made, *tied}.__contains__)
-    if all(name in tied or made[name].name for name in targets.values()):
+    if all(name in tied or _is_only_moved(name, made[name]) for name in targets.values()):
         names = {target: one.name for target, one in made.items() if one.name}
         placed = {key: names.get(name, name) for key, name in targets.items()}
         return Placed(base, placed, _second_names(base, architecture) if ties else {})
     whole = loaded(base, architecture)
     back = partial(as_stored, like=base, made=made)
     return Placed(whole, targets, {**whole.find_ties(), **tied}, back)
+
+
+def _is_only_moved(name: str, made: Made) -> bool:
+    """Whether a file has this tensor as it is in memory, under the same last name."""
+    return made.name is not None and made.name.rpartition(".")[2] == name.rpartition(".")[2]
 
 
 def _by_prefix(

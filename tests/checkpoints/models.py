@@ -156,6 +156,15 @@ def mixtral() -> Any:
     return MixtralForCausalLM(config).eval()
 
 
+def granite_moe() -> Any:
+    """Whose stacks have other names in its files than in memory."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    config = GraniteMoeConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    return GraniteMoeForCausalLM(config).eval()
+
+
 def _seeded(make: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints.models import bart, bert, gemma3, llama, mixtral, qwen2_vl, siglip, t5, t5_1_1, two_berts
+from checkpoints.models import (
+    bart,
+    bert,
+    gemma3,
+    granite_moe,
+    llama,
+    mixtral,
+    qwen2_vl,
+    siglip,
+    t5,
+    t5_1_1,
+    two_berts,
+)
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
@@ -212,6 +224,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
         (qwen2_vl, {"target_modules": ["q_proj", "qkv", "down_proj"]}),
         (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "use_rslora": True}),
         (mixtral, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+        (granite_moe, {"target_modules": [], "target_parameters": EXPERTS}),
         (mixtral, {"target_modules": ["w1", "w2", "w3", "gate"]}),
         (
             mixtral,
