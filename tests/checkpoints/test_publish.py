@@ -161,7 +161,8 @@ class Clearing(Checkpoint):
     def __getitem__(self, name: str) -> torch.Tensor:
         self.left -= 1
         for partial in self.cleared.glob(".*.partial") if self.left == 0 else ():
-            shutil.rmtree(partial)
+            while partial.exists():  # a file may be made in it meanwhile
+                shutil.rmtree(partial, ignore_errors=True)
         return self.tensors[name]
 
 
