@@ -3,6 +3,7 @@
 import pytest
 from composing import composed
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
@@ -26,7 +27,8 @@ LOGS = "hydra.experimental.callbacks.LogJobReturnCallback"
         ("hydra_logging: {handlers: {x: {class: subprocess.Popen}}}", "hydra_logging.handlers.x.class is 'sub"),
     ],
 )
-def test_what_hydra_would_call_must_be_of_its_kind(keys: str, said: str) -> None:
+def test_what_hydra_would_call_must_be_of_its_kind(keys: str, said: str, monkeypatch) -> None:
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as before a run
     with pytest.raises(InputError, match=said):
         check_hydra(OmegaConf.create(f"evil: {{_target_: shutil.rmtree}}\nhydra: {{{keys}}}"))
 
