@@ -43,7 +43,9 @@ def main(cfg: DictConfig) -> float | None:
 def _run() -> None:
     """`main`, with Hydra's complaints about the command line in our words."""
     from mergekit_lab.command_line import check_config_files, explain
+    from mergekit_lab.schema.hydra_parts import guard_hydra
 
+    guard_hydra()
     if _FULL_ERROR:
         check_config_files(sys.argv[1:])
         main()

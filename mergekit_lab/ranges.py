@@ -29,3 +29,12 @@ def require_positive(name: str, value: float) -> None:
     """Raise `InputError` unless the setting is a finite number above 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number and math.isfinite(value) and value > 0, name, value, "positive and finite")
+
+
+FASTEST = 1e30
+"""The largest learning rate: Adam's first steps divide it by a tenth and less, which float32 must hold."""
+
+
+def require_rate(name: str, value: float) -> None:
+    """Raise `InputError` unless the setting is a learning rate: positive, and far enough from float32's end."""
+    require(0 < value <= FASTEST, name, value, f"positive, at most {FASTEST:g}")

@@ -13,7 +13,7 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -137,6 +137,8 @@ def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
         folder = f"/{name}/"
         files = [n for n in archive.namelist() if not n.endswith("/")]
         inside = [n for n in files if n.rpartition("/")[2] == name or folder in n]
+        if odd := [member for member in inside if ".." in PurePosixPath(member).parts]:
+            raise InputError(f"{wanted} names files outside its folders ({listing(odd)}): refused")
         if not inside:
             held = [n for n in files if n.endswith((".gguf", ".safetensors"))]
             raise InputError(f"{wanted} has no {name}; it has {listing(held) or 'no weights'}")

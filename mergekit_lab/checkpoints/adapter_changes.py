@@ -161,6 +161,7 @@ def part_ties(
         groups.setdefault(first, []).append(second)
     known = {target: key.removeprefix("=") for key, target in placed.targets.items() if key.startswith("=")}
     untied: dict[str, str] = {}
+    together: dict[str, Change] = {}
     for first, seconds in groups.items():
         names = [first, *seconds]
         if not any(name in changes for name in names):
@@ -177,6 +178,7 @@ def part_ties(
                 changes.pop(name, None)
                 if name in placed.base:
                     changes[name] = changes[first]
+                together[name] = changes[first]
         elif len(seconds) > 1:
             changed = [name for name in names if name in changes]
             raise InputError(
@@ -188,6 +190,7 @@ def part_ties(
             untied[seconds[0]] = first
     if untied:
         untied |= {n: k for n, k in placed.seconds.items() if n not in placed.base}
+        changes |= {name: change for name, change in together.items() if name in untied}
     elif not groups and _may_be_tied(placed.base):
         moved = [name for name in changes if is_vocabulary_name(name)]
         if moved:

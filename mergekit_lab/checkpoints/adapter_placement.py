@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.in_memory import (
     Architecture,
+    Made,
     architecture_of,
     as_stored,
-    class_prefix,
+    choose_prefix,
     loaded,
     relaid,
 )
@@ -61,9 +62,10 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
     """
     ties = bool(base.find_ties()) or bool(ties_embeddings({**read_config(base.folder), **base.changed}))
     direct = _found(wanted, base.specs.__contains__)
-    if len(direct) == len(wanted) and not (ties and any(map(could_be_vocabulary, direct.values()))):
+    if len(direct) == len(wanted) and not any(map(could_be_vocabulary, direct.values())):
         return Placed(base, direct, {})
     own = architecture_of(base)
+    ties = ties or (own is not None and bool(own.tied))  # T5 1.1 ties what is `shared`, whatever the flag says
     seconds = _second_names(base, own) if ties else {}
     direct = _found(wanted, {*base, *seconds}.__contains__)
     if len(direct) == len(wanted):
@@ -75,7 +77,7 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
             if len(by_class.targets) > len(best.targets):
                 best = by_class
     if len(best.targets) < len(wanted):
-        by_prefix = _by_prefix(label, base, wanted, seconds, kind)
+        by_prefix = _by_prefix(label, base, wanted, seconds, kind, own)
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
     if len(best.targets) < len(wanted) and own is not None and (split := _in_pieces(base, own)) is not None:
@@ -126,7 +128,7 @@ def _by_architecture(
     made = architecture.made_of(base)
     tied = {n: k for n, k in architecture.tied.items() if ties and k in made and n not in made}
     targets = _found(wanted, {*made, *tied}.__contains__)
-    if all(name in tied or made[name].name for name in targets.values()):
+    if all(name in tied or _is_only_moved(name, made[name]) for name in targets.values()):
         names = {target: one.name for target, one in made.items() if one.name}
         placed = {key: names.get(name, name) for key, name in targets.items()}
         return Placed(base, placed, _second_names(base, architecture) if ties else {})
@@ -135,8 +137,18 @@ def _by_architecture(
     return Placed(whole, targets, {**whole.find_ties(), **tied}, back)
 
 
+def _is_only_moved(name: str, made: Made) -> bool:
+    """Whether a file has this tensor as it is in memory, under the same last name."""
+    return made.name is not None and made.name.rpartition(".")[2] == name.rpartition(".")[2]
+
+
 def _by_prefix(
-    label: str, base: Checkpoint, wanted: Mapping[str, Wanted], seconds: Mapping[str, str], kind: str | None
+    label: str,
+    base: Checkpoint,
+    wanted: Mapping[str, Wanted],
+    seconds: Mapping[str, str],
+    kind: str | None,
+    own: Architecture | None,
 ) -> Placed:
     options = {}
     for drop, add in _prefixes(base, wanted.values()):
@@ -148,9 +160,8 @@ def _by_prefix(
     most = max((fitting for fitting, _ in options.values()), default=0)
     best = {prefix: targets for prefix, (fitting, targets) in options.items() if fitting == most}
     if len(best) > 1 and most:
-        named = class_prefix(kind) if kind else None
-        chosen = {p: t for p, t in best.items() if named and f".{p[1]}".endswith(f".{named}.")}
-        if len(chosen) != 1:
+        told = choose_prefix([add for _, add in best], kind, own)
+        if told is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
                 f"{label}: the adapter's names fit the base under several prefixes ({listing(shown)}), and "
@@ -158,7 +169,7 @@ def _by_prefix(
                 '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
                 "model that it was trained on, or put the prefix before its names"
             )
-        best = chosen
+        best = {("", told): best["", told]}
     return Placed(base, next(iter(best.values()), {}), dict(seconds))
 
 

@@ -6,6 +6,7 @@ The factors hold the change as it is (`ΔW = B·A`, a scaling of 1), whatever th
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG
+from mergekit_lab.checkpoints.checkpoint import TensorSpec
+from mergekit_lab.checkpoints.model_files import write_files
+from mergekit_lab.checkpoints.shards import ShardedWriter, plan_files
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.checkpoints.writer import write_tensors
 from mergekit_lab.errors import InputError
 
 _KINDS = {
@@ -45,8 +48,8 @@ def write_adapter(
     base_folder: Path | None = None,
     transposed: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write a folder that `peft.PeftModel.from_pretrained` loads.
+) -> dict[str, int]:
+    """Write a folder that `peft.PeftModel.from_pretrained` loads; the files, each with the bytes it must have.
 
     Args:
         folder: where to; it is there.
@@ -88,5 +91,9 @@ def write_adapter(
         name = f"base_model.model.{module}"
         tensors[f"{name}.lora_A.weight"] = change.a.to(dtype).contiguous()
         tensors[f"{name}.lora_B.weight"] = change.b.to(dtype).contiguous()
-    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with ShardedWriter(folder, specs, sys.maxsize, "adapter_model") as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    beside = write_files({ADAPTER_CONFIG: json.dumps(config, indent=2) + "\n"}, folder)
+    return plan_files(specs, sys.maxsize, "adapter_model") | beside

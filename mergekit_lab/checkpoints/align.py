@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.in_memory import Architecture, architecture_of, class_prefix, mixtures, relaid
+from mergekit_lab.checkpoints.in_memory import Architecture, architecture_of, choose_prefix, mixtures, relaid
 from mergekit_lab.checkpoints.tied_weights import (
     find_tied_groups,
     read_config,
@@ -159,15 +159,15 @@ def _prefixes(
     if len(alike) == 1 or 2 * best[0] < len(found):
         return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
-    prefix = class_prefix(str(named[0])) if isinstance(named, list) and named else None
-    told = [option for option in alike if prefix and f".{option[1]}".endswith(f".{prefix}.")]
-    if len(told) != 1:
+    kind = str(named[0]) if isinstance(named, list) and named else None
+    told = choose_prefix([add for _, add in alike], kind, architecture_of(base))
+    if told is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
             f"expert {expert.label!r} fits the base under several prefixes ({listing(heads)}), and nothing "
             "tells which part it is: put the right one before its names, or its config.json beside it"
         )
-    return told[0]
+    return "", told
 
 
 def _heads(names: Iterable[str], least: float) -> list[str]:

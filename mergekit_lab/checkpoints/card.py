@@ -110,11 +110,10 @@ class Card:
     command: str = ""
     equivalent: str = ""
 
-    def write(self, folder: Path) -> None:
-        """`README.md` and `mergekit_lab.json`."""
-        (folder / "README.md").write_text(self.text())
+    def files(self) -> dict[str, Path | str]:
+        """`README.md` and `mergekit_lab.json`, to be written."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        (folder / RECORD).write_text(json.dumps(record, indent=1, default=str) + "\n")
+        return {"README.md": self.text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
 
     def text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""

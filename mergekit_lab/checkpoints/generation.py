@@ -110,11 +110,13 @@ def _token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path | None) -> Any:
-    """The chat template, wherever it is kept."""
+    """The chat template, or several with their names, wherever they are kept."""
     if folder is None:
         return None
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    files = sorted([*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*.jinja")])
+    texts = {f.name: f.read_text(encoding="utf-8", errors="replace") for f in files if f.is_file()}
+    if texts:
+        return texts if len(texts) > 1 or "chat_template.jinja" not in texts else texts["chat_template.jinja"]
     kept = (
         _read(folder / name).get("chat_template") for name in ("chat_template.json", "tokenizer_config.json")
     )

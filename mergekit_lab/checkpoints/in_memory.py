@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Architecture:
         tied: names in memory of second names of tied weights, each with the first.
         list_pieces: shapes of every tensor of a file of an earlier release, with a mixture's experts one by
             one.
+        parts: class of every model within this one, by what stands before its tensors' names.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Architecture:
     converters: list[Any]
     prefix: str
     list_pieces: Callable[[], Mapping[str, tuple[int, ...]]] = dict
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def made_of(self, names: Iterable[str]) -> dict[str, Made]:
         """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
@@ -191,7 +193,12 @@ def _architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architec
     converters = [entry for entry in conversions if hasattr(entry, "operations")]
     renamings = [entry for entry in conversions if not hasattr(entry, "operations")]
     pieces = partial(_list_pieces, model)
-    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix, pieces)
+    parts = {
+        f"{path}.": type(part).__name__
+        for path, part in model.named_modules()
+        if path and isinstance(part, transformers.PreTrainedModel)
+    }
+    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix, pieces, parts)
 
 
 def _list_pieces(model: Any) -> Mapping[str, tuple[int, ...]]:
@@ -231,12 +238,23 @@ def _largest_count(config: Any) -> int:
     return max([0, *own, *(_largest_count(part) for part in config.values())])
 
 
-def class_prefix(name: str) -> str | None:
-    """What transformers puts before the names of this class in a larger model."""
+def choose_prefix(prefixes: Sequence[str], kind: str | None, whole: Architecture | None) -> str | None:
+    """Which of several prefixes stands before the names of a class in a larger model; None if nothing tells.
+
+    That is where the larger model has a part of the class, if it is known and has one; else what transformers
+    puts before this class, unless the prefixes are of different depths: a `BertModel` may be an `encoder.`
+    beside a `decoder.bert.`.
+    """
     import transformers
 
-    prefix = getattr(getattr(transformers, name, None), "base_model_prefix", None)
-    return prefix if isinstance(prefix, str) and prefix else None
+    if kind is None:
+        return None
+    parts = {} if whole is None else whole.parts
+    found = [prefix for prefix in prefixes if parts.get(prefix) == kind]
+    if kind not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
+        usual = getattr(getattr(transformers, kind, None), "base_model_prefix", None)
+        found = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
+    return found[0] if len(found) == 1 else None
 
 
 def loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:

@@ -127,7 +127,10 @@ def describe_model(base: Checkpoint) -> list[str]:
         )
     buffers = [n for n, spec in base.specs.items() if not spec.dtype.is_floating_point and n not in computed]
     if buffers:
-        lines.append(f"{len(buffers)} integer buffers, copied; the experts' must be equal: {listing(buffers)}")
+        lines.append(
+            f"{len(buffers)} integer buffers, copied; the experts' must be equal (batch norm's counters "
+            f"excepted): {listing(buffers)}"
+        )
     return lines
 
 

@@ -59,9 +59,9 @@ class LowRankRecord:
 
     stem: ClassVar[str] = "factors"
 
-    def write(self, folder: Path) -> None:
-        """Write the record into the folder of the factors."""
-        (folder / RECORD_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def files(self) -> dict[str, str]:
+        """What goes beside the factors."""
+        return {RECORD_FILE: json.dumps(asdict(self), indent=1) + "\n"}
 
     @classmethod
     def read(cls, folder: Path, label: str) -> LowRankRecord:

@@ -26,12 +26,12 @@ _IGNORED = re.compile(
     # names, versions, where it comes from
     r"^_|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
     # what only training sees
-    r"|drop|initializer|init_|_init|aux_loss|loss_|_loss|jitter|gradient_checkpointing|^problem_type$"
+    r"|(?<!token_)drop(?!_vision)|initializer|init_(?!option)|_init(?!_option)|aux_loss|loss_|_loss|jitter|gradient_checkpointing|^problem_type$"
     # what a call chooses, or computes alike
-    r"|^use_cache$|^output_|return_dict|chunk_size_feed_forward|pretraining_tp|attn_implementation"
+    r"|^use_cache$|^output_(hidden_states|attentions|router_logits|past|scores)$|return_dict|chunk_size_feed_forward|pretraining_tp|attn_implementation"
     # what shapes and names of tensors show
-    r"|^(vocab|hidden|intermediate|embedding|ffn)_(size|dim)$|^num(_\w+)?_layers$|^n_(layer|embd|inner|positions)$"
-    r"|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
+    r"|^(vocab|hidden|intermediate|embedding|ffn|output)_(size|dim)$|^num(_(?!kv_)\w+)?_layers$"
+    r"|^n_(layer|embd|inner|positions)$|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
     # what vocabularies, ties and labels are compared for, or generation settings hold
     r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels)$"
     r"|^(max|min)_(new_)?(length|tokens)$|^(do_sample|temperature|top_[kp]|num_beams|prefix|task_specific_params)$"
@@ -44,11 +44,11 @@ _DECIDING = {
     "the activation": r"(^|_)act(_|$)|activation|gelu|glu|feed_forward_proj|^act_kwargs",
     "norms": r"eps(ilon)?$|norm",
     "what attends to what": r"sliding|window|layer_types|causal|is_decoder|is_encoder_decoder|cross_attention"
-    r"|attention_(types|chunk)|global_attn|local_attention",
+    r"|attention_(types|chunk)|global_attn|local_attention|kv_shared",
     "scales": r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit",
     "which experts a token goes to": r"expert|router|routing|gating|topk|top_k|n_group|scoring|moe",
     "how features are pooled and chosen": r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size"
-    r"|shuffle|^mm_|summary_",
+    r"|shuffle|^mm_|summary_|stride|drop_vision",
     "the order of a layer's parts": r"parallel|residual|pre_ln|post_ln",
 }
 """Keys that decide what weights of the same shapes compute, by what they decide: refused. Others: a warning."""
@@ -178,16 +178,23 @@ def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(base: dict[str, Any], expert: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """A model and a part of a larger one: the part's configuration, and its key."""
+    """A model and a part of a larger one: the part's configuration, and its key; of two parts of that type
+    the one that differs less."""
     for whole, single, swap in ((base, expert, False), (expert, base, True)):
-        parts = {key: dict(whole[key]) for key in _PARTS if isinstance(whole.get(key), Mapping)}
-        if not parts or any(isinstance(single.get(key), Mapping) for key in _PARTS):
+        parts = _parts(whole)
+        if not parts or _parts(single):
             continue
         kind = str(single.get("model_type"))
         alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(kind)]
-        key = alike[0] if alike else next(iter(parts))
+        key = min(alike or parts, key=lambda key: len(_different(_flat(parts[key]), _flat(single))))
         return (single, parts[key], key) if swap else (parts[key], single, key)
     return base, expert, ""
+
+
+def _parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configurations of models within a larger one, by their keys."""
+    found = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    return {key: dict(value) for key, value in found.items() if key in _PARTS or "model_type" in value}
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -99,16 +99,17 @@ def plan_model_files(
     return files
 
 
-def write_files(files: Files, folder: Path) -> list[str]:
-    """Put planned files into a folder; their names."""
+def write_files(files: Files, folder: Path) -> dict[str, int]:
+    """Put planned files into a folder; their names, each with the bytes that it must have."""
+    sizes = measure_files(files)
     for name, content in files.items():
         if "/" in name:
             (folder / name).parent.mkdir(exist_ok=True)
         if isinstance(content, str):
-            (folder / name).write_text(content)
+            (folder / name).write_text(content, encoding="utf-8")
         else:
             shutil.copyfile(content, folder / name)
-    return list(files)
+    return sizes
 
 
 def measure_files(files: Files) -> dict[str, int]:
@@ -118,7 +119,7 @@ def measure_files(files: Files) -> dict[str, int]:
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
     """Plan and write; see `plan_tokenizer_files`."""
-    return write_files(plan_tokenizer_files(source), folder)
+    return list(write_files(plan_tokenizer_files(source), folder))
 
 
 def copy_model_files(
@@ -130,7 +131,7 @@ def copy_model_files(
     changed: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Plan and write; see `plan_model_files`."""
-    return write_files(plan_model_files(source, library, dtype, vocabulary, changed), folder)
+    return list(write_files(plan_model_files(source, library, dtype, vocabulary, changed), folder))
 
 
 def find_parts_with_weights(source: Path) -> list[str]:

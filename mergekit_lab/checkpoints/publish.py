@@ -83,11 +83,12 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
     Where `out` is a link, the folder that it leads to is made or replaced, and the link stays.
 
     Args:
-        planned: the files that must be there in the end, each with its bytes.
+        planned: the files that must be there in the end, each with its bytes; more may be added meanwhile.
 
     Raises:
         InputError: see `check_out`; the disk is full; somebody removed the folder, or files of it, meanwhile.
     """
+    planned = {} if planned is None else planned
     out = _resolve(out)
     _put_back(out)
     check_out(out, overwrite)
@@ -98,7 +99,7 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
         with _explain_failures(out, partial, lock):
             yield partial
             _sync_tree(partial)
-        _check_whole(out, partial, lock, planned or {})
+        _check_whole(out, partial, lock, planned)
         _swap(partial, out, overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

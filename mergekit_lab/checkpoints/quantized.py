@@ -7,7 +7,7 @@ weight in few bits (float8, or integers of at most 32), and in the same module s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -35,17 +35,25 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
     modules: dict[str, list[str]] = {}
     for name in specs:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    packed = [name for name, spec in specs.items() if spec.dtype in _FLOAT8 | _INTEGERS]
+    packed = [
+        name
+        for name, spec in specs.items()
+        if spec.dtype in _FLOAT8 | _INTEGERS
+        and spec.shape
+        and spec.numel > 1
+        and not _NO_WEIGHT.search(name.rpartition(".")[2])
+    ]
     scales: dict[tuple[str, ...], list[str]] = {}
     for name in specs if packed else ():
         if _SCALE.search(name):
-            scales.setdefault(_words(name), []).append(name)
+            for words in _spellings(name):
+                scales.setdefault(words, []).append(name)
     return [
         name
         for name in packed
         if (configured and len(specs[name].shape) > 1)
         or _is_quantized(name, specs, modules)
-        or any(_could_scale(other, specs[other], specs[name]) for other in scales.get(_words(name), ()))
+        or any(_could_scale(other, specs[other], specs[name]) for other in _scales_of(name, specs, scales))
     ]
 
 
@@ -54,15 +62,37 @@ def _words(name: str) -> tuple[str, ...]:
     return tuple(word for word in re.split(r"[._]", name) if word and not _SCALE_WORD.fullmatch(word))
 
 
+def _spellings(name: str) -> list[tuple[str, ...]]:
+    """Its words, and those without the first: `model.a.q.weight` and `quantization.a.q.scale` are one's."""
+    words = _words(name)
+    return [words, words[1:]] if len(words) > 2 else [words]
+
+
+def _scales_of(
+    name: str, specs: Mapping[str, TensorSpec], scales: Mapping[tuple[str, ...], Sequence[str]]
+) -> Iterator[str]:
+    """What is called as a weight's scales are, or those of all weights of a module around it, or of the file.
+
+    There a single word for several numbers (`attn.scale`) is a parameter of its own.
+    """
+    words = _words(name)
+    for key in _spellings(name):
+        yield from scales.get(key, ())
+    for cut in range(len(words)):
+        for other in scales.get(words[:cut], ()):
+            leaf = other.rpartition(".")[2]
+            of_all = specs[other].numel == 1 or len(leaf.split("_")) > 1 or leaf.endswith("scales")
+            if of_all and _words(other) == words[:cut]:
+                yield other
+
+
 def _is_quantized(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> bool:
     spec, owner = specs[name], _INNER.sub("", name)
     module, _, leaf = owner.rpartition(".")
     wide = len(spec.shape) > 1
-    if not spec.shape or spec.numel < 2 or _NO_WEIGHT.search(name.rpartition(".")[2]):
-        return False
     if spec.dtype in _INTEGERS and not wide:
         return False
-    if spec.dtype in _INTEGERS and leaf == "weight":
+    if spec.dtype in _INTEGERS and "weight" in leaf:
         return True
     siblings = modules.get(module, [])
     weights = [n for n in siblings if len(specs[n].shape) > 1 and not _NO_WEIGHT.search(n.rpartition(".")[2])]
@@ -85,7 +115,8 @@ def _could_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
     if _NO_SCALE.search(name.rpartition(".")[2]) or (scale.numel >= weight.numel and scale.numel != 1):
         return False
     if scale.dtype == torch.uint8:
-        return len(scale.shape) > 1 and scale.shape[0] == weight.shape[0] and weight.numel % scale.numel == 0
+        matrix = len(scale.shape) > 1 and scale.shape[0] == weight.shape[0]
+        return (matrix or bool(_SCALE.search(name))) and weight.numel % max(1, scale.numel) == 0
     return scale.dtype.is_floating_point and (scale.dtype not in _FLOAT8 or weight.dtype not in _FLOAT8)
 
 

@@ -48,8 +48,10 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     def content(name: str) -> Any:
         return read_json(folder / name)
 
+    settings = content("tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    added = {str(t["content"]): int(row) for row, t in (settings.get("added_tokens_decoder") or {}).items()}
     if (folder / "tokenizer.json").is_file():
-        return _fast_tokens(content("tokenizer.json"))
+        return added | _fast_tokens(content("tokenizer.json"))
     tokens = None
     if (folder / "vocab.json").is_file():
         tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
@@ -59,7 +61,7 @@ def _tokens(folder: Path) -> dict[str, int] | None:
             tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
     if tokens is not None and (folder / "added_tokens.json").is_file():
         tokens |= {str(token): int(row) for token, row in content("added_tokens.json").items()}
-    return tokens
+    return tokens and tokens | added
 
 
 def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:

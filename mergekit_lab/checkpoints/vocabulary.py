@@ -85,7 +85,11 @@ def _rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
 
 
 def reconcile(
-    base: Checkpoint, experts: Sequence[Checkpoint], choice: str | None = None, tokenizer: Path | None = None
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    choice: str | None = None,
+    tokenizer: Path | None = None,
+    is_merged: Callable[[str], bool] = lambda name: True,
 ) -> Reconciled:
     """Give all checkpoints one vocabulary.
 
@@ -94,21 +98,30 @@ def reconcile(
         choice: one of `CHOICES`; None refuses a difference.
         tokenizer: a folder whose tokenizer the result shall have (`pad` only); it must know every row that is
             kept.
+        is_merged: whether a tensor is; without a choice, others may differ.
 
     Raises:
         InputError: vocabularies differ and no choice was made; `pad` without one tokenizer that fits.
     """
     if choice is not None and choice not in CHOICES:
         raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
-    same = _reconciled(base, experts, choice, tokenizer)
+    if choice is None and not any(map(is_merged, vocabulary_names(base, experts, resized=False))):
+        return Reconciled(base, tuple(experts))
+    same = _reconciled(base, experts, choice, tokenizer, is_merged)
     return replace(same, notes=(*same.notes, *_unread(base, experts)))
 
 
 def _reconciled(
-    base: Checkpoint, experts: Sequence[Checkpoint], choice: str | None, tokenizer: Path | None
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    choice: str | None,
+    tokenizer: Path | None,
+    is_merged: Callable[[str], bool],
 ) -> Reconciled:
-    names = vocabulary_names(base, experts)
+    names = [n for n in vocabulary_names(base, experts) if choice is not None or is_merged(n)]
     tokens = [_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
+    if tokens[0] is None and choice != "base":
+        _refuse_contradictions(base, experts, tokens[1:])
     for position, expert in enumerate(experts, 1):
         if tokens[position] is None and vocabulary_rows(expert) == vocabulary_rows(base):
             tokens[position] = tokens[0]
@@ -137,6 +150,22 @@ def _reconciled(
         plan = _Rows(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
         return plan.reconciled(None)
     return _padded(base, tuple(experts), names, tokens, tokenizer)
+
+
+def _refuse_contradictions(
+    base: Checkpoint, experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]
+) -> None:
+    """Refuse experts of which one at least has not the rows of a base that has no tokenizer."""
+    rows: dict[int, str] = {}
+    places: dict[str, int] = {}
+    for expert, own in zip(experts, tokens, strict=True):
+        for token, row in (own or {}).items():
+            if rows.setdefault(row, token) != token or places.setdefault(token, row) != row:
+                raise InputError(
+                    f"the tokenizer of {expert.label!r} has {token!r} in row {row}, another expert's has not, "
+                    f"and {base.label} has no tokenizer to tell which rows are its own: put its tokenizer's "
+                    "files beside it, or keep these tensors the base's with embeddings=base"
+                )
 
 
 def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> None:

@@ -92,7 +92,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         [
             f"{len(stored)} tensors in {len(shards)} files, {format_size(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
-            *explain_shapes(prepared.method, {name: prepared.base.specs[name].shape for name in merged}),
+            *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
             _room(out, written, result),
         ],
     )

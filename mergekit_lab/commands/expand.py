@@ -89,8 +89,7 @@ def expand(
         with ShardedWriter(made, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
-        write_files(beside, made)
-        card.write(made)
+        planned |= write_files({**beside, **card.files()}, made)
     return out
 
 

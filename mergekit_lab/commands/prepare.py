@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,9 +190,8 @@ def prepare(
     sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
-    said, problems = compare_configs(
-        origin, opened, allow_config_mismatch, lambda name: is_selected(name, include, exclude)
-    )
+    is_merged = partial(is_selected, include=include, exclude=exclude)
+    said, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
     notes += [*opener.notes, *said]
     problems = [*opener.problems, *problems]
     if problems and read:
@@ -199,7 +199,7 @@ def prepare(
     tokenizer = None
     try:
         tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
-        same = reconcile(origin, list(opened.values()), embeddings, tokenizer)
+        same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged)
         _check_tokenizer(tokenizer, same.base)
     except InputError as error:
         if read:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import (
     Card,
-    Files,
     LowRankRecord,
     ShardedWriter,
     adapter_of,
@@ -105,10 +104,10 @@ def _write_model(
             with closing(prefetch(lambda entry: _put(writer, *entry), results, ahead=2)) as written:
                 for name in written:
                     bar.advance(task, work[name])
-        write_files(beside, folder)
         if format != "dense":
-            _low_rank_record(prepared).write(folder)
-        _card(prepared, out.name, format, account=_account(notes), **told).write(folder)
+            beside |= _low_rank_record(prepared).files()
+        beside |= _card(prepared, out.name, format, account=_account(notes), **told).files()
+        planned |= write_files(beside, folder)
 
 
 def _write_adapter(
@@ -126,15 +125,16 @@ def _write_adapter(
     made = merge.changes(**arguments, notes=notes)
     beside = plan_files_beside(prepared, "adapter")
     kind = prepared.dtype or torch.float32
-    with make_folder(out, overwrite) as folder:
+    planned: dict[str, int] = {}
+    with make_folder(out, overwrite, planned) as folder:
         changes = dict(track(made, f"factorizing into {out.name}", disable=not progress, transient=True))
-        write_adapter(
+        planned |= write_adapter(
             folder, changes, base_name=_name_base(prepared), base_folder=prepared.base.folder,
             transposed=merge.transposed, dtype=kind,
         )  # fmt: skip
-        write_files(beside, folder)
         account = [*merge.describe(), *_account(notes)]
-        _card(prepared, out.name, "adapter", account=account, **told).write(folder)
+        beside |= _card(prepared, out.name, "adapter", account=account, **told).files()
+        planned |= write_files(beside, folder)
 
 
 def _name_base(prepared: Prepared) -> str:
@@ -206,7 +206,7 @@ def _check_room(out: Path, needed: int) -> None:
         raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
-def plan_files_beside(prepared: Prepared, format: str) -> Files:
+def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
     """The configuration, tokenizer and licenses that go with the result; with factors what is not the base's.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import require, require_choice, require_rate
 
 _START = 0.3
 
@@ -36,7 +36,7 @@ class Learning:
         layer_wise: a coefficient for each tensor and expert; else one an expert.
         steps: of Adam, at least 1.
         batch_size: inputs a task and step, at least 1.
-        lr: Adam's learning rate, positive.
+        lr: Adam's learning rate, positive, at most 1e30.
         start: the coefficients before the first step, in [0, 1].
         part: whose inputs are read, without their labels: "test", "validation" or "train".
     """
@@ -51,7 +51,7 @@ class Learning:
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "at least 1")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        require(self.lr > 0, "lr", self.lr, "positive")
+        require_rate("lr", self.lr)
         require(0 <= self.start <= 1, "start", self.start, "in [0, 1]")
         require_choice("part", self.part, ("test", "validation", "train"))
 

@@ -24,7 +24,7 @@ from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.selection import read_task_vectors, select_largest
 from mergekit_lab.merging.spectral import LayerWeightsMethod, cap_rank
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import require, require_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DOGE(LayerWeightsMethod):
         density: share of entries that stay of each task vector, in (0, 1], over all matrices merged so.
         subspace: the shared subspace has `int(r/subspace)` of the `r = min(m, n)` directions; at least 1.
         steps: Adam steps, at least 0.
-        lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
+        lr: Adam's learning rate, positive, at most 1e30. Of the size of a weight's change, not a relative one.
         all_matrices: merge every matrix so, and take the mean of other tensors; else they keep the base.
         coefficient: `α`; the authors set `size` alone.
         weights: `λ_t` of the experts' shares `c_t`, 1 by default.
@@ -56,7 +56,7 @@ class DOGE(LayerWeightsMethod):
         require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
         require(self.subspace >= 1, "subspace", self.subspace, "at least 1")
         require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require(self.lr > 0, "lr", self.lr, "positive")
+        require_rate("lr", self.lr)
 
     def survey(self, stream: Stream) -> list[float] | None:
         """The magnitude from which entries stay, of each expert."""

@@ -130,7 +130,7 @@ def open_inputs(
         tied=tied,
         merged=merged,
         transposed=conv1d_weights(origin),
-        stacks=find_stacks({name: origin.specs[name].shape for name in merged}),
+        stacks={name: stack for name, stack in find_stacks(_list_shapes(origin)).items() if name in merged},
         compute=torch.float64 if double else torch.float32,
     )
 
@@ -153,7 +153,7 @@ def select_tensors(
     exclude: str | Sequence[str],
     experts: Iterable[Checkpoint] = (),
 ) -> tuple[str, ...]:
-    """The floating-point tensors that are merged, tied ones once.
+    """The floating-point tensors that are merged, tied ones once, batch norm's counters left out.
 
     Weights with several names are one: they are excluded if a name of theirs is, else included if one is. A
     pattern may be for what only experts have.
@@ -165,7 +165,7 @@ def select_tensors(
     include = None if include is None else list_patterns(include)
     names_of: dict[str, list[str]] = {}
     for name, spec in specs.items():
-        if spec.dtype.is_floating_point:
+        if spec.dtype.is_floating_point and not name.endswith(_COUNTER):
             names_of.setdefault(tied.get(name, name), []).append(name)
     floating = {name for names in names_of.values() for name in names}
     floating |= {name for expert in experts for name in expert if name not in specs}
@@ -201,6 +201,8 @@ def concerning(
     chosen = set(merged)
 
     def matters(name: str) -> bool:
+        if name.endswith(_COUNTER):
+            return False
         if name in base and base[name].dtype.is_floating_point:
             return tied.get(name, name) in chosen
         return is_selected(name, include, exclude)
@@ -254,11 +256,7 @@ def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _check_buffers(wanted: Specs, base: Checkpoint, experts: Iterable[Checkpoint]) -> None:
-    names = [
-        name
-        for name, spec in wanted.items()
-        if not spec.dtype.is_floating_point and not name.endswith(_COUNTER)
-    ]
+    names = [name for name, spec in wanted.items() if not spec.dtype.is_floating_point]
     for expert in experts:
         differing = [name for name in names if not torch.equal(base[name], expert[name])]
         if differing:
@@ -272,7 +270,7 @@ RUNNING_STATISTICS = ("running_mean", "running_var")
 """Of batch norm: buffers that follow the data, not the gradient."""
 VARIANCE = "running_var"
 _COUNTER = "num_batches_tracked"
-"""Of batch norm: how many batches were seen. The merged model has the base's number."""
+"""Of batch norm: how many batches were seen. The merged model has the base's number, in whatever dtype."""
 
 
 def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:

@@ -6,7 +6,7 @@ Legend: `B` same-shaped matrices `m×n`, `T` experts, `r = min(m, n)`, `k` tripl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,9 +108,12 @@ class LayerWeightsMethod(SpectralMethod):
         return super().merge_other(name, base, deltas, site) if self.all_matrices else torch.zeros_like(base)
 
 
-def explain_shapes(method: Method, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """What the method makes of stacks of matrices, and of tensors that are none, among those it merges."""
-    stacks = find_stacks(shapes)
+def explain_shapes(
+    method: Method, model: Mapping[str, Sequence[int]], merged: Collection[str] | None = None
+) -> list[str]:
+    """What the method makes of a model's stacks of matrices and other tensors that are merged; None: of all."""
+    shapes = {name: shape for name, shape in model.items() if merged is None or name in merged}
+    stacks = {name: stack for name, stack in find_stacks(model).items() if name in shapes}
     if not isinstance(method, SpectralMethod):
         how = "matrix by matrix" if method.by_matrix and not method.elementwise else "each as one tensor"
         return [f"{len(stacks)} stacks of a mixture's experts: {how}"] if stacks else []

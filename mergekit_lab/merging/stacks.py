@@ -1,13 +1,15 @@
 """Tensors that hold the matrices of a mixture's experts: `[E, out, in]`, or `[E, in, out]`.
 
 transformers 5 has them so in memory, and many models on disk. They are known by their names, because 1-D
-convolutions have such shapes, too: three dimensions right under `experts`, or an `input_linear` or
-`output_linear` (GraniteMoE, JetMoe). Two dimensions are the experts' biases. A method that looks at matrices
+convolutions have such shapes, too: three dimensions right under `experts` or MLX's `switch_mlp`, or a
+`down_proj` and the like, or an `input_linear` or `output_linear` (GraniteMoE, JetMoe). Two dimensions are the
+experts' biases, or DBRX's matrices end to end, `[E·m, n]`. A method that looks at matrices
 (`Method.by_matrix`) gets the members one by one, under the names that they have in a file with a tensor for
 each expert: both layouts of a model merge to the same.
 
-A `gate_up_proj` `[E, 2·m, n]` is two matrices an expert, the gate's rows before the others'. Stored as
-`[E, n, 2·m]`, which no such file has, it is one: gpt-oss interleaves the two.
+A `gate_up_proj` `[E, 2·m, n]` is two matrices an expert, the gate's rows before the others'; so is an
+`input_linear` that gives twice what its `output_linear` takes. Stored as `[E, n, 2·m]`, which no such file has,
+it is one: gpt-oss interleaves the two.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_STACK = re.compile(r"(?P<parent>(?:.*[._])?experts)\.(?P<leaf>(?!\d+\.).+)")
-_LINEAR = re.compile(r"(?P<parent>.*)\.(?P<leaf>(?:input|output)_linear\.weight)")
+_STACK = re.compile(r"(?P<parent>(?:.*[._])?(?:experts|switch_mlp))\.(?P<leaf>(?!\d+\.).+)")
+_LINEAR = re.compile(
+    r"(?P<parent>.*)\.(?P<leaf>(?:(?:input|output)_linear|(?:gate|up|gate_up|down)_proj)\.weight)"
+)
+_DBRX = re.compile(r"(?P<block>.*)\.experts\.mlp\.(?P<leaf>w1|v1|w2)")
+_PAIRS = {"gate_up_proj": "down_proj", "input_linear": "output_linear", "fc1": "fc2"}
+"""What a mixture's experts project up with, gate and all, and what then projects down."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +43,42 @@ class Stack:
 
 
 def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
-    """The stacks among tensors of these names and shapes."""
+    """The stacks among tensors of these names and shapes: all of a model's, as they tell of each other."""
     stacks = {}
     for name, shape in shapes.items():
-        match = _STACK.fullmatch(name) or _LINEAR.fullmatch(name)
-        if match is None or len(shape) not in (2, 3) or (len(shape) == 2) != name.endswith("bias"):
-            continue
-        parent, leaf = match["parent"], match["leaf"]
-        transposed = len(shape) == 3 and _is_transposed(parent, shapes)
-        module, kind = _split_leaf(leaf)
-        count, *each = shape
-        parts = [module]
-        if module.endswith("gate_up_proj") and len(shape) == 3 and not transposed and each[0] % 2 == 0:
-            parts = [module.removesuffix("gate_up_proj") + part for part in ("gate_proj", "up_proj")]
-            each[0] //= 2
-        members = tuple(f"{parent}.{number}.{part}.{kind}" for number in range(count) for part in parts)
-        stacks[name] = Stack(members, tuple(each), transposed)
+        stack = _find_stack(name, shape, shapes) or _find_flat_stack(name, shape, shapes)
+        if stack is not None:
+            stacks[name] = stack
     return stacks
+
+
+def _find_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> Stack | None:
+    match = _STACK.fullmatch(name) or _LINEAR.fullmatch(name)
+    if match is None or len(shape) not in (2, 3) or (len(shape) == 2) != name.endswith("bias"):
+        return None
+    module, kind = _split_leaf(match["leaf"])
+    count, *each = shape
+    parts = [module]
+    gated, transposed = _find_layout(match["parent"], module, shapes) if len(shape) == 3 else (False, False)
+    if gated and module.endswith(("gate_up_proj", "input_linear")):
+        before = module.removesuffix("gate_up_proj").removesuffix("input_linear")
+        parts = [f"{before}gate_proj", f"{before}up_proj"]
+        each[0] //= 2
+    elif gated and module.endswith("output_linear"):
+        parts = [f"{module.removesuffix('output_linear')}down_proj"]
+    members = tuple(f"{match['parent']}.{number}.{part}.{kind}" for number in range(count) for part in parts)
+    return Stack(members, tuple(each), transposed)
+
+
+def _find_flat_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> Stack | None:
+    """DBRX's: the rows of all experts below each other, as many as its router knows; Mixtral's names."""
+    match = _DBRX.fullmatch(name)
+    router = shapes.get(f"{match['block']}.router.layer.weight", ()) if match else ()
+    if match is None or len(shape) != 2 or not router or shape[0] % router[0]:
+        return None
+    leaf = {"v1": "w3"}.get(match["leaf"], match["leaf"])
+    members = tuple(f"{match['block']}.experts.{number}.{leaf}.weight" for number in range(router[0]))
+    return Stack(members, (shape[0] // router[0], shape[1]), transposed=leaf == "w2")
 
 
 def _split_leaf(leaf: str) -> tuple[str, str]:
@@ -64,7 +90,19 @@ def _split_leaf(leaf: str) -> tuple[str, str]:
     return leaf, "weight"
 
 
-def _is_transposed(parent: str, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a mixture's experts are stored as [in, out]: what one projection gives the other takes."""
-    up, down = (tuple(shapes.get(f"{parent}.{name}_proj", ())) for name in ("gate_up", "down"))
-    return len(up) == len(down) == 3 and up[1] == down[2] and up[2] == 2 * down[1]
+def _find_layout(parent: str, module: str, shapes: Mapping[str, Sequence[int]]) -> tuple[bool, bool]:
+    """Whether what projects up is gate and up in one, the gate's rows first, and whether both are stored as
+    [in, out]: what one projection gives, the other takes."""
+    for first, second in _PAIRS.items():
+        if module.endswith((first, second)):
+            before = f"{parent}.{module.removesuffix(first).removesuffix(second)}"
+            up, down = (
+                tuple(shapes.get(f"{before}{name}", shapes.get(f"{before}{name}.weight", ())))
+                for name in (first, second)
+            )
+            both = len(up) == len(down) == 3
+            transposed = both and up[1] == down[2] and up[2] == 2 * down[1]
+            upright = both and up[2] == down[1] and up[1] == 2 * down[2]
+            alone = first == "gate_up_proj" and not both and up[1:] and up[1] % 2 == 0
+            return upright or bool(alone), transposed
+    return False, False

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.spectral import LayerWeightsMethod, weigh
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import require, require_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class WUDI(LayerWeightsMethod):
 
     Args:
         steps: Adam steps, at least 0; 0 is task arithmetic on the matrices.
-        lr: Adam's learning rate, positive. Of the size of a weight's change, not a relative one.
+        lr: Adam's learning rate, positive, at most 1e30. Of the size of a weight's change, not a relative one.
         all_matrices: optimize every matrix, and take the mean of the others (fusion_bench, 400 steps there).
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
@@ -46,7 +46,7 @@ class WUDI(LayerWeightsMethod):
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require(self.lr > 0, "lr", self.lr, "positive")
+        require_rate("lr", self.lr)
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         orient = sites[0].orient

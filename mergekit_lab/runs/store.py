@@ -19,6 +19,7 @@ from mergekit_lab.reporting import printable
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
+from mergekit_lab.store.store import MANIFEST
 from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
 
 if TYPE_CHECKING:
@@ -185,12 +186,12 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
     artifact = chosen[0]
-    with make_folder(out) as folder:
+    files = {name: artifact.file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
+    with make_folder(out, planned={name: file.stat().st_size for name, file in files.items()}) as folder:
         companions = _companions(cfg, artifact, folder)
-        for name in artifact.files:
+        for name, file in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(artifact.file(name), folder / name)
-        shutil.copyfile(artifact.folder / "manifest.json", folder / "manifest.json")
+            shutil.copyfile(file, folder / name)
         results = _read_results(store, artifact)
         (folder / "README.md").write_text(_card(artifact, bool(companions), out.name, results))
     log.info("%s %s is in %s%s", artifact.kind, artifact.key, out,

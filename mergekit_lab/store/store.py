@@ -111,12 +111,18 @@ class Artifact:
         return path
 
     def damage(self, name: str) -> str | None:
-        """What is wrong with a file, None if nothing."""
+        """What is wrong with a file, None if nothing.
+
+        Raises:
+            InputError: this user may not read it, so that nothing can be said of it.
+        """
         path, wanted = self.folder / name, self.files.get(name)
         try:
             if is_stream(path):
                 return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
             digest, size = _hash(path), path.stat().st_size
+        except PermissionError:
+            raise _nothing_known(path, "Permission denied") from None
         except OSError as error:
             return f"{self.title} cannot be read: {name!r}: {error.strerror}"
         if digest == wanted:
@@ -189,12 +195,16 @@ class Store:
         """All that is published, by kind and age; what has a damaged manifest is left out.
 
         Raises:
-            InputError: a folder of the store cannot be read.
+            InputError: a folder of the store, or of an artifact, cannot be read.
         """
         aged = []
         for folder in self.folders():
-            with suppress(*DAMAGE):  # others may remove some meanwhile
+            try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
+            except PermissionError as error:
+                raise _nothing_known(folder, str(error.strerror)) from None
+            except DAMAGE:  # others may remove some meanwhile
+                continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
 
     def folders(self) -> Iterator[Path]:
@@ -387,7 +397,11 @@ def list_folder(folder: Path) -> list[Path]:
         reason = "it is a link to nowhere"
     except OSError as error:
         reason = str(error.strerror)
-    raise InputError(f"{show_name(str(folder))} cannot be read ({reason}): nothing is known of what is in it")
+    raise _nothing_known(folder, reason)
+
+
+def _nothing_known(path: Path, reason: str) -> InputError:
+    return InputError(f"{show_name(str(path))} cannot be read ({reason}): nothing is known of what is in it")
 
 
 def _make_folder(folder: Path) -> None:

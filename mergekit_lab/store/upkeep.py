@@ -8,6 +8,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -108,11 +109,10 @@ def _name_by_folder(folder: Path) -> Artifact:
 def _states(folder: Path) -> Iterator[os.stat_result]:
     """Of a folder and all in it, as far as they can be seen; others may remove some meanwhile."""
     yield os.stat_result((0,) * 10)
-    for path in (folder, *folder.rglob("*")):
-        try:
-            yield path.lstat()
-        except OSError:
-            continue
+    with suppress(OSError):
+        for path in (folder, *folder.rglob("*")):
+            with suppress(OSError):
+                yield path.lstat()
 
 
 @dataclass(frozen=True)

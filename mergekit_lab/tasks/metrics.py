@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import Parameter, signature
 
 import torch
 
@@ -33,12 +34,16 @@ def metric(*, mean: bool) -> Callable[[Metric], Metric]:
     """
 
     def register(function: Metric) -> Metric:
+        reads_sources = signature(function).parameters["sources"].default is Parameter.empty
+
         @wraps(function)
         def checked(
             predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] | None = None
         ) -> float:
             if not len(predictions):
                 raise InputError(f"{function.__name__} is of predictions, and there are none")
+            if reads_sources and sources is None:
+                raise InputError(f"{function.__name__} reads sources, too, the prompts: give them")
             counts = {"references": references} | ({} if sources is None else {"sources": sources})
             for kind, texts in counts.items():
                 if len(texts) != len(predictions):

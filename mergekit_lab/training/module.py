@@ -185,7 +185,15 @@ class FinetuneModule(lightning.LightningModule):
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         if self._replay is None:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            try:
+                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            except RuntimeError as error:
+                if "without overflow" not in str(error):
+                    raise
+                raise InputError(
+                    f"the optimizer of {', '.join(self.tasks)} has a setting whose products leave float32 "
+                    f"({error}): lower its learning rate, decay or the like"
+                ) from error
         elif optimizer_closure is not None:
             optimizer_closure()
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -66,7 +66,9 @@ class Origin:
                 raise ValueError(wrong[0])
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} in it is damaged")
-        loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+            stored = all(entry.compress_type == ZIP_STORED for entry in archive.infolist())
+        # torch maps what another program compressed without a look
+        loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=stored)
         return loaded
 
 

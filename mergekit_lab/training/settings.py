@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.ranges import FASTEST
 
 _KEEP = ("best", "last")
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -27,7 +28,7 @@ class TrainingSettings:
     Args:
         steps: optimizer steps, at least 1.
         batch_size: samples a step.
-        lr, weight_decay: for the optimizers, whose configurations refer to them.
+        lr, weight_decay: for the optimizers, whose configurations refer to them; `lr` in [0, 1e30].
         budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
             whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
         gradient_evaluations: that budget's size; None takes as many as `steps`, or as the steps of the epochs.
@@ -83,6 +84,8 @@ class TrainingSettings:
                 raise InputError(
                     f"training.{name} is {getattr(self, name)}; it must be at least {low}, and finite"
                 )
+        if self.lr > FASTEST:
+            raise InputError(f"training.lr is {self.lr}; it must be at most {FASTEST:g}")
         if self.accumulate > self.batch_size:
             raise InputError(
                 f"training.accumulate is {self.accumulate}; it must be at most training.batch_size = "

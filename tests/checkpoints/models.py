@@ -53,6 +53,24 @@ def bert(seed: int = 0) -> nn.Module:
     return _seeded(lambda: BertForMaskedLM(config), seed)
 
 
+def bart() -> Any:
+    """Whose encoder's names are among those of its decoder."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    each = {"layers": 1, "ffn_dim": 24, "attention_heads": 2}
+    sizes = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in each.items()}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=16, max_position_embeddings=16, **sizes)
+    return _seeded(lambda: BartForConditionalGeneration(config), 0)
+
+
+def two_berts() -> Any:
+    """An encoder, and a decoder that is another model of the encoder's class with a head."""
+    from transformers import EncoderDecoderConfig, EncoderDecoderModel
+
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(bert().config, bert().config)
+    return _seeded(lambda: EncoderDecoderModel(config), 0)
+
+
 def gpt2(seed: int = 0, tied: bool = True) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -136,6 +154,15 @@ def mixtral() -> Any:
     config = MixtralConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
     torch.manual_seed(0)
     return MixtralForCausalLM(config).eval()
+
+
+def granite_moe() -> Any:
+    """Whose stacks have other names in its files than in memory."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    config = GraniteMoeConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    return GraniteMoeForCausalLM(config).eval()
 
 
 def _seeded(make: Any, seed: int) -> nn.Module:

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints.models import bert, gemma3, llama, mixtral, qwen2_vl, siglip, t5
+from checkpoints.models import (
+    bart,
+    bert,
+    gemma3,
+    granite_moe,
+    llama,
+    mixtral,
+    qwen2_vl,
+    siglip,
+    t5,
+    t5_1_1,
+    two_berts,
+)
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
@@ -116,6 +128,21 @@ def test_a_prefix_of_several_parts_is_found_unless_two_fit(tmp_path) -> None:
         open_checkpoint(tmp_path, base=open_checkpoint(weights))
 
 
+def test_a_part_is_known_by_its_class_unless_two_are_of_that_class(tmp_path) -> None:
+    whole = bart()
+    whole.save_pretrained(tmp_path / "base")
+    adapt(whole.model.encoder, tmp_path / "a", **QV)
+    folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
+    assert all(name.startswith("model.encoder.") for name in folded.info.targets)
+    pair = two_berts()
+    pair.save_pretrained(tmp_path / "pair")
+    state = dict(pair.state_dict())
+    adapt(pair.encoder, tmp_path / "b", target_modules=["query"])
+    for source in (tmp_path / "pair", state):
+        with pytest.raises(InputError, match=r"several prefixes \(decoder\.bert\., encoder\.\)"):
+            open_checkpoint(tmp_path / "b", base=open_checkpoint(source))
+
+
 @pytest.mark.parametrize(
     ("options", "tied"),
     [
@@ -178,9 +205,10 @@ def test_factors_on_the_base_as_it_is_cannot_untie_it(tmp_path) -> None:
         merge(tmp_path / "base", [tmp_path / "a"], tmp_path / "out", TSVM(), device="cpu", format="low_rank")
 
 
-def test_a_tie_that_no_configuration_can_part_is_refused(tmp_path) -> None:
-    t5().save_pretrained(tmp_path / "base")
-    adapt(t5(), tmp_path / "a", target_modules=["q", "shared"])
+@pytest.mark.parametrize("make", [t5, t5_1_1])
+def test_a_tie_that_no_configuration_can_part_is_refused(make, tmp_path) -> None:
+    make().save_pretrained(tmp_path / "base")
+    adapt(make(), tmp_path / "a", target_modules=["q", "shared"])
     with pytest.raises(InputError, match=r"changes shared\.weight alone, and the base ties"):
         open_checkpoint(tmp_path / "a", "a", base=open_checkpoint(tmp_path / "base"))
 
@@ -196,6 +224,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
         (qwen2_vl, {"target_modules": ["q_proj", "qkv", "down_proj"]}),
         (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "use_rslora": True}),
         (mixtral, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+        (granite_moe, {"target_modules": [], "target_parameters": EXPERTS}),
         (mixtral, {"target_modules": ["w1", "w2", "w3", "gate"]}),
         (
             mixtral,
@@ -279,6 +308,14 @@ def test_all_biases_beside_a_classifier(tmp_path) -> None:
     got = AutoModelForSequenceClassification.from_pretrained(
         merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out")
     )
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(got(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_ties_within_a_head_that_is_saved_whole_last_beside_one_that_is_parted(tmp_path) -> None:
+    bert().save_pretrained(tmp_path / "base")
+    trained = adapt(bert(), tmp_path / "a", target_modules=["query"], modules_to_save=["cls"])
+    got = type(bert()).from_pretrained(merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out"))
     ids = torch.arange(9)[None]
     torch.testing.assert_close(got(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
 

@@ -8,6 +8,7 @@ import pytest
 from checkpoints.models import VOCABULARY, llama, tuned
 
 from mergekit_lab import expand, merge
+from mergekit_lab.checkpoints import describe_tokenizer
 from mergekit_lab.merging import TSVM, WeightAverage
 
 WORDS = [f"t{n}" for n in range(VOCABULARY)]
@@ -79,6 +80,14 @@ def test_what_of_an_expert_is_not_taken_is_said(chat, tmp_path) -> None:
     )
     assert "tokenizer_from=e takes" in said
     assert "not taken" not in notes(merge(base, {"b": base}, tmp_path / "o", WeightAverage(), device="cpu"))
+
+
+def test_a_template_for_tools_alone_is_one(chat) -> None:
+    base, experts = chat
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    said = describe_tokenizer(experts["e"], {"b": base}, experts["e"], "e")
+    assert said[0].startswith("warning: chat template, end tokens")
 
 
 def test_settings_come_back_with_a_model_that_is_expanded_from_factors(chat, tmp_path) -> None:

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from checkpoints.models import OPEN_CLIP, bert, clip, llama, open_clip_model, tuned
+from checkpoints.models import OPEN_CLIP, bert, clip, llama, open_clip_model, tuned, two_berts
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
-from mergekit_lab.checkpoints import compare_configs
+from mergekit_lab.checkpoints import align, compare_configs
 from mergekit_lab.commands.dry_run import report
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.merging import TaskArithmetic
@@ -46,6 +46,7 @@ def compared(base, expert, allowed=()) -> Any:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
         ({"model_type": "mistral"}, "model_type"),
+        ({"output_multiplier": 2.0, "num_kv_shared_layers": 1}, "num_kv_shared_layers"),
     ],
 )
 def test_a_key_that_decides_what_weights_compute_is_refused(changes, key: str, tmp_path) -> None:
@@ -93,6 +94,14 @@ def test_parts_are_compared_with_their_part_of_a_larger_model(tmp_path) -> None:
     assert compared(tmp_path / "base", tmp_path / "tower").problems == []
     other = with_config(tower, tmp_path / "other", num_attention_heads=4)
     assert "vision_config.num_attention_heads is 4" in compared(tmp_path / "base", other).problems[0]
+    pair = two_berts()
+    pair.save_pretrained(tmp_path / "pair")
+    for part, keys in (("encoder", {}), ("decoder", {"hidden_act": "relu"})):
+        expert = with_config(getattr(pair, part), tmp_path / part, **keys)
+        base = open_checkpoint(tmp_path / "pair")
+        found = compare_configs(base, {"a": align(base, open_checkpoint(expert))})
+        said = [problem.split("configuration: ")[1] for problem in found.problems]
+        assert [text.partition(" (")[0] for text in said] == [f"{part}.{key} is relu" for key in keys]
 
 
 def test_a_configuration_that_transformers_does_not_know_is_compared_as_it_stands(tmp_path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints.models import llama, save
 from programs import start_program
+from safetensors.torch import save_file
 
 import mergekit_lab
 from mergekit_lab import InputError
@@ -27,7 +28,7 @@ from mergekit_lab.checkpoints import (
     publish,
 )
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging import TSVM, TaskArithmetic
 
 
 def test_an_error_leaves_nothing(tmp_path) -> None:
@@ -160,7 +161,8 @@ class Clearing(Checkpoint):
     def __getitem__(self, name: str) -> torch.Tensor:
         self.left -= 1
         for partial in self.cleared.glob(".*.partial") if self.left == 0 else ():
-            shutil.rmtree(partial)
+            while partial.exists():  # a file may be made in it meanwhile
+                shutil.rmtree(partial, ignore_errors=True)
         return self.tensors[name]
 
 
@@ -192,6 +194,36 @@ def test_a_folder_without_what_was_planned_is_not_published(left: bytes | None, 
     ):
         fill(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("dense", RECORD),
+        ("dense", "config.json"),
+        ("low_rank", "low_rank.json"),
+        ("adapter", "adapter_model.safetensors"),
+        ("adapter", "README.md"),
+    ],
+)
+def test_a_merge_that_loses_a_file_of_any_kind_does_not_say_that_it_succeeded(
+    format, name, tmp_path, monkeypatch
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({"q_proj.weight": torch.eye(4)}, base / "model.safetensors")
+    (base / "config.json").write_text("{}")
+    sync = publish._sync_tree
+
+    def lose(folder: Path) -> None:
+        sync(folder)
+        (folder / name).unlink()
+
+    monkeypatch.setattr(publish, "_sync_tree", lose)
+    expert, rank = {"q_proj.weight": torch.ones(4, 4)}, 1 if format == "adapter" else None
+    with pytest.raises(InputError, match=rf"lost files or parts of them \({name}\)"):
+        mergekit_lab.merge(base, [expert], tmp_path / "out", TSVM(), device="cpu", format=format, rank=rank)
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_path) -> None:

@@ -42,6 +42,13 @@ QUANTIZED = {
     "bitnet": {"q.weight": (U8, 8, 16), "q.weight_scale": (BF16, 1)},
     "beside its module": {"attn.q.weight": (F8, 32, 16), "attn.q_scale": (F32,)},
     "in a folder of scales": {"attn.q.weight": (F8, 32, 16), "scales.attn.q": (F32, 32)},
+    "in another folder of scales": {"model.a.q.weight": (F8, 32, 16), "scales.a.q": (F32,)},
+    "for the whole file": {"attn.q.weight": (F8, 32, 16), "attn.k.weight": (F8, 32, 16), "scale": (F32,)},
+    "one each for the file": {"a.q.weight": (F8, 32, 16), "b.q.weight": (F8, 32, 16), "scales": (F32, 2)},
+    "for a whole module": {"attn.q.weight": (F8, 32, 16), "attn.weight_scale": (F32, 1)},
+    "for a whole module, integers": {"attn.q.kernel": (I8, 32, 16), "attn.scale": (F32,)},
+    "in bytes without blocks": {"q.weight": (F8, 32, 64), "q.scales": (U8, 64)},
+    "without its scales": {"q.qweight": (I32, 8, 32)},
     "an unknown one": {"q.nibbles": (U8, 32, 16), "q.stretch": (BF16, 32)},
 }
 PLAIN = {
@@ -56,6 +63,9 @@ PLAIN = {
     "positions of 32 bits": {"embeddings.position_ids": (I32, 1, 50), "embeddings.class_embedding": (F32, 16)},
     "Swin": {"attn.relative_position_index": (I32, 16, 16), "attn.relative_position_bias_table": (F32, 49, 2)},
     "batch norm": {"bn.weight": (F32, 8), "bn.running_mean": (F32, 8), "bn.num_batches_tracked": (I64,)},
+    "attention's own scale": {"attn.q.weight": (F8, 32, 16), "attn.scale": (BF16, 4)},
+    "tables of scales": {"blk.0.q.weight": (F8, 32, 16), "blk.0.scale_shift_table": (BF16, 6, 16)},
+    "a model's one scale": {"q.weight": (BF16, 16, 16), "ids": (I32, 16), "scale": (F32,)},
     "scales of a cache": {"k_proj.weight": (BF16, 16, 16), "k_proj.k_scale": (F32,)},
 }
 

@@ -5,7 +5,7 @@ import torch
 from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import reconcile
+from mergekit_lab.checkpoints import Reconciled, reconcile
 from mergekit_lab.checkpoints.tokens import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -105,6 +105,15 @@ def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so()
     same = reconcile(states[0], [states[1]], "pad")
     assert same.rows == 40
     assert torch.equal(same.base[EMBED][36:], states[1][EMBED][36:])
+
+
+def test_a_vocabulary_that_is_not_merged_may_differ(folders, tmp_path) -> None:
+    base, longer, _ = opened(*folders)
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    same = reconcile(base, [longer, turned], is_merged=lambda name: ".layers." in name)
+    assert same == Reconciled(base, (longer, turned))
+    with pytest.raises(InputError, match="the vocabularies differ in"):
+        reconcile(base, [longer], is_merged=lambda name: name != HEAD)
 
 
 def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(folders) -> None:
@@ -221,6 +230,25 @@ def test_a_head_has_a_row_a_token_only_beside_an_embedding_of_as_many(name: str)
 def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
     assert read_tokens(tmp_path) == {"a": 0, "\u2028": 1, "\x85": 2, "b": 3}
+
+
+def test_added_tokens_are_read_from_the_settings_too(tmp_path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "added_tokens.json").write_text('{"<b>": 1}')
+    settings = '{"added_tokens_decoder": {"1": {"content": "<b>"}, "2": {"content": "<c>"}}}'
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    assert read_tokens(tmp_path) == {"a": 0, "<b>": 1, "<c>": 2}
+
+
+def test_experts_that_contradict_each_other_need_the_bases_tokenizer(folders, tmp_path) -> None:
+    base, _, _ = opened(*folders)
+    turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
+    silent = open_checkpoint(dict(base), "silent")
+    for choice in (None, "intersect", "pad"):
+        with pytest.raises(InputError, match=r"'turned' has 't1' in row 0, .* and silent has no tokenizer"):
+            reconcile(silent, [base, turned], choice)
+    assert reconcile(silent, [base, turned], "base").experts
+    assert reconcile(silent, [turned, silent]).experts == (turned, silent)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("merge_method: breadcrumbs\nbase_model: base\nparameters: {gamma: 5}\n" + TWO, "gamma for .* is 5.0"),
         ("merge_method: della\nbase_model: base\nparameters: {epsilon: -1}\n" + TWO, "epsilon for .* is -1.0"),
         ("merge_method: slerp\nbase_model: base\nparameters: {t: 2}\nmodels: [{model: a}]", "t for .* is 2.0"),
+        (START + "parameters: {normalize: 0.5}\n" + TWO, "normalize for .* is 0.5; it must be true or false"),
         (START + TWO + "parameters: {densty: 1}\n", "did you mean 'density'"),
         (START + "models: [{model: a, weight: 1}]", "key 'weight' of a model"),
         (START + "models: [{model: a}]", "gives no weight to a"),

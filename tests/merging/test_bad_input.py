@@ -291,6 +291,7 @@ def test_complex_tensors_that_are_equal_are_copied_and_others_refused() -> None:
         (lambda: DOGE(subspace=0.5), "subspace is 0.5; it must be at least 1"),
         (lambda: DOGE(steps=-1), "steps is -1; it must be at least 0"),
         (lambda: DOGE(lr=0.0), "lr is 0.0; it must be positive"),
+        (lambda: DOGE(lr=1e38), r"lr is 1e\+38; it must be positive, at most 1e\+30"),
         (lambda: IsoCTS(common=1.2), r"common is 1.2; it must be in \[0, 1\]"),
         (lambda: RegMean(ratio=1.1), r"ratio is 1.1; it must be in \[0, 1\]"),
         (lambda: RegMean(ridge=-1.0), "ridge is -1.0"),

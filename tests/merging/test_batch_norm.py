@@ -52,6 +52,19 @@ def test_a_variance_does_not_become_negative(method) -> None:
     assert "1.running_var" not in calm
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.int64, torch.float32), (torch.int64, None)])
+def test_counters_are_the_bases_in_any_dtype_and_where_experts_have_none(dtypes) -> None:
+    """Whole state dicts are cast; old ones have no counters."""
+    base, experts = models()
+    counter = "1.num_batches_tracked"
+    for state, dtype in zip((base, *experts), (dtypes[0], dtypes[1], dtypes[1]), strict=True):
+        value = state.pop(counter)
+        state |= {} if dtype is None else {counter: value.to(dtype)}
+    merged = merge_state_dicts(base, experts, WeightAverage())
+    assert merged[counter] == 0
+    assert merged[counter].dtype is dtypes[0]
+
+
 def test_other_buffers_that_differ_and_unknown_wishes_are_refused() -> None:
     base, experts = models()
     base["ids"], *others = (torch.arange(3) + shift for shift in (0, 0, 1))

@@ -191,6 +191,8 @@ def test_stacks_are_known_by_name_and_shape() -> None:
         "mlp.experts.down_proj": (2, 8, 6),
         "mlp.shared_experts.up_proj": (1, 6, 8),
         "moe.input_linear.weight": (2, 12, 8),
+        "mlp.switch_mlp.up_proj.weight": (2, 6, 8),
+        "moe.gate_proj.weight": (2, 6, 8),
         "mlp.experts.0.down_proj.weight": (8, 6),
         "mlp.experts.0.conv.weight": (8, 6, 3),
         "encoder.conv1.weight": (8, 6, 3),
@@ -198,7 +200,7 @@ def test_stacks_are_known_by_name_and_shape() -> None:
         "experts.router": (4, 8),
     }
     stacks = find_stacks(shapes)
-    assert list(stacks) == list(shapes)[:4]
+    assert list(stacks) == list(shapes)[:6]
     members = ("mlp.experts.0.down_proj.weight", "mlp.experts.1.down_proj.weight")
     assert stacks["mlp.experts.down_proj"] == Stack(members, (8, 6))
     assert stacks["mlp.experts.gate_up_proj"].shape == (6, 8)
@@ -211,6 +213,31 @@ def test_stacks_are_known_by_name_and_shape() -> None:
     assert transposed["experts.down_proj_bias"] == Stack(
         ("experts.0.down_proj.bias", "experts.1.down_proj.bias"), (8,)
     )
+
+
+def test_layouts_of_other_projections_are_told_by_what_they_give_and_take() -> None:
+    """GraniteMoE's, JetMoe's attention, Aria's, and DBRX's two dimensions."""
+    gated = find_stacks({"moe.input_linear.weight": (2, 12, 8), "moe.output_linear.weight": (2, 8, 6)})
+    assert gated["moe.input_linear.weight"].members[:2] == ("moe.0.gate_proj.weight", "moe.0.up_proj.weight")
+    assert gated["moe.output_linear.weight"].members[1] == "moe.1.down_proj.weight"
+    assert not any(stack.transposed for stack in gated.values())
+    plain = find_stacks({"experts.input_linear.weight": (2, 8, 8), "experts.output_linear.weight": (2, 8, 8)})
+    assert plain["experts.input_linear.weight"].shape == (8, 8)
+    aria = find_stacks({"experts.fc1.weight": (2, 8, 12), "experts.fc2.weight": (2, 6, 8)})
+    assert [(s.shape, s.transposed) for s in aria.values()] == [((8, 12), True), ((6, 8), True)]
+    dbrx = {f"ffn.experts.mlp.{name}": (12, 8) for name in ("w1", "v1", "w2")}
+    assert find_stacks(dbrx) == {}
+    found = find_stacks(dbrx | {"ffn.router.layer.weight": (2, 8)})
+    assert [(s.members[1], s.shape, s.transposed) for s in found.values()] == [
+        (f"ffn.experts.1.{name}.weight", (6, 8), name == "w2") for name in ("w1", "w3", "w2")
+    ]
+
+
+def test_a_layout_is_known_where_its_other_half_is_not_merged() -> None:
+    shapes = {f"{PREFIX}.gate_up_proj": (2, 8, 12), f"{PREFIX}.down_proj": (2, 6, 8)}
+    base, expert = ({name: draw(*shape, seed=seed) for name, shape in shapes.items()} for seed in (1, 2))
+    whole, part = (merge_state_dicts(base, [expert], IsoC(), exclude=e) for e in ((), ["*.down_proj"]))
+    assert torch.equal(whole[f"{PREFIX}.gate_up_proj"], part[f"{PREFIX}.gate_up_proj"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import markdown_it
 import pytest
 import torch
 from composing import TINY, composed
@@ -21,7 +22,8 @@ from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.programs import start
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run
-from mergekit_lab.store import Store, content_key
+from mergekit_lab.runs.store import _card
+from mergekit_lab.store import Artifact, Store, content_key
 
 
 def command(folder: Path, *overrides: str, run_of=TINY) -> None:
@@ -240,6 +242,19 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     command(tmp_path, *asked, f"store.path={tmp_path}/bare")
     assert "its backbone is not that of this configuration" in caplog.text
     assert set(open_checkpoint(tmp_path / "bare/model.safetensors")) == set(state)
+
+
+def test_an_export_s_card_shows_names_as_they_are_and_nothing_of_them_is_markup() -> None:
+    name = "<script>alert(1)</script> [x](javascript:alert(1)) `c` **b** |"
+    content = {"task": f"{name}\n```\n{name}"}
+    card = _card(Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z"))
+    tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.partition("---\n# ")[2])
+    inline = [child.type for token in tokens for child in token.children or ()]
+    assert set(inline) == {"text"}
+    assert [
+        token.type for token in tokens if token.type not in ("inline", "paragraph_open", "paragraph_close")
+    ] == ["fence"]
+    assert name in tokens[1].content.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">")
 
 
 def test_listing_a_store_waits_for_no_framework() -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError
-from mergekit_lab.store import Store, content_key
+from mergekit_lab.store import Store, content_key, store
 from mergekit_lab.store.upkeep import (
     adopt,
     damages,
@@ -292,6 +292,19 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(InputError, match=r"experts cannot be read \(Permission denied\)"):
         list(unreadable(Store(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeypatch, name) -> None:
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+
+    def refuse(path, *rest):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(store, {"manifest.json": "read_file", "model.safetensors": "_hash"}[name], refuse)
+    with pytest.raises(InputError, match=r"cannot be read \(Permission denied\): nothing is known"):
+        damages(Store(tmp_path).artifacts())
+    assert made.folder.is_dir()
 
 
 def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:

@@ -126,6 +126,11 @@ def test_lists_that_do_not_fit_and_empty_ones_are_refused(name: str) -> None:
         METRICS[name]([], [], [])
 
 
+def test_a_metric_of_sources_asks_for_them() -> None:
+    with pytest.raises(InputError, match="sari reads sources, too"):
+        METRICS["sari"](["a"], ["a"])
+
+
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_a_mean_is_that_of_its_samples(name: str) -> None:
     said, wanted, sources = ["a b", "yes.", "c"], ["a c", "Yes", "c d"], ["a b c", "no", "d"]

@@ -6,7 +6,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -137,6 +137,17 @@ def empty_the_best(folder: Path) -> None:
     (folder / "best.ckpt").write_bytes(b"")
 
 
+def pack_again(folder: Path) -> None:
+    """As archivers do: compressed."""
+    for file in folder.glob("*.ckpt"):
+        with ZipFile(file) as archive:
+            inside, comment = {n: archive.read(n) for n in archive.namelist()}, archive.comment
+        with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+            for name, content in inside.items():
+                archive.writestr(name, content)
+            archive.comment = comment
+
+
 def move(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
@@ -171,6 +182,7 @@ def whole_and_cut(tmp_path_factory, head):
         (lose_the_best, "best.ckpt cannot be gone on from"),
         (empty_the_best, "best.ckpt cannot be gone on from"),
         (move, ""),
+        (pack_again, ""),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_undisturbed_training(

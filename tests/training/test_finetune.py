@@ -90,6 +90,13 @@ def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -
         assert float(moved) == pytest.approx(1e-3, rel=1e-3), name
 
 
+@pytest.mark.parametrize("make", [partial(ADAMW, lr=1e38), partial(SAM, base=partial(ADAMW, lr=1e38), rho=0.1)])
+def test_an_optimizer_whose_settings_overflow_is_named(make, tmp_path, head) -> None:
+    settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
+    with pytest.raises(InputError, match="the optimizer of a has a setting whose products leave float32"):
+        run(tmp_path, head, make, settings)
+
+
 def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     """Methods that are not invariant to the gradient's scale would go elsewhere."""
     base = partial(torch.optim.SGD, lr=0.1)
@@ -218,6 +225,7 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
     ("changes", "match"),
     [
         ({"steps": 0}, "training.steps is 0; it must be at least 1"),
+        ({"lr": 1e38}, r"training.lr is 1e\+38; it must be at most 1e\+30"),
         ({"lr": -1.0}, "training.lr is -1.0"),
         ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
         ({"clip_norm": 0.0}, "positive and finite, or null"),

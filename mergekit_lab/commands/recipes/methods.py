@@ -163,10 +163,13 @@ def check_parameter(merge_method: str, key: str, value: Any, name: str) -> None:
     """Refuse a parameter's value for a tensor that the methods here would refuse.
 
     Raises:
-        InputError: out of range, or true and false where a number is wanted.
+        InputError: out of range, true or false where a number is wanted, or a number where one of these is.
     """
     what = f"the recipe's {key} for {name}"
-    require(key in _FLAGS or not isinstance(value, bool), what, value, "a number")
+    if key in _FLAGS:
+        require(value in (0, 1), what, value, "true or false")
+    else:
+        require(not isinstance(value, bool), what, value, "a number")
     fits, rule = _RANGES.get(key, (lambda _: True, ""))
     if merge_method == "nearswap" and key == "t":
         fits, rule = _NEARSWAP_T

@@ -1,0 +1,94 @@
+"""What the `hydra` keys of a configuration may name.
+
+Hydra calls what stands there before the configuration reaches us: callbacks, what a launcher or a sweeper is
+made of, and handlers, formatters and filters of logging. A folder of configurations may be somebody else's, so
+each must be of the kind that belongs in its place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.experimental.callback import Callback
+from hydra.utils import get_object
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mergekit_lab.errors import InputError
+
+_CALLS = ("_target_", "()", "class")
+_LOGGING = (logging.Handler, logging.Formatter, logging.Filter)
+_LOGS = ("hydra_logging", "job_logging")
+_PLUGINS = ("launcher", "sweeper")
+_WHOLE = re.compile(r"\$\{.*\}")
+
+
+def guard_hydra() -> None:
+    """From now on Hydra's own keys are checked whenever it has composed a configuration."""
+    load = ConfigLoaderImpl.load_configuration
+
+    def load_checked(self: Any, *arguments: Any, **keywords: Any) -> DictConfig:
+        cfg = load(self, *arguments, **keywords)
+        check_hydra(cfg)
+        return cfg
+
+    ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
+
+
+def check_hydra(cfg: DictConfig) -> None:
+    """Refuse what Hydra would call, and is none of its parts.
+
+    Raises:
+        InputError: it names the key, and what belongs there.
+    """
+    for name in ("callbacks", *_PLUGINS, *_LOGS):
+        node = OmegaConf.select(cfg, f"hydra.{name}")
+        for path, target in _list_calls(node, (name,)) if OmegaConf.is_config(node) else ():
+            kind = _wanted(path)
+            if kind and not _is_right(target, path):
+                raise InputError(f"hydra.{'.'.join(path)} is {target!r}; it must be {kind}")
+
+
+def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Whatever is named to be called, by its key; also what cannot be told yet."""
+    for key in node if isinstance(node, DictConfig) else range(len(node)):
+        if OmegaConf.is_missing(node, key):
+            continue
+        here = (*path, str(key))
+        try:
+            value = node[key]
+        except OmegaConfBaseException:  # it is made of what Hydra knows later
+            raw = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
+            if key in _CALLS or _WHOLE.fullmatch(raw):
+                yield here, raw
+            continue
+        if isinstance(value, DictConfig | ListConfig):
+            yield from _list_calls(value, here)
+        elif key in _CALLS:
+            yield here, str(value)
+
+
+def _wanted(path: tuple[str, ...]) -> str | None:
+    """What belongs in a place; None where Hydra itself looks at what does."""
+    if path[0] == "callbacks":
+        return "a Callback of Hydra, of plain values" if len(path) == 3 else "a plain value"
+    if path[0] in _PLUGINS:
+        return None if path[1:] == ("_target_",) else "a class of Optuna, or a plain value"
+    return "a handler, a formatter or a filter of logging" if path[-1] != "_target_" else None
+
+
+def _is_right(target: str, path: tuple[str, ...]) -> bool:
+    try:
+        found = get_object(target)
+    except Exception:  # importing what a configuration names can raise anything
+        return False
+    if not inspect.isclass(found):
+        return False
+    if path[0] == "callbacks":
+        return len(path) == 3 and issubclass(found, Callback)
+    return found.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(found, _LOGGING)

@@ -1,0 +1,43 @@
+"""Hydra calls nothing on behalf of a configuration that is none of its parts."""
+
+import pytest
+from composing import composed
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from mergekit_lab import InputError
+from mergekit_lab.schema.hydra_parts import check_hydra, guard_hydra
+
+BAD = "{_target_: mergekit_lab.store.files.discard, path: here}"
+LOGS = "hydra.experimental.callbacks.LogJobReturnCallback"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (f"callbacks: {{x: {BAD}}}", "callbacks.x._target_ .*discard'; it must be a Callback"),
+        (f"callbacks: {{x: {{_target_: {LOGS}, level: {BAD}}}}}", "callbacks.x.level._target_ .* plain value"),
+        ("callbacks: {x: '${evil}'}", "callbacks.x._target_ is 'shutil.rmtree'"),
+        ("callbacks: {x: '${hydra:job.name}'}", "callbacks.x is '.{hydra:job.name}'"),
+        ("callbacks: {x: {_target_: nowhere.at.all}}", "callbacks.x._target_ is 'nowhere.at.all'"),
+        (f"launcher: {{_target_: x, params: {BAD}}}", "launcher.params._target_ .* a class of Optuna"),
+        ("sweeper: {sampler: {_target_: optuna.logging.os.remove}}", "sweeper.sampler._target_"),
+        ("job_logging: {formatters: {x: {(): shutil.rmtree}}}", r"job_logging.formatters.x.\(\) is 'shutil"),
+        ("hydra_logging: {handlers: {x: {class: subprocess.Popen}}}", "hydra_logging.handlers.x.class is 'sub"),
+    ],
+)
+def test_what_hydra_would_call_must_be_of_its_kind(keys: str, said: str, monkeypatch) -> None:
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as before a run
+    with pytest.raises(InputError, match=said):
+        check_hydra(OmegaConf.create(f"evil: {{_target_: shutil.rmtree}}\nhydra: {{{keys}}}"))
+
+
+def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> None:
+    sampler = "sweeper: {_target_: hydra_plugins.x, sampler: {_target_: optuna.samplers.TPESampler, seed: 0}}"
+    handler = "job_logging: {handlers: {x: {class: logging.FileHandler, filename: '${hydra.runtime.cwd}/x'}}}"
+    check_hydra(OmegaConf.create(f"hydra: {{{sampler}, {handler}, callbacks: {{x: {{_target_: {LOGS}}}}}}}"))
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", ConfigLoaderImpl.load_configuration)
+    guard_hydra()
+    with pytest.raises(InputError, match="it must be a Callback of Hydra"):
+        composed(["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"])
