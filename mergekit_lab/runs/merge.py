@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import LowRankRecord, ShardedWriter, fingerprint, open_checkpoint, write_tensors
+from mergekit_lab.checkpoints.model_files import write_files
 from mergekit_lab.merging import Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
@@ -127,7 +128,8 @@ def _write_parts(run: Run, method: Method, folder: Path) -> None:
         for name, tensor in tensors:
             writer.write(name, tensor)
     ties = base.find_ties()
-    LowRankRecord(list(experts), method.scale, None, ties, fingerprint(base, "the base")).write(folder)
+    record = LowRankRecord(list(experts), method.scale, None, ties, fingerprint(base, "the base"))
+    write_files(record.files(), folder)
 
 
 def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
