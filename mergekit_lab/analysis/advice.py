@@ -84,7 +84,7 @@ def _method(found: Interference) -> Advice:
         "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
         "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
         "58.9 ± 2.9: no difference to rely on; seven merged, mean of six tasks, three seeds "
-        "(experiments/mergopt_smollm2). Other models may differ",
+        "(experiments/mergopt_smollm2). Other models may differ: docs/which_to_choose.md says what is sure",
     )
 
 

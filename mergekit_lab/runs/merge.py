@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 
-from mergekit_lab.checkpoints import LowRankRecord, ShardedWriter, fingerprint, open_checkpoint, write_tensors
-from mergekit_lab.checkpoints.model_files import write_files
+from mergekit_lab.checkpoints import (
+    LowRankRecord,
+    ShardedWriter,
+    fingerprint,
+    open_checkpoint,
+    write_files,
+    write_tensors,
+)
 from mergekit_lab.merging import Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
