@@ -126,9 +126,9 @@ def events(folder):
 
 
 def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_path, record):
-    from matplotlib.figure import Figure
+    from PIL import Image
 
-    Figure(figsize=(1, 1)).savefig(tmp_path / "figure.png")
+    Image.new("RGB", (100, 100)).save(tmp_path / "figure.png")
     tracker = TensorBoardTracker()
     for job in ("finetune", "evaluate"):
         tracker.start({}, run_dir=tmp_path / "run", name="n", job_type=job)

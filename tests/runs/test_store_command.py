@@ -247,7 +247,8 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
 def test_an_export_s_card_shows_names_as_they_are_and_nothing_of_them_is_markup() -> None:
     name = "<script>alert(1)</script> [x](javascript:alert(1)) `c` **b** |"
     content = {"task": f"{name}\n```\n{name}"}
-    card = _card(Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z"))
+    made = Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z")
+    card = _card(made, False, name, {})
     tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.partition("---\n# ")[2])
     inline = [child.type for token in tokens for child in token.children or ()]
     assert set(inline) == {"text"}

@@ -1,12 +1,14 @@
 """Hydra calls nothing on behalf of a configuration that is none of its parts."""
 
 import pytest
-from composing import composed
+from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
+from mergekit_lab.paths import conf_dir
 from mergekit_lab.schema.hydra_parts import check_hydra, guard_hydra
 
 BAD = "{_target_: mergekit_lab.store.files.discard, path: here}"
@@ -39,5 +41,10 @@ def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> N
     check_hydra(OmegaConf.create(f"hydra: {{{sampler}, {handler}, callbacks: {{x: {{_target_: {LOGS}}}}}}}"))
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", ConfigLoaderImpl.load_configuration)
     guard_hydra()
-    with pytest.raises(InputError, match="it must be a Callback of Hydra"):
-        composed(["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"])
+    given = ["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"]
+    GlobalHydra.instance().clear()
+    with (
+        initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        pytest.raises(InputError, match="it must be a Callback of Hydra"),
+    ):
+        compose("main", given, return_hydra_config=True)
