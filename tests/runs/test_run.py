@@ -22,6 +22,8 @@ from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
 from mergekit_lab.runs.entry import STAGES
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.run import Run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
 
@@ -137,19 +139,20 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
 
 def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:
     _, store = finished
-    before = count(store, "experts")
-    only = ["stage=finetune", "joint=false"]
-    go(tmp_path, store, *only, "merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7")
-    assert count(store, "experts") == before
-    go(tmp_path, store, *only, "training.lr=1e-4")
-    assert count(store, "experts") == before + 2
-    go(tmp_path, store, *only, "seed=1")
-    assert count(store, "experts") == before + 4
-    go(tmp_path, store, *only, "optimizer=sam")
-    go(tmp_path, store, *only, "optimizer=sam", "optimizer.rho=0.1")
-    assert count(store, "experts") == before + 8
-    go(tmp_path, store, *only, "suite.tasks.digits.seed=5")
-    assert count(store, "experts") == before + 9
+
+    def keys(*overrides: str) -> dict[str, str]:
+        run = Run(*composed([*TINY, f"store.root={store}", *overrides])[:1], tmp_path, {"optimizer": "adamw"})
+        return {task: expert_node(run, task).key for task in run.tasks}
+
+    made = keys()
+    assert all((store / "experts" / key).is_dir() for key in made.values())
+    assert keys("merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7", "joint=false") == made
+    others = [["training.lr=1e-4"], ["seed=1"], ["optimizer=sam"], ["optimizer=sam", "optimizer.rho=0.1"]]
+    new = {key for each in others for key in keys(*each).values()}
+    assert len(new - set(made.values())) == 2 * len(others)
+    of_digits = keys("suite.tasks.digits.seed=5")
+    assert of_digits["latin"] == made["latin"]
+    assert of_digits["digits"] != made["digits"]
 
 
 def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
