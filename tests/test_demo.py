@@ -13,7 +13,7 @@ from mergekit_lab.reporting import read_records
 MERGERS = {"average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"}
 
 _SHORTER = (
-    *("progress=false", "training.steps=90", "search.coefficients=[0.7,1.4]"),
+    *("progress=false", "training.steps=60", "search.coefficients=[0.7,1.4]"),
     *(f"suite.tasks.{task}.validation_size=200" for task in ("digits", "mnist", "latin", "style")),
     *(f"suite.tasks.{task}.test_size=400" for task in ("digits", "mnist", "latin", "style")),
 )
