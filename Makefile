@@ -1,6 +1,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-beside lint types docs dist pythons wheel-test sweep gallery clean
 
+# What is imported is compiled once, and not by every process of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(p)),$(p))))
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
