@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mergekit_lab.errors import InputError, listing
 
@@ -59,6 +59,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def pin_memory(batch: Batch) -> Batch:
     """The batch in memory that a GPU reads by itself."""
     return _map_tensors(Tensor.pin_memory, batch)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Its tensors."""
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    return [value for value in tree_leaves(plain) if isinstance(value, Tensor)]
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:

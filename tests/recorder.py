@@ -38,7 +38,8 @@ class Recorder(TorchDispatchMode):
             self.computed = False
             return
         self.replays += 1
-        touched = [leaf for leaf in tree_leaves(self.calls) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(self.calls) if isinstance(leaf, Tensor)]
+        touched = [tensor for tensor in tensors if not tensor.is_inference()]
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(touched)):  # autograd sees no replay
             for func, args, kwargs, result in self.calls:
                 again = func(*args, **kwargs)
@@ -53,7 +54,7 @@ def _place(tensor: Tensor) -> int:
 
 
 class Card:
-    """Stands in for `training.captured.Card`; `graphs` are all that were recorded."""
+    """Stands in for `cuda_graphs.Card`; `graphs` are all that were recorded."""
 
     graphs: ClassVar[list[Recorder]] = []
 
@@ -63,7 +64,7 @@ class Card:
     def stream(self):
         return nullcontext()
 
-    def record(self, run, generators):
+    def record(self, run, generators=()):
         graph = Recorder()
         recording[0] = True
         try:

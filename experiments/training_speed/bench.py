@@ -326,20 +326,22 @@ def measure_resume(case: Case, small: bool, folder: Path) -> dict[str, Any]:
 
 
 def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
-    """Samples a second that reading brings, without training, and what a batch takes on the device."""
+    """Samples a second that reading and augmenting bring, without training, and what a batch of these takes."""
     made = problem(case.group, small)
     count, size = (3, 4) if small else (60, BATCH[case.group])
     device = torch.device("cuda" if CUDA else "cpu")
     objective = deepcopy(made.objective).to(device)
-    batches = StepBatches({"task": made.objective}, size, count + 5, 0, few_shapes=made.objective.fixes_shapes)
-    coming = iter(batches)
+    few = made.objective.fixes_shapes
+    batches = iter(StepBatches({"task": objective}, size, count + 5, 0, few_shapes=few, device=device))
     for _ in range(5):
-        batch = next(coming)["task"]
+        next(batches)
+    wait()
     begun = time.perf_counter()
-    for both in coming:
-        batch = both["task"]
-    read = size * count / (time.perf_counter() - begun)
-    moved = to_device(batch, device)
+    for _ in batches:
+        pass
+    wait()
+    brought = size * count / (time.perf_counter() - begun)
+    moved = to_device(objective.training_batch(torch.arange(size)), device)
     objective.augment(moved, 0)
     wait()
     begun = time.perf_counter()
@@ -347,7 +349,7 @@ def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
         objective.augment(moved, seed)
     wait()
     return {
-        "read_per_second": round(read),
+        "brought_per_second": round(brought),
         "augment_ms": round(1e3 * (time.perf_counter() - begun) / 20, 3),
     }
 

@@ -87,6 +87,7 @@ class ImageObjective(Objective):
     task: ImageTask
     head: Tensor
     fixes_shapes = True
+    replays_forward = True
     reading_threads = 4
 
     def __init__(

@@ -43,11 +43,13 @@ class Objective(nn.Module, ABC):
     Attributes:
         fixes_shapes: training batches, augmented, have one shape, or one of a few from `fix_shape`.
         reading_threads: how many may make training batches at a time.
+        replays_forward: evaluation calls the model with tensors of a few shapes, and gets a small tensor.
         causal: the logits at a token are of the next one (a decoder-only language model).
         max_samples: samples at a time that evaluation takes, once more were too many for the device's memory.
     """
 
     causal: ClassVar[bool] = False
+    replays_forward: ClassVar[bool] = False
     reading_threads: ClassVar[int] = 1
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import Assessment, to_list
+from mergekit_lab.evaluation.replay import replay_forward
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.tasks import Part
 
@@ -70,11 +71,12 @@ def score(
             expected = size
         chunk = index[left[:size]]
         if with_loss:
-            return objective.assess(model, part, chunk)
-        return Assessment(torch.zeros(()), len(chunk), objective.predict(model, part, chunk))
+            return objective.assess(runs, part, chunk)
+        return Assessment(torch.zeros(()), len(chunk), objective.predict(runs, part, chunk))
 
     was_training = model.training
     model.eval()
+    runs = replay_forward(model) if objective.replays_forward else model
     assessed: list[Assessment] = []
     while len(left):
         done, fitting = fit_memory(

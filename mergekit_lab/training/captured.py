@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.batches import Batch
+from mergekit_lab.cuda_graphs import Card
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 Batches = dict[str, Batch]
 """A batch a task."""
 
-DEVICES = ("cuda",)
-"""Kinds of devices that have such graphs."""
 _WARM_UP = 2
 """Steps of any kind that run as written before one is recorded."""
 _MOST = 32
@@ -44,41 +42,6 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Tensor
-
-
-class Card:
-    """Where graphs are recorded: a stream of a CUDA device, and the memory that all recordings share.
-
-    Its stream waits for the one that is in use, and is waited for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Within the block work goes to the card's stream."""
-        outer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
-
-    def record(
-        self, run: Callable[[], Tensor], generators: Sequence[torch.Generator]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """What `run` would compute, as a graph; and where its result will be.
-
-        Only this thread's calls are part of it: others bring the next batches meanwhile.
-        """
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = run()
-        return graph, result
 
 
 class Replay:

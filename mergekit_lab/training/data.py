@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.batches import Batch, pin_memory
+from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
+_CPU = torch.device("cpu")
 _AHEAD = 4
+_READY = 2
+"""Batches beyond the one in use that lie on a GPU."""
 _POOL = 50
 """Batches that are sorted by length together."""
 
 
 class StepBatches:
-    """An iterable of exactly `steps` training batches, starting at any of them.
+    """An iterable of exactly `steps` training batches, augmented, starting at any of them.
 
     Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
     alone. Where an objective knows lengths, samples of about one length share a batch. With `world` processes
@@ -38,6 +41,8 @@ class StepBatches:
         start: the first step to yield.
         rank, world: this process and how many there are.
         few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
+        device: where batches are wanted. On a GPU they are brought and augmented beside the step in hand, on a
+            stream of their own; on others they come as they are read, on the CPU.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class StepBatches:
         rank: int = 0,
         world: int = 1,
         few_shapes: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         self.objectives = dict(objectives)
         self.share = max(1, batch_size // len(objectives))
@@ -59,6 +65,7 @@ class StepBatches:
         self.rank = rank
         self.world = world
         self.few_shapes = few_shapes
+        self.device = device
         self._threads = min(each.reading_threads for each in self.objectives.values())
         self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
         self._order: dict[tuple[int, int], np.ndarray] = {}
@@ -68,8 +75,47 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        chosen = (self.choose(step) for step in range(self.start, self.steps))
-        return prefetch(self._pin, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
+        on_gpu = self.device.type == "cuda"
+        chosen = ((step, self.choose(step)) for step in range(self.start, self.steps))
+        make = self._read_pinned if on_gpu else self._make
+        read = prefetch(make, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
+        return self._bring_all(read) if on_gpu else (batch for _, batch in read)
+
+    def _make(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
+        step, index = chosen
+        return step, self._augment(step, self._read(index))
+
+    def _read_pinned(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
+        """These samples where a GPU reads them without the processor's help."""
+        step, index = chosen
+        return step, {task: pin_memory(part) for task, part in self._read(index).items()}
+
+    def _bring_all(self, read: Iterator[tuple[int, dict[str, Batch]]]) -> Iterator[dict[str, Batch]]:
+        """Batches on the GPU; the stream in use waits for each."""
+        stream = torch.cuda.Stream(self.device)
+
+        def bring(item: tuple[int, dict[str, Batch]]) -> tuple[dict[str, Batch], torch.cuda.Event]:
+            step, batch = item
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                moved = {task: to_device(part, self.device) for task, part in batch.items()}
+                return self._augment(step, moved), stream.record_event()
+
+        for batch, ready in prefetch(bring, read, ahead=_READY):
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(ready)
+            for part in batch.values():
+                for tensor in tensors_of(part):
+                    tensor.record_stream(current)
+            yield batch
+
+    def _augment(self, step: int, batch: Mapping[str, Batch]) -> dict[str, Batch]:
+        """The batch of a step with what chance adds to it: a function of (seed, step, task, process)."""
+        seed = (self.seed * 1_000_003 + step) % (1 << 63)
+        augmented = {}
+        for number, (task, part) in enumerate(batch.items()):
+            own = spread_seed(seed * len(self.objectives) + number, self.rank, self.world)
+            augmented[task] = self.objectives[task].augment(part, own)
+        return augmented
 
     def state_dict(self) -> dict[str, int]:
         """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
@@ -79,19 +125,14 @@ class StepBatches:
         """Nothing to restore."""
 
     def batch(self, step: int) -> dict[str, Batch]:
-        """The batch of one step, by task."""
-        return self._read(self.choose(step))
+        """The batch of one step, by task, on the CPU."""
+        return self._make((step, self.choose(step)))[1]
 
-    def _read(self, chosen: Mapping[str, Tensor]) -> dict[str, Batch]:
-        batch = {task: self.objectives[task].training_batch(at) for task, at in chosen.items()}
+    def _read(self, index: Mapping[str, Tensor]) -> dict[str, Batch]:
+        batch = {task: self.objectives[task].training_batch(at) for task, at in index.items()}
         if not self.few_shapes:
             return batch
         return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
-
-    def _pin(self, chosen: Mapping[str, Tensor]) -> dict[str, Batch]:
-        """These samples where a GPU reads them without the processor's help."""
-        batch = self._read(chosen)
-        return {task: pin_memory(part) for task, part in batch.items()} if torch.cuda.is_available() else batch
 
     def choose(self, step: int) -> dict[str, Tensor]:
         """Which samples of each task's training part one step takes, int64."""
@@ -118,6 +159,11 @@ class StepBatches:
             order = order if lengths is None else order_by_length(order, lengths, self.share, generator)
             self._order[task, turn] = order.numpy()
         return self._order[task, turn]
+
+
+def spread_seed(seed: int, rank: int, world: int) -> int:
+    """A seed of a process's own, 63 bits."""
+    return (seed * world + rank) % (1 << 63)
 
 
 def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
@@ -187,12 +233,18 @@ class TaskData(lightning.LightningDataModule):
 
     def train_dataloader(self) -> StepBatches:
         trainer = self.trainer
-        start, rank, world = (
-            (trainer.global_step, trainer.global_rank, trainer.world_size) if trainer else (0, 0, 1)
-        )
-        few_shapes = bool(trainer and getattr(trainer.lightning_module, "replays", False))
+        if trainer is None:
+            return StepBatches(self.objectives, self.batch_size, self.steps, self.seed)
         return StepBatches(
-            self.objectives, self.batch_size, self.steps, self.seed, start, rank, world, few_shapes
+            self.objectives,
+            self.batch_size,
+            self.steps,
+            self.seed,
+            start=trainer.global_step,
+            rank=trainer.global_rank,
+            world=trainer.world_size,
+            few_shapes=getattr(trainer.lightning_module, "replays", False),
+            device=trainer.strategy.root_device,
         )
 
     def val_dataloader(self) -> InOrder:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import count_samples, take_samples
+from mergekit_lab.cuda_graphs import DEVICES
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
-from mergekit_lab.training.captured import DEVICES, Batches, Replay
+from mergekit_lab.training.captured import Batches, Replay
 from mergekit_lab.training.clock import Clock
 from mergekit_lab.training.compiled import compile_model, pays
+from mergekit_lab.training.data import spread_seed
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,24 @@ _REPLAY_PAYS_FROM = 20
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 OnMetrics = Callable[[dict[str, float], int], None]
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A point of the training curve, on its way from the device: loss, learning rate, first bad step."""
+
+    step: int
+    values: Sequence[float] | Tensor
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def arrived(self) -> bool:
+        return self.ready is None or self.ready.query()
+
+    def numbers(self) -> Sequence[float]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return to_list(self.values)
 
 
 class FinetuneModule(lightning.LightningModule):
@@ -98,6 +120,7 @@ class FinetuneModule(lightning.LightningModule):
         self.record_every = record_every
         self.on_metrics = on_metrics
         self.curve: list[dict[str, float]] = []
+        self._points: deque[_Point] = deque()
         self._looked_at = -1
         self._first_loss: Tensor | None = None
         self._first_bad: Tensor | None = None
@@ -153,13 +176,10 @@ class FinetuneModule(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
-        for number, task in enumerate(batch):
-            own = self._spread_seed(seed * len(self.tasks) + number)
-            batch[task] = self.objective(task).augment(batch[task], own)
         if self._to_compile:
             self._to_compile = False
             self._runs = [compile_model(self.model, lambda model: self._try(model, batch))]
-        _seed(self._spread_seed(seed), self.device)
+        _seed(spread_seed(seed, self.global_rank, self.trainer.world_size), self.device)
         self._first_loss = None
 
     def _try(self, model: nn.Module, batch: Batches) -> Tensor:
@@ -167,9 +187,6 @@ class FinetuneModule(lightning.LightningModule):
         self._runs = [model]
         with self.trainer.precision_plugin.forward_context():
             return self._loss(self._cut(batch)[0], 1)
-
-    def _spread_seed(self, seed: int) -> int:
-        return (seed * self.trainer.world_size + self.global_rank) % (1 << 63)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
@@ -349,10 +366,29 @@ class FinetuneModule(lightning.LightningModule):
         assert self._first_loss is not None
         if self._replay is None:
             self._watch(self._first_loss)
-        if step % self.record_every and step != self.steps:
-            return
-        self._refuse_bad()
-        self._record({"train_loss": float(self._first_loss), "lr": self._current_rate()})
+        if step % self.record_every == 0 or step == self.steps:
+            self._points.append(self._take_point(step))
+        self._record_points(wait=step == self.steps)
+
+    def _take_point(self, step: int) -> _Point:
+        """The loss of a step and what belongs to it; a GPU is not waited for."""
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        numbers: tuple[Any, ...] = (self._first_loss, rate, self._first_bad)
+        if self.device.type != "cuda":
+            return _Point(step, [float(each) for each in numbers])
+        wide = [torch.as_tensor(each, dtype=torch.float64) for each in numbers]
+        on_gpu = torch.stack([each.detach().to(self.device, non_blocking=True) for each in wide])
+        on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+        on_host.copy_(on_gpu, non_blocking=True)
+        return _Point(step, on_host, torch.cuda.current_stream(self.device).record_event())
+
+    def _record_points(self, *, wait: bool) -> None:
+        """Record the points of the training curve that have arrived, or all of them."""
+        while self._points and (wait or self._points[0].arrived):
+            point = self._points.popleft()
+            loss, rate, bad = point.numbers()
+            self._refuse_bad(int(bad))
+            self._record({"train_loss": loss, "lr": rate}, point.step)
 
     def _watch(self, loss: Tensor) -> None:
         """Note on the device the first step whose loss is not finite."""
@@ -363,19 +399,18 @@ class FinetuneModule(lightning.LightningModule):
         self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
 
     def on_validation_start(self) -> None:
-        self._refuse_bad()
+        self._record_points(wait=True)
+        self._refuse_bad(-1 if self._first_bad is None else int(self._first_bad))
+
+    def on_train_end(self) -> None:
+        self._record_points(wait=True)
 
     def _rate_at(self, step: int) -> float:
         schedule: Any = self.lr_schedulers()
         return float(schedule.base_lrs[0]) * self._rate(step - 1)
 
-    def _current_rate(self) -> float:
-        return float(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
-
-    def _refuse_bad(self) -> None:
-        """Stop at a loss that was not finite, before weights that followed it are kept. The device is asked
-        here and not in every step, which would make it wait."""
-        step = -1 if self._first_bad is None else int(self._first_bad)
+    def _refuse_bad(self, step: int) -> None:
+        """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
         if step < 0:
             return
         file = Path(self.trainer.default_root_dir) / "last.ckpt"
@@ -403,10 +438,9 @@ class FinetuneModule(lightning.LightningModule):
         mean = sum(values) / len(values)
         self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)
         if not self.trainer.sanity_checking:
-            self._record({"val_accuracy": mean})
+            self._record({"val_accuracy": mean}, self.global_step)
 
-    def _record(self, metrics: dict[str, float]) -> None:
-        step = self.global_step
+    def _record(self, metrics: dict[str, float], step: int) -> None:
         if self.curve and self.curve[-1]["step"] == step:
             self.curve[-1].update(metrics)
         else:
@@ -415,6 +449,7 @@ class FinetuneModule(lightning.LightningModule):
             self.on_metrics(metrics, step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._record_points(wait=True)
         checkpoint["curve"] = [dict(point) for point in self.curve]
         if self._host_settings is not None:
             for state in checkpoint["optimizer_states"]:

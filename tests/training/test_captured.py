@@ -21,7 +21,6 @@ REPLAYABLE = [name for name in OPTIMIZERS if name != "mergopt_worst"]
 @pytest.fixture
 def card(monkeypatch):
     """The CPU, with graphs."""
-    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
     monkeypatch.setattr("mergekit_lab.training.module.DEVICES", ("cpu",))
     monkeypatch.setattr(captured, "Card", recorder.Card)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.recording[0])
