@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
 from mergekit_lab.optim.fit import OffsetFit, fit_offset
-from mergekit_lab.optim.noise import DISTRIBUTIONS, add_offset, draw_noise, hash_bits
+from mergekit_lab.optim.noise import DISTRIBUTIONS, Move, add_offset, draw_noise, hash_bits, to_signed
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_sharded
@@ -53,8 +53,8 @@ class MergOPT(OffsetOptimizer):
             `loc` and `scale` 0 this is the base optimizer. "fit" estimates `loc` and `scale` from
             `task_vectors`.
         distribution: `laplace` or `gaussian`.
-        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
-            and the type of device; ranks with the same seed take the same offset.
+        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout, the
+            type of device, and whether Triton builds kernels for it; ranks with the same seed take the same.
         worst_of: n ≥ 1 offsets are drawn each step; the gradient is taken at the one with the largest loss
             (over all ranks together, unless `per_rank`). n > 1 takes n + 1 evaluations and needs a closure.
         per_rank: every rank draws its own offset, so a step averages over as many as there are ranks.
@@ -144,19 +144,40 @@ class MergOPT(OffsetOptimizer):
         factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
         return hash_bits(self.seed, self.steps_done, f"offset{which}"), factor
 
+    def save_and_move(self, params: list[Tensor], candidate: int) -> list[Tensor] | None:
+        move = Move.find(params) if self._offsets else None
+        if move is None:
+            return super().save_and_move(params, candidate)
+        if self.replay is not None:
+            seed, factor = self.replay.seed, self.replay.factor
+        else:
+            bits, size = self.draw(candidate)
+            if size == 0:
+                self.theta.save(params)
+                return None
+            seed = torch.full((), to_signed(bits), dtype=torch.int64, device=params[0].device)
+            factor = torch.full((), size, device=params[0].device)
+        copies = self.theta.save(params, copy=False)
+        move(params, copies, seed, factor, **self._noise)
+        return copies
+
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
-        size: Any = {"distribution": self.distribution, "loc": self.loc, "scale": self.scale}
         if not self._offsets:
             return False
         if self.replay is not None:
-            for group, z in draw_noise(params, self.replay.generator, factor=self.replay.factor, **size):
+            draws = draw_noise(params, self.replay.generator, factor=self.replay.factor, **self._noise)
+            for group, z in draws:
                 torch._foreach_add_(group, z)
             return True
         seed, factor = self.draw(candidate)
         if factor == 0:
             return False
-        add_offset(params, seed, factor, **size)
+        add_offset(params, seed, factor, **self._noise)
         return True
+
+    @property
+    def _noise(self) -> dict[str, Any]:
+        return {"distribution": self.distribution, "loc": self.loc, "scale": self.scale}
 
     def explore(self, closure: Closure) -> Any:
         if self.evaluations_per_step == 1:

@@ -1,13 +1,21 @@
 """Random numbers that depend on (seed, step) alone, and offsets of the weights made of them."""
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.sharded import take_part_like, take_parts
+from mergekit_lab.optim.sharded import first_entry, take_part_like, take_parts
+
+log = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
@@ -17,6 +25,11 @@ def hash_bits(seed: int, step: int, what: str) -> int:
     """64 well-mixed bits for one purpose (`what`) of one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def to_signed(bits: int) -> int:
+    """64 bits as an int64 holds them."""
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def sample(
@@ -104,6 +117,58 @@ def add_offset(
     draws = draw_noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
     for group, z in draws:
         torch._foreach_add_(group, z)
+
+
+class Move:
+    """Copies weights and moves them by one kernel, on a GPU for which Triton can build it.
+
+    Its draws are others than `draw_noise`'s. They depend on an entry's place in the whole model, so that every
+    process makes those of its part alone.
+    """
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels = kernels
+
+    @staticmethod
+    def find(params: Sequence[Tensor]) -> Move | None:
+        """The move of these parameters; None where `draw_noise` is to make it."""
+        if not params or any(p.device.type != "cuda" or p.device != params[0].device for p in params):
+            return None
+        if any(wide_dtype(p) is not torch.float32 or first_entry(p) is None for p in params):
+            return None
+        kernels = _load_kernels()
+        return None if kernels is None else Move(kernels)
+
+    def __call__(
+        self, params: Sequence[Tensor], copies: Sequence[Tensor], seed: Tensor, factor: Tensor, **size: Any
+    ) -> None:
+        """See `gpu_noise.save_and_move`."""
+        first, entries = [], 0
+        for p in params:
+            first.append(entries + (first_entry(p) or 0))
+            entries += -(-p.numel() // 4) * 4
+        self._kernels.save_and_move(take_parts(params), take_parts(copies), first, seed, factor, **size)
+
+
+@cache
+def _load_kernels() -> ModuleType | None:
+    """`gpu_noise`, where Triton and what it needs are there and a first move comes out; else None."""
+    try:
+        from mergekit_lab.optim import gpu_noise
+
+        weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+        seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
+        gpu_noise.save_and_move(
+            [weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0
+        )
+        if bool(copy.any()) or not bool(weights.all()):
+            return None
+    except Exception as error:
+        log.info(
+            "MergOPT moves weights by torch's operations, which takes longer (%s)", str(error).split("\n")[0]
+        )
+        return None
+    return gpu_noise
 
 
 def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer
+from mergekit_lab.optim.noise import to_signed
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
@@ -75,6 +76,7 @@ class OffsetOptimizer(WrappedOptimizer):
         assert self.replay is not None
         seed, factor = self.draw(0)
         self.replay.generator.manual_seed(seed)
+        self.replay.seed.fill_(to_signed(seed))
         self.replay.factor.fill_(factor)
 
     def count_step(self) -> None:
@@ -88,6 +90,11 @@ class OffsetOptimizer(WrappedOptimizer):
             candidate: which of several offsets of this step, from 0.
         """
         raise NotImplementedError(f"{type(self).__name__} must define add_offset(params, candidate)")
+
+    def save_and_move(self, params: list[Tensor], candidate: int) -> list[Tensor] | None:
+        """Copy θ, and add the offset; the copies, or None if there is no offset."""
+        copies = self.theta.save(params)
+        return copies if self.add_offset(params, candidate) else None
 
     @property
     def unmoved_fraction(self) -> float | None:
@@ -154,9 +161,9 @@ class OffsetOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _move(self, candidate: int = 0) -> None:
         params = [p for p in self.parameters if p.requires_grad]
-        copies = self.theta.save(params)
         self._unmoved.clear()
-        if not self.add_offset(params, candidate):
+        copies = self.save_and_move(params, candidate)
+        if copies is None:
             return
         torch.clear_autocast_cache()
         for p, before in zip(params, copies, strict=True):

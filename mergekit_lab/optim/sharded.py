@@ -49,6 +49,27 @@ def spread_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
+def first_entry(tensor: Tensor) -> int | None:
+    """Where this process's part of `tensor` begins among all its entries; None if it is not one run of them.
+
+    0 for a plain tensor.
+    """
+    if not is_sharded(tensor):
+        return 0 if tensor.is_contiguous() else None
+    of: Any = tensor
+    cuts = [(dim, placement) for dim, placement in enumerate(of.placements) if not placement.is_replicate()]
+    if not take_part(tensor).is_contiguous() or len(cuts) > 1:
+        return None
+    if not cuts:
+        return 0
+    dim, placement = cuts[0]
+    if type(placement).__name__ != "Shard" or placement.dim != 0:
+        return None
+    rows = -(-of.shape[0] // of.device_mesh.size(dim))  # as torch.chunk cuts
+    first = min(of.shape[0], rows * of.device_mesh.get_local_rank(dim))
+    return int(first * (of.numel() // max(1, of.shape[0])))
+
+
 def global_norm(tensors: Sequence[Tensor]) -> Any:
     """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
 

@@ -55,19 +55,22 @@ class SavedWeights:
         """Whether the weights are away from θ."""
         return bool(self._kept)
 
-    def save(self, params: list[Tensor]) -> list[Tensor]:
-        """Copy `params`, and return the copies (same shapes, dtypes and devices)."""
-        copies = [p.detach().clone() for p in params] if self._kept else self.refill(params)
+    def save(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
+        """Copy `params`, and return the copies (same shapes, dtypes and devices).
+
+        Without `copy` they hold anything, and the caller fills them before `restore` is called.
+        """
+        copies = [p.detach().clone() for p in params] if self._kept else self.refill(params, copy)
         self._kept.append((list(params), copies))
         return copies
 
-    def refill(self, params: list[Tensor]) -> list[Tensor]:
+    def refill(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
         """Copies of `params` in the memory that is kept, which are not put back by `restore`."""
         memory = self._memory
         if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
             memory.clear()
             memory.update({p: p.detach().clone() for p in params})
-        elif params:
+        elif params and copy:
             torch._foreach_copy_(take_parts(list(memory.values())), take_parts([p.detach() for p in memory]))
         return [memory[p] for p in params]
 
@@ -89,10 +92,12 @@ class ReplayState:
 
     Attributes:
         generator: of random numbers, seeded anew for every step; a graph must register it.
+        seed: the same seed, int64, for kernels of our own.
         factor: on what the step adds or mixes, a tensor without dimensions.
     """
 
     generator: torch.Generator
+    seed: Tensor
     factor: Tensor
 
 
@@ -297,7 +302,8 @@ class WrappedOptimizer(Optimizer):
         A loop that replays asks `plan` first. Before a replay it calls `prepare_step`, after it `count_step`.
         `step` does both itself.
         """
-        self.replay = ReplayState(torch.Generator(device), torch.zeros((), device=device))
+        seed, factor = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
+        self.replay = ReplayState(torch.Generator(device), seed, factor)
 
     @property
     def replayable(self) -> bool:

@@ -1,0 +1,112 @@
+"""MergOPT's move in one kernel in Triton, for GPUs: copy the weights, draw an offset, add it.
+
+Draws come from Philox by (seed, number of the entry), in registers: weights are read once and written twice,
+where torch's operations make ten passes over them. Importing this needs Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+_ROW = tl.constexpr(5)
+"""Numbers a block: addresses of its weights and copies, the number of its first draw, entries from and to."""
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    table, seed, factor, loc, scale, TYPE: tl.constexpr, LAPLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = table + tl.program_id(0).to(tl.int64) * _ROW
+    weights = tl.load(row).to(tl.pointer_type(TYPE))
+    copies = tl.load(row + 1).to(tl.pointer_type(TYPE))
+    first, start, stop = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    quad = first // 4 + tl.arange(0, BLOCK // 4)
+    low, high = quad.to(tl.uint32), (quad >> 32).to(tl.uint32)
+    one, two, three, four = tl.philox(tl.load(seed), low, high, low * 0, low * 0)
+    if LAPLACE:
+        one, two, three, four = _laplace(one), _laplace(two), _laplace(three), _laplace(four)
+    else:
+        one, two = _normal(one, two)
+        three, four = _normal(three, four)
+    draws = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [BLOCK])
+    entry = tl.arange(0, BLOCK)
+    there = (entry >= start) & (entry < stop)
+    value = tl.load(weights + entry, mask=there)
+    tl.store(copies + entry, value, mask=there)
+    moved = value.to(tl.float32) + tl.load(factor) * (loc + scale * draws)
+    tl.store(weights + entry, moved.to(TYPE), mask=there)
+
+
+@triton.jit
+def _laplace(bits):  # type: ignore[no-untyped-def]
+    """Mean 0 and mean absolute deviation 1, from 32 bits: one is the sign, 31 an exponential draw."""
+    size = -tl.log(((bits >> 1).to(tl.float32) + 0.5) * (1.0 / 2147483648.0))
+    return tl.where((bits & 1) == 1, size, -size)
+
+
+@triton.jit
+def _normal(bits, others):  # type: ignore[no-untyped-def]
+    return tl.pair_uniform_to_normal(tl.uint_to_uniform_float(bits), tl.uint_to_uniform_float(others))
+
+
+def save_and_move(
+    params: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    first: Sequence[int],
+    seed: Tensor,
+    factor: Tensor,
+    *,
+    distribution: str,
+    loc: float,
+    scale: float,
+) -> None:
+    """Write `params` into `copies`, then add `factor` · z to them in place, z drawn entry by entry.
+
+    Args:
+        params: contiguous, on one GPU, of float32, bfloat16 or float16.
+        copies: of the same shapes and dtypes, contiguous.
+        first: the number of each one's first entry. An entry's draw depends on its number and the seed alone.
+        seed: int64, factor: float32; without dimensions, on the GPU.
+        distribution, loc, scale: see `draw_noise`.
+    """
+    for dtype in dict.fromkeys(p.dtype for p in params):
+        chosen = [
+            (p.data_ptr(), copy.data_ptr(), number, p.numel())
+            for p, copy, number in zip(params, copies, first, strict=True)
+            if p.dtype == dtype
+        ]
+        table = _tabulate(tuple(chosen), dtype.itemsize, seed.device)
+        with torch.cuda.device_of(seed):
+            _move[(len(table),)](
+                table, seed, factor, loc, scale,
+                TYPE=_TYPES[dtype], LAPLACE=distribution == "laplace", BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def _tabulate(chosen: tuple[tuple[int, int, int, int], ...], width: int, device: torch.device) -> Tensor:
+    """A row a block, int64 `[blocks, 5]` on the device. Four draws are made at a time, so that a block begins
+    at a number that four divides, up to three entries before the tensor's own first."""
+    rows = []
+    for weights, copies, number, count in chosen:
+        before = number % 4
+        begins = torch.arange(0, before + count, BLOCK)
+        at = (begins - before) * width
+        table = torch.stack([at + weights, at + copies, begins + number - before, -begins, -begins], 1)
+        table[:, 3] = (table[:, 3] + before).clamp_(min=0)
+        table[:, 4] = (table[:, 4] + before + count).clamp_(max=BLOCK)
+        rows.append(table)
+    return torch.cat(rows).to(device)
