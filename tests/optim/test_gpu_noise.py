@@ -1,4 +1,4 @@
-"""MergOPT's kernel, run by Triton's interpreter on the CPU, saves the weights and adds the offset it promises."""
+"""MergOPT's kernel, run by Triton's interpreter, saves the weights and adds the offset that it promises."""
 
 import importlib
 import sys
