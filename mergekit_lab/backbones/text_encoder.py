@@ -1,16 +1,19 @@
-"""Text encoders with a frozen head: a text's embedding against the mean embedding of each choice's texts.
+"""Text encoders with a frozen head: a text's embedding against one of each choice.
 
-What an image encoder with a head of class means is for pictures: the head is made once from the pretrained
-encoder and the training part and stays frozen, and what is fine-tuned, stored and merged is the encoder alone,
-in the names that transformers writes. An embedding is the mean over a text's tokens of the last hidden states,
-of length 1, as the sentence encoders of Reimers and Gurevych (Sentence-BERT, EMNLP 2019) have it.
+What CLIP is for pictures: the head is made once by the pretrained encoder and stays frozen, and what is
+fine-tuned, stored and merged is the encoder alone, in the names that transformers writes. A choice's embedding
+is that of its name in templates (`zero_shot`, as CLIP's; of use where pretraining was contrastive), or the mean
+of its training texts (`prototype`). An embedding is the mean over a text's tokens of the last hidden states, of
+length 1, as the sentence encoders of Reimers and Gurevych (Sentence-BERT, EMNLP 2019) have it. In contrastive
+losses sentence-transformers multiplies cosines by 20, and so does our head.
 
-Legend: N samples, L tokens, C choices, D width of an embedding.
+Legend: N samples, L tokens, C choices, T templates, D width of an embedding.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,12 +29,12 @@ from mergekit_lab.backbones.language import count_positions, load_model, load_to
 from mergekit_lab.backbones.objective import Backbone, device_of
 from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.reading import DTYPES
-from mergekit_lab.backbones.rows import pad_rows
+from mergekit_lab.backbones.rows import pad_rows, round_up
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require_choice, require_positive, require_whole
+from mergekit_lab.ranges import require, require_choice, require_positive, require_whole
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 _TOKENS = 1 << 16
 """What one forward pass of an evaluation may hold."""
 _HEAD_FILE = "head.safetensors"
+HEADS = ("zero_shot", "prototype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,12 @@ class TextEncoder(Backbone):
     Args:
         source: a folder, a hub id (`org/name`, `org/name@revision`), or `pypi:package==version/folder`.
         max_length: tokens of a text, at least 8; longer ones are cut at their end, and counted.
+        head: what a choice is compared with: "zero_shot" (its name in the task's templates) or "prototype"
+            (the mean of its training texts).
         temperature: of the head, positive: logits are it times the cosine of two embeddings.
-        head_samples: training samples that the head is made of, the first of the part; None takes all.
+        head_samples: training samples that a prototype head is made of, the first of the part; None takes all.
+        dropout: of training, in [0, 1), for all dropout layers; None leaves the model's own. At 0 batches can
+            be padded to few lengths, so that a GPU replays steps; else padding would change what is dropped.
         group_by_length: batches of training hold samples of about one length.
         precision: of evaluation, "float32" or "bfloat16" (by autocast).
         note: what every report should say of these weights.
@@ -61,8 +69,10 @@ class TextEncoder(Backbone):
 
     source: str
     max_length: int = 256
+    head: str = "prototype"
     temperature: float = 20.0
     head_samples: int | None = 1000
+    dropout: float | None = None
     group_by_length: bool = True
     precision: str = "float32"
     note: str | None = None
@@ -70,9 +80,12 @@ class TextEncoder(Backbone):
 
     def __post_init__(self) -> None:
         require_whole("backbone.max_length", self.max_length, 8)
+        require_choice("backbone.head", self.head, HEADS)
         require_positive("backbone.temperature", self.temperature)
         if self.head_samples is not None:
             require_whole("backbone.head_samples", self.head_samples, 1)
+        if self.dropout is not None:
+            require(0 <= self.dropout < 1, "backbone.dropout", self.dropout, "in [0, 1)")
         require_choice("backbone.precision", self.precision, DTYPES)
 
     def with_keeper(self, keep: Keeper) -> TextEncoder:
@@ -86,6 +99,9 @@ class TextEncoder(Backbone):
         pooler = getattr(model, "pooler", None)
         if pooler is not None:
             pooler.requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and self.dropout is not None:
+                module.p = self.dropout
         return model
 
     def identity(self) -> dict[str, str]:
@@ -115,25 +131,25 @@ class TextEncoder(Backbone):
         return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
-        read = ("max_length", "temperature", "head_samples", "group_by_length")
-        return {"head": "prototype"} | {name: getattr(self, name) for name in read}
+        dropout = {} if self.dropout is None else {"dropout": self.dropout}
+        return self._describe_head(task) | {"group_by_length": self.group_by_length} | dropout
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        read = ("max_length", "temperature", "head_samples", "precision")
-        return {"head": "prototype"} | {name: getattr(self, name) for name in read}
+        return self._describe_head(task) | {"precision": self.precision}
+
+    def _describe_head(self, task: Task) -> dict[str, Any]:
+        """What decides the head, beside the backbone and the task's data."""
+        assert isinstance(task, TextTask)
+        zero_shot = {"templates": list(task.templates)}
+        made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
+        return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
     def _head(self, objective: EncoderObjective) -> Tensor:
         if self.keep is None:
             return self._make_head(objective)
         task = objective.task
-        read = ("max_length", "temperature", "head_samples")
-        content = {
-            "backbone": self.identity(),
-            "task": task.name,
-            "data": task.fingerprint(),
-            "head": "prototype",
-        }
-        content |= {name: getattr(self, name) for name in read}
+        content = {"backbone": self.identity(), "task": task.name, "data": task.fingerprint()}
+        content |= self._describe_head(task)
 
         def make(out: Path) -> dict[str, Any]:
             write_tensors(out / _HEAD_FILE, {"head": self._make_head(objective)})
@@ -143,12 +159,20 @@ class TextEncoder(Backbone):
 
     @torch.no_grad()
     def _make_head(self, objective: EncoderObjective) -> Tensor:
-        """The mean embedding of each choice's training texts, normalized, times the temperature: `[C, D]`."""
+        """An embedding of each choice, of length 1, times the temperature: `[C, D]`.
+
+        Zero-shot: the mean of its name's embeddings in the templates; a prototype: that of its training texts.
+        """
         task = objective.task
+        assert task.choices is not None
         model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        if self.head == "zero_shot":
+            texts = [template.replace("{}", choice) for choice in task.choices for template in task.templates]
+            named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()
+            means = named.unflatten(0, (len(task.choices), len(task.templates))).mean(dim=1)
+            return (functional.normalize(means, dim=-1) * self.temperature).cpu()
         index = torch.arange(task.count("train"))[: self.head_samples]
         features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
-        assert task.choices is not None
         labels = objective.labels("train", index).to(features.device)
         return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "text")
 
@@ -179,12 +203,7 @@ class EncoderObjective(ScoredText):
     def tokenize(self, part: Part) -> list[Tensor]:
         """The texts of a part, int64 `[L]` each, once a process; says how many were cut."""
         if part not in self._tokens:
-            rows, cut, most = [], 0, self.encoder.max_length
-            for text in self.task.samples(part).prompts:
-                ids = self.tokenizer(text, verbose=False).input_ids
-                if len(ids) > most:
-                    ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
-                rows.append(torch.tensor(ids, dtype=torch.int64))
+            rows, cut = self.read_texts(self.task.samples(part).prompts)
             longest, limit = max(map(len, rows)), _positions(self.encoder.source)
             if limit is not None and longest > limit:
                 raise InputError(
@@ -194,10 +213,21 @@ class EncoderObjective(ScoredText):
             self.truncated[part] = cut
             if cut:
                 log.info(
-                    "%s, %s: %d of %d texts were cut to %d tokens", self.task.name, part, cut, len(rows), most
-                )
+                    "%s, %s: %d of %d texts were cut to %d tokens",
+                    self.task.name, part, cut, len(rows), self.encoder.max_length,
+                )  # fmt: skip
             self._tokens[part] = rows
         return self._tokens[part]
+
+    def read_texts(self, texts: Iterable[str]) -> tuple[list[Tensor], int]:
+        """The tokens of each text, int64 `[L]`, and how many texts were cut."""
+        rows, cut, most = [], 0, self.encoder.max_length
+        for text in texts:
+            ids = self.tokenizer(text, verbose=False).input_ids
+            if len(ids) > most:
+                ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
+            rows.append(torch.tensor(ids, dtype=torch.int64))
+        return rows, cut
 
     def labels(self, part: Part, index: Tensor) -> Tensor:
         """Places of the answers among the choices, int64 `[N]`."""
@@ -213,6 +243,20 @@ class EncoderObjective(ScoredText):
         tokens, mask = pad_rows([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.labels(part, index)}
 
+    @property
+    def fixes_shapes(self) -> bool:
+        return self.encoder.dropout == 0
+
+    def fix_shape(self, batch: Any) -> Batch:
+        """Rows padded at their end to the next of a few lengths; the mask leaves that out."""
+        length = batch["input_ids"].shape[1]
+        room = round_up(length)
+        extra = min(room, _positions(self.encoder.source) or room) - length
+        return batch | {
+            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=int(self.tokenizer.pad_token_id)),
+            "attention_mask": functional.pad(batch["attention_mask"], (0, extra)),
+        }
+
     def count_items(self, batch: Any) -> int:
         return len(batch["labels"])
 
@@ -227,13 +271,17 @@ class EncoderObjective(ScoredText):
 
     def embed(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
         """`[N, D]`, on the model's device."""
-        rows, device = self.tokenize(part), device_of(model)
-        chosen = [rows[i] for i in index.tolist()]
-        size = max(1, _TOKENS // max(map(len, chosen)))
+        rows = self.tokenize(part)
+        return self.embed_rows(model, [rows[i] for i in index.tolist()])
+
+    def embed_rows(self, model: nn.Module, rows: Sequence[Tensor]) -> Tensor:
+        """The same for rows of tokens, int64 `[L]` each."""
+        device = device_of(model)
+        size = max(1, _TOKENS // max(map(len, rows)))
         embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
-            for start in range(0, len(chosen), size):
-                tokens, mask = pad_rows(chosen[start : start + size], int(self.tokenizer.pad_token_id), device)
+            for start in range(0, len(rows), size):
+                tokens, mask = pad_rows(rows[start : start + size], int(self.tokenizer.pad_token_id), device)
                 embeddings.append(embed_tokens(model, tokens, mask))
         return torch.cat(embeddings)
 

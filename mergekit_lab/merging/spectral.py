@@ -66,6 +66,7 @@ _LAYER_WEIGHTS = re.compile(
     r"|(attn|attention)\.(c_attn|q_attn|c_proj)\.weight$"
     r"|(^|\.)([qkvo]|qkv|out)_proj\.weight$"
     r"|(^|\.)(fc[12]|w[123]|(gate|up|gate_up|down)_proj)\.weight$"
+    r"|(^|\.)(self\.(query|key|value)|(intermediate|output)\.dense)\.weight$"
 )
 
 
@@ -75,7 +76,8 @@ class LayerWeightsMethod(SpectralMethod):
 
     These are 2-D tensors with OpenCLIP's names (`attn.in_proj_weight`, `attn.out_proj.weight`,
     `mlp.c_fc.weight`, `mlp.c_proj.weight`) or transformers' (`q/k/v/o/qkv/out_proj`, `fc1`, `fc2`, `w1` to
-    `w3`, `gate/up/gate_up/down_proj`, `c_attn`). Others keep the base.
+    `w3`, `gate/up/gate_up/down_proj`, `c_attn`, BERT's `self.query/key/value`, `intermediate.dense` and
+    `output.dense`). Others keep the base.
 
     Args:
         all_matrices: merge every matrix so, and take the mean of other tensors.

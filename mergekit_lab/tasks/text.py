@@ -63,11 +63,13 @@ class TextTask(Task):
         choices: the answers there are, if the task is to choose among some; a model can then be asked for the
             likeliest instead of for a text of its own.
         max_new_tokens: of a text of its own.
+        templates: texts with one `{}` for a choice; an encoder's zero-shot head averages over them.
     """
 
     metric: str = "accuracy"
     choices: tuple[str, ...] | None = None
     max_new_tokens: int = 32
+    templates: tuple[str, ...] = ("{}",)
 
     def __post_init__(self) -> None:
         require_choice(f"task {self.name!r}: metric", self.metric, METRICS)
@@ -78,6 +80,12 @@ class TextTask(Task):
                     f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
                 )
         require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
+        object.__setattr__(self, "templates", tuple(self.templates))
+        wrong = [template for template in self.templates if "{}" not in template]
+        if wrong or not self.templates:
+            raise InputError(
+                f"task {self.name!r}: templates need '{{}}' for the choice; at fault: {wrong or 'none given'}"
+            )
 
     @abstractmethod
     def make(self, part: Part) -> TextSamples:
