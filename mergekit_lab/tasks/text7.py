@@ -99,7 +99,8 @@ _FIELDS = {
     "Zool": "zoology", "Bot": "botany", "Chem": "chemistry", "Med": "medicine", "Anat": "anatomy",
     "Naut": "seafaring", "Law": "law", "Min": "minerals", "Mus": "music", "Arch": "architecture",
     "Mil": "military", "Math": "mathematics", "Geom": "mathematics", "Physics": "physics",
-    "Astron": "astronomy", "Geol": "geology", "Her": "heraldry", "Gram": "grammar", "Mach": "machinery", "Eccl": "church",
+    "Astron": "astronomy", "Geol": "geology", "Her": "heraldry", "Gram": "grammar",
+    "Mach": "machinery", "Eccl": "church",
 }  # fmt: skip
 _COMPUTING = {
     "language": "programming language", "networking": "networking", "programming": "programming",

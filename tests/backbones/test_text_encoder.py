@@ -1,4 +1,4 @@
-"""Text encoders with a frozen head of class means, against the same written out for one text at a time."""
+"""Text encoders with a frozen head, against the same written out for one text at a time."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import TextEncoder
+from mergekit_lab.backbones.rows import round_up
 from mergekit_lab.curvature import diagonal_fisher
 from mergekit_lab.evaluation import score
 from mergekit_lab.programs import start
@@ -54,6 +55,34 @@ def test_a_head_is_the_normalized_mean_embedding_of_each_choices_training_texts(
         texts = [p for p, a in list(zip(samples.prompts, samples.answers, strict=True))[:20] if a == choice]
         mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
         torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+
+
+def test_a_zero_shot_head_is_the_normalized_mean_of_a_choices_name_in_templates(folder) -> None:
+    task = Colors(templates=("{}", "it is {} here"))
+    backbone = TextEncoder(source=str(folder), head="zero_shot", temperature=7.0)
+    objective, model = backbone.objective(task), backbone.model()
+    for place, choice in enumerate(task.choices):
+        mean = (alone(model, choice) + alone(model, f"it is {choice} here")) / 2
+        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+    other = Colors()
+    assert backbone.learning(task) != backbone.learning(other)
+    assert TextEncoder(source=str(folder)).learning(task) == TextEncoder(source=str(folder)).learning(other)
+
+
+def test_padding_to_few_shapes_leaves_the_loss_and_wants_no_dropout(folder) -> None:
+    backbone = TextEncoder(source=str(folder), dropout=0.0)
+    objective, model = backbone.objective(Colors()), backbone.model().train()
+    batch = objective.batch("train", torch.tensor([0, 1, 2]))
+    fixed = objective.fix_shape(batch)
+    assert objective.fixes_shapes
+    assert (
+        fixed["input_ids"].shape == fixed["attention_mask"].shape == (3, round_up(batch["input_ids"].shape[1]))
+    )
+    torch.testing.assert_close(objective.loss(model, fixed), objective.loss(model, batch))
+    dropping = TextEncoder(source=str(folder), dropout=0.5)
+    assert not dropping.objective(Colors()).fixes_shapes
+    model = dropping.model().train()
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
 
 
 def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(folder) -> None:
@@ -145,6 +174,10 @@ def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
         TextEncoder(source=str(folder)).objective(long)
     with pytest.raises(InputError, match=r"backbone\.temperature is 0; it must be positive"):
         TextEncoder(source=str(folder), temperature=0)
+    with pytest.raises(InputError, match=r"backbone\.dropout is 1; it must be in \[0, 1\)"):
+        TextEncoder(source=str(folder), dropout=1)
+    with pytest.raises(InputError, match=r"task 'colors': templates need '{}' for the choice; at fault"):
+        Colors(templates=("a color",))
     with pytest.raises(InputError, match="needs a text of every class, and 'colors' has none of 'no idea'"):
         TextEncoder(source=str(folder), head_samples=2).objective(Colors())
 

