@@ -131,8 +131,8 @@ def main_tables(results: Results, world: str) -> str:
     corrected = holm(tests)
     count = sum(not math.isnan(p) for p in tests.values())
     text += (
-        f"Gain in points, and p of a paired t-test over seeds. There are {count} tests: bold is what stays under "
-        "0.05 by Holm's correction for all of them.\n\n"
+        f"Gain in points, and p of a paired t-test over seeds. There are {count} tests: bold is what stays "
+        "under 0.05 by Holm's correction for all of them.\n\n"
     )
 
     def show(name: tuple[str, str]) -> str:
@@ -202,9 +202,8 @@ def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]])
                      if len(g := results.gains("glyphs", own, value, arm, column)) > 1]  # fmt: skip
             for (low, before), (high, after) in pairwise(gains):
                 if (min(before) > 0 and max(after) < 0) or (max(before) < 0 and min(after) > 0):
-                    found.append(
-                        f"- {arm}, {column}: {spread(before, '+.1f')} at {low}, {spread(after, '+.1f')} at {high}"
-                    )
+                    ends = f"{spread(before, '+.1f')} at {low}, {spread(after, '+.1f')} at {high}"
+                    found.append(f"- {arm}, {column}: {ends}")
     title = f"Where every seed has one sign at a value of {axis}, and every seed the other at the next:"
     return "\n".join([title, "", *(found or ["- nowhere"]), ""])
 
@@ -212,13 +211,13 @@ def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]])
 def predictions(results: Results) -> str:
     """Rank correlations of what was measured with the gain, over cells that are not AdamW's."""
     text = (
-        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's of the same "
-        "seed, and the gain, over main cells and those along ρ. Seeds of an arm are not independent, so p is "
+        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's of the "
+        "same seed, and the gain, over main cells and those along ρ. Seeds of an arm are not independent, so p is "
         "too small.\n\n"
     )
     for world in results.worlds():
-        keys = [k for k in results if k.world == world and k.axis in ("main", "rho") and results.reference(k) != k
-                and results.reference(k) in results]  # fmt: skip
+        keys = [k for k in results if k.world == world and k.axis in ("main", "rho")
+                and results.reference(k) in results.keys() - {k}]  # fmt: skip
         rows = []
         for name in MEASURES:
             row = [name]
@@ -232,7 +231,7 @@ def predictions(results: Results) -> str:
                         a, b = ends
                         change = a - b if name == "cosine" else math.log(a / b)  # type: ignore[operator]
                         pairs.append((change, scores[0] - scores[1]))  # type: ignore[operator]
-                if len(pairs) > 4:
+                if len(pairs) > 4 and all(len(set(side)) > 1 for side in zip(*pairs, strict=True)):
                     found = spearmanr(*zip(*pairs, strict=True))
                     row.append(f"{found.statistic:+.2f} ({found.pvalue:.1g}; {len(pairs)})")
                 else:
@@ -272,8 +271,8 @@ def epimer_tables(results: Results) -> str:
         rows.append(row)
     text += markdown(("setting", *results.worlds()), rows) + "\n"
     text += (
-        "Theorem 2: the bound on the mean rise of the experts' losses (nats), with Fishers as they are, and the "
-        "rise that the theorem's merge has on the Fishers' samples.\n\n"
+        "Theorem 2: the bound on the mean rise of the experts' losses (nats), with Fishers as they are, and "
+        "the rise that the theorem's merge has on the Fishers' samples.\n\n"
     )
     bounds = [
         [k.world, str(k.seed), *(f"{line['epimer'][n]:.3g}" for n in ("conflict", "residual", "bound", "rise")),
@@ -342,12 +341,13 @@ def arms_along(axis: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+", help="files that study.py wrote")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    results = Results.of(options.results)
+    everything = [line for path in options.results for line in read(path)]
+    results = Results.of(everything)
     failed = {Key(*(line[name] for name in Key._fields)): line["error"]
-              for line in read(options.results) if "error" in line}  # fmt: skip
+              for line in everything if "error" in line}  # fmt: skip
     print(f"{len(results)} lines.\n")
     for key, error in failed.items():
         if key not in results:

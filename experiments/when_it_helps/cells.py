@@ -38,7 +38,7 @@ class World:
 _GLYPHS = ("digits", "mnist", "latin", "greek", "cyrillic", "math", "accents", "style")
 WORLDS = {
     "glyphs": World(("suite=glyphs8", "evaluation_batch_size=2048"), 1e-2, 8, 256, 256),
-    "minilm": World(("+experiment=minilm_text8", "evaluation_batch_size=1024"), 1e-2, 4, 128, 32),
+    "minilm": World(("+experiment=minilm_text12", "evaluation_batch_size=1024"), 1e-2, 4, 128, 32),
 }
 SMALL = ("training.steps=4", "training.validations=1", "curvature.samples=32")
 """Of a dry run on a CPU, which takes the first tasks alone, and as many samples of a part."""
@@ -86,8 +86,8 @@ GROUPS = {
     "unlike": ("digits", "latin", "greek", "style"),
     "four alphabets": ("latin", "greek", "cyrillic", "math"),
 }
-"""Four experts of the main cells. Of all such groups, task vectors of AdamW (seed 0, 150 steps at 4e-4) have the
-largest mean cosine in the first, .059, and the smallest in the second, .009."""
+"""Four experts of the main cells. Of all such groups, task vectors of AdamW (seed 0, 150 steps at 4e-4) have
+the largest mean cosine in the first, .059, and the smallest in the second, .009."""
 LOOKS = ("shop window", "blueprint", "poster", "chalkboard")
 """Of the four alphabets; the value "one alphabet" has Latin in each."""
 

@@ -47,13 +47,12 @@ def work(link: Connection, store: Path, more: dict[str, list[str]], small: bool)
 class Worker:
     """A process, the cell it is at, and since when."""
 
-    def __init__(self, card: int | None, *arguments: Any) -> None:
+    def __init__(self, card: str, *arguments: Any) -> None:
         self.card = card
         self._arguments = arguments
         self.cell: Cell | None = None
         self.begun = time.monotonic()
-        if card is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(card)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if card == "cpu" else card
         context = multiprocessing.get_context("spawn")
         self.link, other = context.Pipe()
         self.process = context.Process(target=work, args=(other, *arguments))
@@ -147,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, help="on a local disk: experts and Fishers")
     parser.add_argument("--out", type=Path, required=True, help="lines of JSON, appended to")
-    parser.add_argument("--cards", type=int, help="GPUs; all by default, 0 for the CPU")
+    parser.add_argument("--cards", nargs="+", help="numbers of GPUs, or cpu; all GPUs by default")
     parser.add_argument("--per-card", type=int, default=7, help="processes a card, or on the CPU")
     parser.add_argument("--minutes", type=float, default=1e6, help="no cell is begun after so many")
     parser.add_argument("--stop", type=float, help="cells under way are killed after so many; --minutes + 1")
@@ -178,14 +177,13 @@ def main() -> None:
     if cards is None:
         import torch
 
-        cards = torch.cuda.device_count()
+        cards = list(map(str, range(torch.cuda.device_count()))) or ["cpu"]
     options.store.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     more = {"glyphs": list(options.glyphs), "minilm": list(options.minilm)}
-    if cards == 0:
+    if cards == ["cpu"]:
         more = {world: [*lines, "device=cpu", "trainer.accelerator=cpu"] for world, lines in more.items()}
-    places = [card for _ in range(options.per_card) for card in range(cards)] or [None] * options.per_card
-    places = places[: len(left)]
+    places = (cards * options.per_card)[: len(left)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     workers = [Worker(card, options.store.resolve(), more, options.small) for card in places]
     stop = options.stop if options.stop is not None else options.minutes + 1
