@@ -40,11 +40,9 @@ class Results(dict[Key, Line]):
     """Lines by what they are of."""
 
     @classmethod
-    def of(cls, path: Path) -> "Results":
+    def of(cls, lines: Iterable[Line]) -> "Results":
         """The latest good line of each cell."""
-        return cls(
-            {Key(*(line[name] for name in Key._fields)): line for line in read(path) if "error" not in line}
-        )
+        return cls({Key(*(line[name] for name in Key._fields)): line for line in lines if "error" not in line})
 
     def reference(self, key: Key) -> Key:
         """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
@@ -211,9 +209,9 @@ def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]])
 def predictions(results: Results) -> str:
     """Rank correlations of what was measured with the gain, over cells that are not AdamW's."""
     text = (
-        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's of the "
-        "same seed, and the gain, over main cells and those along ρ. Seeds of an arm are not independent, so p is "
-        "too small.\n\n"
+        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's of "
+        "the same seed, and the gain, over main cells and those along ρ. Seeds of an arm are not independent, "
+        "so p is too small.\n\n"
     )
     for world in results.worlds():
         keys = [k for k in results if k.world == world and k.axis in ("main", "rho")
@@ -314,8 +312,8 @@ def figure(results: Results, path: Path) -> None:
                 x = [p + 0.08 * (number - 1.5) for p, _ in points]
                 y = [statistics.mean(g) for _, g in points]
                 error = [statistics.stdev(g) if len(g) > 1 else 0.0 for _, g in points]
-                panel.errorbar(x, y, error, marker="o", markersize=3, linewidth=1, capsize=2, color=f"C{number}",
-                               label=arm)  # fmt: skip
+                style = {"marker": "o", "markersize": 3, "linewidth": 1, "capsize": 2}
+                panel.errorbar(x, y, error, color=f"C{number}", label=arm, **style)
             if row == 0:
                 panel.set_title(axis, fontsize=9)
             if column == 0:
