@@ -50,15 +50,15 @@ class Results(dict[Key, Line]):
         arm = alike if alike in ARMS else "adamw"
         return key._replace(arm=arm, axis="main", value="") if key.axis == "rho" else key._replace(arm=arm)
 
+    def gain(self, key: Key, column: str) -> float | None:
+        """Of one cell; None where it or AdamW's does not have it."""
+        own, other = accuracy(self.get(key), column), accuracy(self.get(self.reference(key)), column)
+        return None if own is None or other is None else own - other
+
     def gains(self, world: str, axis: str, value: str, arm: str, column: str) -> list[float]:
         """Of every seed that both have, in the order of seeds."""
-        found = []
-        for seed in self.seeds(world, axis, value, arm):
-            key = Key(world, axis, value, arm, seed)
-            own, other = accuracy(self[key], column), accuracy(self.get(self.reference(key)), column)
-            if own is not None and other is not None:
-                found.append(own - other)
-        return found
+        keys = [Key(world, axis, value, arm, seed) for seed in self.seeds(world, axis, value, arm)]
+        return [gain for key in keys if (gain := self.gain(key, column)) is not None]
 
     def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
         return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
@@ -207,37 +207,46 @@ def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]])
 
 
 def predictions(results: Results) -> str:
-    """Rank correlations of what was measured with the gain, over cells that are not AdamW's."""
+    """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
     text = (
-        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's of "
-        "the same seed, and the gain, over main cells and those along ρ. Seeds of an arm are not independent, "
-        "so p is too small.\n\n"
+        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's, and the "
+        "gain. A point is an arm, or a value of ρ, in the mean of its seeds, which share AdamW's chance.\n\n"
     )
+    columns = (*ON_AXES, *FIXED_COLUMNS)
     for world in results.worlds():
-        keys = [k for k in results if k.world == world and k.axis in ("main", "rho")
-                and results.reference(k) in results.keys() - {k}]  # fmt: skip
+        arms = dict.fromkeys(k[1:4] for k in results if k.world == world and k.axis in ("main", "rho"))
         rows = []
         for name in MEASURES:
             row = [name]
-            for column in (*ON_AXES, *FIXED_COLUMNS):
-                pairs = []
-                for key in keys:
-                    own, other = results[key], results[results.reference(key)]
-                    ends = measure_of(own, name), measure_of(other, name)
-                    scores = accuracy(own, column), accuracy(other, column)
-                    if None not in (*ends, *scores) and (name == "cosine" or min(ends) > 0):  # type: ignore[type-var]
-                        a, b = ends
-                        change = a - b if name == "cosine" else math.log(a / b)  # type: ignore[operator]
-                        pairs.append((change, scores[0] - scores[1]))  # type: ignore[operator]
-                if len(pairs) > 4 and all(len(set(side)) > 1 for side in zip(*pairs, strict=True)):
-                    found = spearmanr(*zip(*pairs, strict=True))
-                    row.append(f"{found.statistic:+.2f} ({found.pvalue:.1g}; {len(pairs)})")
+            for column in columns:
+                points = [p for arm in arms if (p := point_of(results, (world, *arm), name, column))]
+                if len(points) > 4 and all(len(set(side)) > 1 for side in zip(*points, strict=True)):
+                    found = spearmanr(*zip(*points, strict=True))
+                    row.append(f"{found.statistic:+.2f} ({found.pvalue:.1g}; {len(points)})")
                 else:
                     row.append("–")
             rows.append(row)
-        text += f"{world}; the number of cells stands last:\n\n"
-        text += markdown(("measure", *ON_AXES, *FIXED_COLUMNS), rows) + "\n"
+        text += f"{world}; the number of points stands last:\n\n" + markdown(("measure", *columns), rows) + "\n"
     return text
+
+
+def point_of(
+    results: Results, arm: tuple[str, str, str, str], name: str, column: str
+) -> tuple[float, float] | None:
+    """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
+    changes, gains = [], []
+    for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
+        reference = results.reference(key)
+        if reference == key or reference not in results:
+            continue
+        own, other = (measure_of(results[k], name) for k in (key, reference))
+        if own is None or other is None or (name != "cosine" and min(own, other) <= 0):
+            continue
+        gain = results.gain(key, column)
+        if gain is not None:
+            changes.append(own - other if name == "cosine" else math.log(own / other))
+            gains.append(gain)
+    return (statistics.mean(changes), statistics.mean(gains)) if gains else None
 
 
 def epimer_tables(results: Results) -> str:
