@@ -43,7 +43,7 @@ WORLDS = {
 SMALL = ("training.steps=4", "training.validations=1", "curvature.samples=32")
 """Of a dry run on a CPU, which takes the first tasks alone, and as many samples of a part."""
 SMALL_TASKS = 3
-SMALL_SIZES = {"train_size": 64, "validation_size": 32, "test_size": 48}
+SMALL_SIZES = {"train": 64, "validation": 32, "test": 48}
 
 CORE: dict[str, tuple[str, ...]] = {
     "adamw": ("optimizer=adamw",),
@@ -54,13 +54,15 @@ CORE: dict[str, tuple[str, ...]] = {
 }
 """SAM at ρ .05, ASAM as SAFT has it, MergOPT at its paper's b and at the size of AdamW's task vectors."""
 _SAME_COST = "training.budget=gradient_evaluations"
+_LINEARIZED = ("finetuning=linearized", "curvature.samples=32")
+"""A Fisher takes a backward pass a sample there."""
 OTHERS: dict[str, tuple[str, ...]] = {
     "sam, same cost": ("optimizer=sam", _SAME_COST),
     "asam, same cost": ("optimizer=asam", _SAME_COST),
     "mergopt 5 x fitted": ("optimizer=mergopt", "optimizer.scale=fit"),
     "mergopt 25 x fitted": ("optimizer=mergopt", "optimizer.scale=fit"),
-    "adamw, linearized": ("optimizer=adamw", "finetuning=linearized"),
-    "asam, linearized": ("optimizer=asam", "finetuning=linearized"),
+    "adamw, linearized": ("optimizer=adamw", *_LINEARIZED),
+    "asam, linearized": ("optimizer=asam", *_LINEARIZED),
     "adamw, attention_linear": ("optimizer=adamw", "finetuning=attention_linear"),
     "asam, attention_linear": ("optimizer=asam", "finetuning=attention_linear"),
     "sgd": ("optimizer=sgd", "training.weight_decay=1e-4"),

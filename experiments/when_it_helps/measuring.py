@@ -142,7 +142,8 @@ def compose_run(lines: Sequence[str], folder: Path, small: bool = False) -> Run:
     with open_dict(cfg):
         del cfg["hydra"]
         for number, (name, task) in enumerate(list(cfg.suite.tasks.items()) if small else []):
-            task.update({key: size for key, size in SMALL_SIZES.items() if key in task})
+            task.update({k: n for part, n in SMALL_SIZES.items() if (k := f"{part}_size") in task})
+            task.update({"sizes": SMALL_SIZES} if "sizes" in task else {})
             if number >= SMALL_TASKS:
                 del cfg.suite.tasks[name]
     cfg = settle(cfg)
