@@ -38,7 +38,7 @@ class World:
 _GLYPHS = ("digits", "mnist", "latin", "greek", "cyrillic", "math", "accents", "style")
 WORLDS = {
     "glyphs": World(("suite=glyphs8", "evaluation_batch_size=2048"), 1e-2, 8, 256, 256),
-    "minilm": World(("+experiment=minilm_text12", "evaluation_batch_size=1024"), 1e-2, 4, 128, 32),
+    "minilm": World(("+experiment=minilm_text12", "evaluation_batch_size=1024"), 1e-2, 2, 64, 32),
 }
 SMALL = ("training.steps=4", "training.validations=1", "curvature.samples=32")
 """Of a dry run on a CPU, which takes the first tasks alone, and as many samples of a part."""
