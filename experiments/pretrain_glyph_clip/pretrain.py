@@ -159,6 +159,8 @@ def train(options: argparse.Namespace) -> tuple[torch.nn.Module, dict]:
         if on_card and i == 5 and not options.eager:
             run = _captured(step)
         loss = run()
+        if i + 1 in options.keep:
+            save(model, options.keep_in / f"step_{i + 1}.safetensors")
         if i % options.log == 0 or i == options.steps - 1:
             print(f"step {i} loss {loss.item():.4f} {time.perf_counter() - start:.0f} s", flush=True)
     facts = {
@@ -168,9 +170,15 @@ def train(options: argparse.Namespace) -> tuple[torch.nn.Module, dict]:
         "seconds": round(time.perf_counter() - start, 1),
         "card": torch.cuda.get_device_name() if on_card else "none, CPU",
         "torch": torch.__version__,
-        "arguments": {k: v for k, v in vars(options).items() if k not in ("out", "facts")},
+        "arguments": {k: v for k, v in vars(options).items() if k not in ("out", "facts", "keep", "keep_in")},
     }
     return model, facts
+
+
+def save(model: torch.nn.Module, path: Path) -> None:
+    """The whole model in half precision, as it ships; `base=PATH` makes it a run's backbone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)
 
 
 def _captured(step):
@@ -201,13 +209,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=int, default=1000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--keep", type=int, nargs="+", default=[], help="steps after which the model is kept")
+    parser.add_argument(
+        "--keep-in", type=Path, default=Path("bases"), help="folder of these: step_N.safetensors"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graph")
     parser.add_argument("--out", type=Path, default=ASSETS / "glyph_clip.safetensors")
     parser.add_argument("--facts", type=Path, default=Path(__file__).with_name("pretraining.json"))
     options = parser.parse_args()
     model, facts = train(options)
-    tensors = {name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, options.out)
+    save(model, options.out)
     options.facts.write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts))
 

@@ -1,0 +1,213 @@
+"""What the study runs: worlds, arms, axes, and the cells they make, the most important first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+SEEDS = (0, 1, 2)
+FIXED = 0.4
+"""SAFT's fixed coefficient (its Table C4)."""
+GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
+PATIENCE = 3
+"""A search ends after so many worse candidates in a row."""
+ON_AXES = ("average", "task_arithmetic", "ties", "tsvm", "epimer")
+MERGERS = (*ON_AXES, "dare", "wudi", "iso_c")
+AT_FIXED = ("task_arithmetic", "ties", "tsvm")
+
+
+@dataclass(frozen=True)
+class World:
+    """A base and its tasks.
+
+    Attributes:
+        lines: overrides that make it.
+        sgd: SGD's learning rate.
+        hessians: tasks whose experts' Hessians are measured, the first of them.
+        samples: training samples of each.
+        at_once: of these; fused attention has one derivative, so that each takes much memory.
+    """
+
+    lines: tuple[str, ...]
+    sgd: float
+    hessians: int
+    samples: int
+    at_once: int
+
+
+_GLYPHS = ("digits", "mnist", "latin", "greek", "cyrillic", "math", "accents", "style")
+WORLDS = {
+    "glyphs": World(("suite=glyphs8", "evaluation_batch_size=2048"), 1e-2, 8, 256, 256),
+    "minilm": World(("+experiment=minilm_text12", "evaluation_batch_size=1024"), 1e-2, 2, 64, 32),
+}
+SMALL = ("training.steps=4", "training.validations=1", "curvature.samples=32")
+"""Of a dry run on a CPU, which takes the first tasks alone, and as many samples of a part."""
+SMALL_TASKS = 3
+SMALL_SIZES = {"train": 64, "validation": 32, "test": 48}
+
+CORE: dict[str, tuple[str, ...]] = {
+    "adamw": ("optimizer=adamw",),
+    "sam": ("optimizer=sam",),
+    "asam": ("optimizer=asam",),
+    "mergopt": ("optimizer=mergopt",),
+    "mergopt fitted": ("optimizer=mergopt", "optimizer.scale=fit"),
+}
+"""SAM at ρ .05, ASAM as SAFT has it, MergOPT at its paper's b and at the size of AdamW's task vectors."""
+_SAME_COST = "training.budget=gradient_evaluations"
+_LINEARIZED = ("finetuning=linearized", "curvature.samples=32")
+"""A Fisher takes a backward pass a sample there."""
+OTHERS: dict[str, tuple[str, ...]] = {
+    "sam, same cost": ("optimizer=sam", _SAME_COST),
+    "asam, same cost": ("optimizer=asam", _SAME_COST),
+    "mergopt 5 x fitted": ("optimizer=mergopt", "optimizer.scale=fit"),
+    "mergopt 25 x fitted": ("optimizer=mergopt", "optimizer.scale=fit"),
+    "adamw, linearized": ("optimizer=adamw", *_LINEARIZED),
+    "asam, linearized": ("optimizer=asam", *_LINEARIZED),
+    "adamw, attention_linear": ("optimizer=adamw", "finetuning=attention_linear"),
+    "asam, attention_linear": ("optimizer=asam", "finetuning=attention_linear"),
+    "sgd": ("optimizer=sgd", "training.weight_decay=1e-4"),
+    "asam samsung": ("optimizer=asam", "optimizer.scaling=samsung"),
+    "asam printed": ("optimizer=asam", "optimizer.scaling=printed"),
+}
+TIMES_FIT = {"mergopt 5 x fitted": 5, "mergopt 25 x fitted": 25}
+"""Offsets so many times the size that fits AdamW's task vectors, which is what the method takes them for."""
+ARMS = CORE | OTHERS
+
+RHOS = {"sam": 0.05, "asam": 0.5}
+TIMES_RHO = (0.1, 0.2, 0.5, 2.0, 4.0, 10.0)
+"""Along ρ: these times the published one."""
+DISTANCES = ((5e-5, 100), (5e-5, 300), (2e-4, 100), (8e-4, 300), (2e-4, 1200), (8e-4, 1200))
+"""Learning rate and steps; the main arms stand between them, at 2e-4 × 300."""
+STRENGTHS = (500, 2000, 6000)
+"""Steps of pretraining; the main arms start from the shipped model's 20,000."""
+BATCHES = (16, 256)
+COUNTS = (2, 4, 6)
+"""Tasks that are merged, of the main cells' experts: nested, in an order drawn by the seed; they have 8."""
+GROUPS = {
+    "alike": ("digits", "mnist", "math", "accents"),
+    "unlike": ("digits", "latin", "greek", "style"),
+    "four alphabets": ("latin", "greek", "cyrillic", "math"),
+}
+"""Four experts of the main cells. Of all such groups, task vectors of AdamW (seed 0, 150 steps at 4e-4) have
+the largest mean cosine in the first, .059, and the smallest in the second, .009."""
+LOOKS = ("shop window", "blueprint", "poster", "chalkboard")
+"""Of the four alphabets; the value "one alphabet" has Latin in each."""
+
+ALONG: dict[str, tuple[str | None, ...]] = {
+    "distance": ("5e-05 x 100", "5e-05 x 300", "0.0002 x 100", None, "0.0002 x 1200", "0.0008 x 300",
+                 "0.0008 x 1200"),
+    "base": (*map(str, STRENGTHS), None),
+    "tasks": (*map(str, COUNTS), None),
+    "likeness": ("unlike", "four alphabets", "alike", "one alphabet"),
+    "rho": ("0.1", "0.2", "0.5", None, "2", "4", "10"),
+    "batch": ("16", None, "256"),
+}  # fmt: skip
+"""The values of each axis in order; None is the main cell."""
+
+EPIMERS: dict[str, dict[str, object]] = {
+    "epimer normalize none": {"normalize": "none"},
+    "epimer rank 2": {"rank": 2},
+    "epimer rank 4": {"rank": 4},
+    "epimer rank 8": {"rank": 8},
+    "epimer floor 1e-4": {"floor": 1e-4},
+    "epimer floor 1e-2": {"floor": 1e-2},
+    "epimer floor 1": {"floor": 1.0},
+}
+"""What differs from conf/merger/epimer.yaml; with `normalize: trace` a floor is in units of mean curvature."""
+SAMPLES = (16, 64)
+"""Of an expert's Fisher; 256 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Experts of one arm and seed, merged in many ways.
+
+    Attributes:
+        axis, value: what differs from the main cells; "main" and "" there.
+        lines: overrides that make the difference and the arm.
+        times_fit: the offsets' size in units of the fitted one, where it is not that.
+    """
+
+    world: str
+    axis: str
+    value: str
+    arm: str
+    seed: int
+    lines: tuple[str, ...]
+    times_fit: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.world}/{self.axis}/{self.value}/{self.arm}/{self.seed}"
+
+    @property
+    def awaits(self) -> str:
+        """The cell whose experts this one's offsets are fitted to; it had better not be under way."""
+        same = "optimizer.scale=fit" in self.lines
+        return f"{self.world}/{self.axis}/{self.value}/adamw/{self.seed}" if same else ""
+
+    @property
+    def is_main(self) -> bool:
+        return self.axis == "main"
+
+    @property
+    def mergers(self) -> tuple[str, ...]:
+        return MERGERS if self.is_main else ON_AXES
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether curvature, linearity and disentanglement are."""
+        return self.axis in ("main", "rho")
+
+    @property
+    def has_subsets(self) -> bool:
+        """Whether subsets of its experts are merged, too."""
+        return self.is_main and self.world == "glyphs" and self.arm in CORE
+
+
+def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> list[Cell]:
+    """All cells, the most important first; without `bases`, those of weaker bases are left out.
+
+    Args:
+        bases: the folder of `step_N.safetensors` that pretrain.py keeps.
+    """
+    order = [
+        *_main("glyphs", CORE),
+        *_main("minilm", CORE),
+        *_main("glyphs", OTHERS),
+        *_axes(bases, SEEDS[:2]),
+        *_main("minilm", OTHERS),
+        *_axes(bases, SEEDS[2:]),
+    ]
+    return [cell for cell in order if cell.world in worlds]
+
+
+def _main(world: str, arms: dict[str, tuple[str, ...]]) -> Iterator[Cell]:
+    for seed, (arm, lines) in product(SEEDS, arms.items()):
+        rate = (f"training.lr={WORLDS[world].sgd:g}",) if arm == "sgd" else ()
+        yield Cell(world, "main", "", arm, seed, (*lines, *rate), TIMES_FIT.get(arm))
+
+
+def _axes(bases: Path | None, seeds: Sequence[int]) -> Iterator[Cell]:
+    distances = {f"{lr:g} x {n}": (f"training.lr={lr:g}", f"training.steps={n}") for lr, n in DISTANCES}
+    axes: dict[str, dict[str, tuple[str, ...]]] = {"distance": distances}
+    if bases is not None:
+        axes["base"] = {str(n): (f"base={bases.resolve()}/step_{n}.safetensors",) for n in STRENGTHS}
+    axes["batch"] = {str(n): (f"training.batch_size={n}",) for n in BATCHES}
+    axes["likeness"] = {"one alphabet": _one_alphabet()}
+    for seed in seeds:
+        for axis, values in axes.items():
+            for (value, changes), (arm, lines) in product(values.items(), CORE.items()):
+                yield Cell("glyphs", axis, value, arm, seed, (*lines, *changes))
+            if axis == "distance":
+                for (arm, rho), times in product(RHOS.items(), TIMES_RHO):
+                    lines = (*CORE[arm], f"optimizer.rho={rho * times:g}")
+                    yield Cell("glyphs", "rho", f"{times:g}", arm, seed, lines)
+
+
+def _one_alphabet() -> tuple[str, ...]:
+    names = {look: f"latin_{look.replace(' ', '_')}" for look in LOOKS}
+    added = [f"+task@suite.tasks.{name}=latin" for name in names.values()]
+    added += [f"suite.tasks.{name}.look={look}" for look, name in names.items()]
+    added += [f"suite.tasks.{name}.name={name}" for name in names.values()]
+    return (*(f"~suite.tasks.{task}" for task in _GLYPHS), *added)
