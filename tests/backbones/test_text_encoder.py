@@ -133,7 +133,7 @@ def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
     assert "8 of 24 texts were cut to 26 tokens" in caplog.text
 
 
-def test_a_run_over_a_text_encoder_merges_and_reports(folder, tmp_path) -> None:
+def test_the_experiment_with_text_encoders_merges_and_reports(folder, tmp_path) -> None:
     rows = [("the sea is blue", "water"), ("grass grows", "land"), ("fish swim", "water"), ("cows eat", "land")]
     for task in ("one", "two"):
         (tmp_path / task).mkdir()
@@ -146,17 +146,18 @@ def test_a_run_over_a_text_encoder_merges_and_reports(folder, tmp_path) -> None:
         for task in ("one", "two")
     }
     cfg, choices = composed([
-        "backbone=hf_encoder", f"backbone.source={folder}", "suite=text7", "~suite.tasks",
-        f"+suite.tasks={{one: {tasks['one']}, two: {tasks['two']}}}", "training=language", "joint=false",
-        "training.steps=2", "training.warmup_steps=0", "training.batch_size=4", "training.precision=32-true",
-        "+merger@mergers.average=average", "+merger@mergers.epimer=epimer", "mergers.epimer.coefficient=0.5",
+        "+experiment=minilm_text12", f"backbone.source={folder}", "~suite.tasks",
+        f"+suite.tasks={{one: {tasks['one']}, two: {tasks['two']}}}",
+        "training.steps=2", "training.warmup_steps=0", "training.batch_size=4",
+        *(f"~mergers.{name}" for name in ("task_arithmetic", "ties", "dare", "tsvm", "iso_c")),
+        "mergers.epimer.coefficient=0.5", "mergers.wudi.coefficient=0.5", "mergers.wudi.steps=2",
         "curvature.samples=2", f"store.root={tmp_path}/store", "progress=false", "device=cpu",
         "trainer.accelerator=cpu",
     ])  # fmt: skip
     check(cfg)
     start(cfg, tmp_path / "run", choices, [])
     assert {r.label for r in read_records(tmp_path / "run/records.jsonl")} == {
-        "zero-shot", "experts", "average", "epimer",
+        "zero-shot", "experts", "average", "epimer", "wudi",
     }  # fmt: skip
     heads = list((tmp_path / "store/heads").glob("*/head.safetensors"))
     assert len(heads) == 2
