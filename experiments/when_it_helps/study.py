@@ -95,9 +95,10 @@ def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, f
     begun, (no_more, stop) = time.monotonic(), ends
     ready: set[Connection] = set()
     done = failed = 0
-    if out.exists() and not out.read_bytes().endswith(b"\n"):
-        out.write_bytes(out.read_bytes() + b"\n")  # of a process that was killed while it wrote
-    with out.open("a") as stream:
+    with out.open("a+") as stream:
+        stream.seek(0)
+        if not (stream.read() or "\n").endswith("\n"):  # of a process that was killed while it wrote
+            stream.write("\n")
         while time.monotonic() < stop:
             for worker in workers:
                 if worker.link in ready and left and time.monotonic() < no_more:
