@@ -301,8 +301,8 @@ def sections(packages: Packages) -> Iterator[Sample]:
     command = ["sh", "-c", "apt-cache dumpavail > debian-packages.txt"]
     seen = set()
     for entry in packages.file("debian-packages.txt", command).read_text(encoding="utf-8").split("\n\n"):
-        says = dict(re.findall(r"^([\w-]+): (.*)$", entry, re.MULTILINE))
-        source = says.get("Source", says.get("Package", "")).partition(" ")[0]
+        says: dict[str, str] = dict(re.findall(r"^([\w-]+): (.*)$", entry, re.MULTILINE))
+        source = (says.get("Source") or says.get("Package") or "").partition(" ")[0]
         if says.get("Section") in _SECTIONS and "Description" in says and source not in seen:
             seen.add(source)
             yield says["Description"], _SECTIONS[says["Section"]]
