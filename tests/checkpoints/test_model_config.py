@@ -128,6 +128,25 @@ def test_open_clips_quick_gelu_is_refused(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "apart", "among"),
+    [
+        ({"vision_config__hidden_act": "gelu"}, "text_model.*", "vision_model.*"),
+        ({"text_config__hidden_act": "gelu"}, "vis*", "text_model.*"),
+        ({"text_config__layer_norm_eps": 1e-3}, "*.mlp.*", "text_model.*.layer_norm1.weight"),
+        ({"vision_config__num_attention_heads": 1}, "vision_model.*.mlp.*", "vision_model.*.q_proj.weight"),
+    ],
+)
+def test_keys_of_weights_that_are_not_merged_are_a_warning(changes, apart: str, among: str, tmp_path) -> None:
+    clip().save_pretrained(tmp_path / "base")
+    inputs = tmp_path / "base", {"a": with_config(tuned(clip(), 1), tmp_path / "a", **changes)}, METHOD
+    ((key, value),) = changes.items()
+    kept = prepare(*inputs, include=[apart])
+    assert f"{key.replace('__', '.')} is {value}" in kept.notes[0]
+    with pytest.raises(InputError, match=rf"{key.replace('__', '.')} is {value}"):
+        prepare(*inputs, include=[apart, among])
+
+
 def test_a_heads_labels_in_another_order_are_refused_where_the_head_is_merged(tmp_path) -> None:
     from transformers import AutoModelForSequenceClassification
 
