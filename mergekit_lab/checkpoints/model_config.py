@@ -32,6 +32,7 @@ _IGNORED = re.compile(
     # what shapes and names of tensors show
     r"|^(vocab|hidden|intermediate|embedding|ffn|output)_(size|dim)$|^num(_(?!kv_)\w+)?_layers$"
     r"|^n_(layer|embd|inner|positions)$|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
+    r"|^is_encoder_decoder$"
     # what vocabularies, ties and labels are compared for, or generation settings hold
     r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels)$"
     r"|^(max|min)_(new_)?(length|tokens)$|^(do_sample|temperature|top_[kp]|num_beams|prefix|task_specific_params)$"
@@ -50,7 +51,7 @@ _DECIDING = {
     ),
     "norms": (r"eps(ilon)?$|norm", r"norm|(^|[._])ln"),
     "what attends to what": (
-        r"sliding|window|layer_types|causal|is_decoder|is_encoder_decoder|cross_attention"
+        r"sliding|window|layer_types|causal|is_decoder|cross_attention"
         r"|attention_(types|chunk)|global_attn|local_attention|kv_shared",
         _ATTENTION,
     ),

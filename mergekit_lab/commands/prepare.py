@@ -189,8 +189,8 @@ def prepare(
     notes = _about_folder(origin)
     sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
-    opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
     is_merged = partial(is_selected, include=include, exclude=exclude)
+    opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
     said, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
     notes += [*opener.notes, *said]
     problems = [*opener.problems, *problems]
