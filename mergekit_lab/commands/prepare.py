@@ -20,6 +20,7 @@ from mergekit_lab.checkpoints import (
     Library,
     Reconciled,
     TensorSpec,
+    adapter_of,
     align,
     arrange_layers,
     compare_configs,
@@ -36,6 +37,7 @@ from mergekit_lab.checkpoints import (
     untie,
     vocabulary_rows,
 )
+from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -266,7 +268,13 @@ class _Opener:
         if isinstance(source, Arranged):
             return self.arrange(name, source)
         if not isinstance(source, Adapter):
-            return open_checkpoint(source, name, base=base, headers_only=not self.read)
+            opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
+            folded = adapter_of(opened)
+            if folded is not None and folded.source and (beside := find_weights(folded.source)):
+                self.notes.append(
+                    f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
+                )
+            return opened
         model = self.open(f"the base of {name}", source.model, None)
         folded = open_checkpoint(source.adapter, name, base=model, headers_only=not self.read)
         if base is None:

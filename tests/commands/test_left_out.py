@@ -118,7 +118,11 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
     inputs = (tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "out", METHOD)
     with pytest.raises(InputError, match=r"has 1 tensors the base lacks \(score\.weight\)"):
         merge(*inputs, device="cpu")
-    merge(*inputs, device="cpu", exclude=["score.*"])
+    save_file(llama().state_dict(), tmp_path / "a" / "model.safetensors")
+    out = merge(*inputs, device="cpu", exclude=["score.*"])
+    assert "a: its adapter was read, the model beside that (model.safetensors) was not" in (
+        (out / "mergekit_lab.json").read_text()
+    )
 
 
 BODY = {"layers.0.w": torch.ones(4, 4), "layers.1.w": torch.ones(4, 4)}
