@@ -168,7 +168,7 @@ def _prefixes(
         return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else None
-    told = choose_prefix([add for _, add in alike], kind, architecture_of(base))
+    told = choose_prefix([add for _, add in alike], kind, architecture_of(base), base)
     if told is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
