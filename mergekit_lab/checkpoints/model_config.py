@@ -42,7 +42,8 @@ _ATTENTION = r"att|mixer|qkv"
 _DECIDING = {
     "how matrices are cut into heads": (r"head|key_value|^d_kv$|kv_(channels|groups)|multi_query", _ATTENTION),
     "positions": (
-        r"rope|rotary|alibi|original_max_position|position_embedding_type|relative_attention|max_distance",
+        r"rope|rotary|alibi|original_max_position|position_embeddings?_type|relative_(attention|position)"
+        r"|max_distance|pos_att|position_buckets|rel_pos|sinusoidal|encoding_temperature",
         rf"{_ATTENTION}|emb|pos",
     ),
     "the activation": (
@@ -52,16 +53,21 @@ _DECIDING = {
     "norms": (r"eps(ilon)?$|norm", r"norm|(^|[._])ln"),
     "what attends to what": (
         r"sliding|window|layer_types|causal|is_decoder|cross_attention"
-        r"|attention_(types|chunk)|global_attn|local_attention|kv_shared",
+        r"|attention_(types?|chunk|context)|attn_type|bidirectional|full_?att|k_eq_v|global_attn|local_attention|kv_shared",
         _ATTENTION,
     ),
-    "scales": (r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit", ""),
+    "scales": (
+        r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit|temperature_tuning|token_dropout|time_step_limit"
+        r"|clip_qkv|_clip(_|$)|slope",
+        "",
+    ),
     "which experts a token goes to": (
         r"expert|router|routing|gating|topk|top_k|n_group|scoring|moe",
         "expert|router|gate|moe",
     ),
     "how features are pooled and chosen": (
-        r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size|shuffle|^mm_|summary_|stride|drop_vision",
+        r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size|shuffle|^mm_|summary_|stride|drop_vision"
+        r"|dilation|atrous|pad_mode|padding(?!_(side|idx))|visual_indexes",
         "",
     ),
     "the order of a layer's parts": (r"parallel|residual|pre_ln|post_ln", ""),

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from checkpoints.models import OPEN_CLIP, bert, clip, llama, open_clip_model, tuned, two_berts
 from safetensors.torch import save_file
 
@@ -73,6 +74,17 @@ def test_what_computes_the_same_is_no_difference(tmp_path) -> None:
         rope_parameters=None, rope_theta=10000.0, rope_scaling=None, attention_bias=None, hidden_act=None,
     )  # fmt: skip
     assert compared(tmp_path / "base", expert) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "key", ["use_bidirectional_attention", "pos_att_type", "clip_qkv", "attn_type", "dilation"]
+)
+def test_a_key_of_other_architectures_is_refused(key: str, tmp_path) -> None:
+    for name, value in (("base", 1), ("a", 2)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({key: value}))
+    assert f"{key} is 2 (1 in the base)" in compared(tmp_path / "base", tmp_path / "a").problems[0]
 
 
 def test_other_keys_are_a_warning(tmp_path) -> None:
