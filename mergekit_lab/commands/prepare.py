@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,10 @@ from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
 from mergekit_lab.ranges import require_choice
 
+_FACTOR = re.compile(
+    r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
+)
+"""In names of adapters, of peft, diffusers and kohya-ss."""
 Devices = str | int | Sequence[str | int]
 
 
@@ -308,7 +313,14 @@ def _about_folder(base: Checkpoint) -> list[str]:
 
 
 def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
-    """The expert, unless it is for the library whose file of the base was not read."""
+    """The expert, unless it is for the library whose file of the base was not read, or factors of no model."""
+    factors = [name for name in expert if _FACTOR.search(name)]
+    if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
+        raise InputError(
+            f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
+            "adapter_config.json that peft writes beside them: give the folder that has both, or a model that "
+            "the adapter was merged into"
+        )
     other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(

@@ -154,3 +154,11 @@ def test_a_prefix_before_all_but_a_head() -> None:
     prepared = prepare(BODY, {"a": expert}, METHOD, exclude=["v_head.*"])
     assert prepared.experts["a"].keys() == {*BODY, *HEAD}
     assert "but v_head.w is left out" in prepared.notes[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["x.lora_A.weight", "unet.to_q.lora.down.weight", "lora_unet_to_q.lora_up.weight"]
+)
+def test_factors_without_their_configuration_are_named(name: str) -> None:
+    with pytest.raises(InputError, match=r"'a' holds an adapter's factors .* without the adapter_config.json"):
+        prepare(BODY, {"a": {name: torch.ones(2, 2)}}, METHOD)
