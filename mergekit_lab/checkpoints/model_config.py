@@ -9,6 +9,7 @@ difference; what it does not know is compared as it stands.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -24,7 +25,7 @@ from mergekit_lab.errors import listing
 
 _IGNORED = re.compile(
     # names, versions, where it comes from
-    r"^_|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
+    r"^_(?!class_name)|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
     # what only training sees
     r"|(?<!token_)drop(?!_vision)|initializer|init_(?!option)|_init(?!_option)|aux_loss|loss_|_loss|jitter|gradient_checkpointing|^problem_type$"
     # what a call chooses, or computes alike
@@ -34,7 +35,7 @@ _IGNORED = re.compile(
     r"|^n_(layer|embd|inner|positions)$|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
     r"|^is_encoder_decoder$"
     # what vocabularies, ties and labels are compared for, or generation settings hold
-    r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels)$"
+    r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels|label_names)$"
     r"|^(max|min)_(new_)?(length|tokens)$|^(do_sample|temperature|top_[kp]|num_beams|prefix|task_specific_params)$"
     r"|^(repetition|length)_penalty$|^early_stopping$|^no_repeat_ngram_size$|^forced_|suppress_tokens"
 )
@@ -129,7 +130,8 @@ def compare_configs(
         found = _mismatches(base, expert) if related else []
         own = _label_names(expert) if any(head in expert for head in heads) else []
         if own and own != labels:
-            found.append(Mismatch("id2label", labels, own, "what a head's rows stand for"))
+            key = "id2label" if "id2label" in read_config(_folder(expert)) else "label_names"
+            found.append(Mismatch(key, labels, own, "what a head's rows stand for"))
         refused = [m for m in found if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)]
         noted = [m for m in found if m not in refused]
         if refused:
@@ -188,6 +190,8 @@ def _folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _open_clip_config(folder: Path) -> dict[str, Any]:
+    if not os.path.lexists(folder / OPEN_CLIP.config):
+        return {}
     content = read_json(folder / OPEN_CLIP.config)
     try:
         return _flat({key: value for key, value in content["model_cfg"].items() if value is not False})
@@ -261,7 +265,7 @@ def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "
         if _IGNORED.search(last) or base.get(key) == expert.get(key):
             continue
         decides: str | None
-        if last == "model_type":
+        if last in {"model_type", "architecture", "_class_name"}:  # of transformers, timm and diffusers
             decides = None if part else "what the model is"
         else:
             decides = next((why for why, (keys, _) in _DECIDING.items() if re.search(keys, key)), None)
@@ -273,10 +277,18 @@ def _label_names(checkpoint: Checkpoint) -> list[str]:
     """In the order of rows; none where they are transformers' stand-ins."""
     config = read_config(_folder(checkpoint))
     labels = config.get("id2label")
+    timm = config.get("label_names") or _part(config, "pretrained_cfg").get("label_names")
+    if isinstance(timm, list):
+        return [str(name).casefold() for name in timm]
     if not isinstance(labels, Mapping) or not all(str(key).isdigit() for key in labels):
         return []
     names = [str(labels[key]).casefold() for key in sorted(labels, key=lambda key: int(key))]
     return [] if all(re.fullmatch(r"label_\d+", name) for name in names) else names
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = config.get(key)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _shown(value: Any) -> str:

@@ -77,7 +77,7 @@ def test_what_computes_the_same_is_no_difference(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["use_bidirectional_attention", "pos_att_type", "clip_qkv", "attn_type", "dilation"]
+    "key", ["use_bidirectional_attention", "pos_att_type", "clip_qkv", "attn_type", "dilation", "_class_name"]
 )
 def test_a_key_of_other_architectures_is_refused(key: str, tmp_path) -> None:
     for name, value in (("base", 1), ("a", 2)):
@@ -85,6 +85,22 @@ def test_a_key_of_other_architectures_is_refused(key: str, tmp_path) -> None:
         save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps({key: value}))
     assert f"{key} is 2 (1 in the base)" in compared(tmp_path / "base", tmp_path / "a").problems[0]
+
+
+def test_timms_architecture_and_labels_are_compared(tmp_path) -> None:
+    labels = ["no", "yes"]
+    configs = {
+        "base": {"architecture": "vit", "pretrained_cfg": {"label_names": labels}},
+        "quick": {"architecture": "vit_quickgelu", "pretrained_cfg": {"label_names": labels}},
+        "turned": {"architecture": "vit", "label_names": labels[::-1]},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        save_file({"head.weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    said = [compared(tmp_path / "base", tmp_path / name).problems[0] for name in ("quick", "turned")]
+    assert "architecture is vit_quickgelu" in said[0]
+    assert "label_names is ['yes', 'no']" in said[1]
 
 
 def test_other_keys_are_a_warning(tmp_path) -> None:
@@ -134,6 +150,8 @@ def test_open_clips_quick_gelu_is_refused(tmp_path) -> None:
         config = {"model_cfg": OPEN_CLIP | more}
         (folder / "open_clip_config.json").write_text(json.dumps(config))
     assert compared(tmp_path / "base", tmp_path / "same") == ([], [])
+    save_file(open_clip_model().visual.state_dict(), tmp_path / "tower.safetensors")
+    prepare(tmp_path / "base", {"a": tmp_path / "tower.safetensors"}, METHOD, include=["visual.*"])
     assert (
         "quick_gelu is True (not set in the base)"
         in compared(tmp_path / "base", tmp_path / "quick").problems[0]
