@@ -274,8 +274,8 @@ class _Opener:
             return self.arrange(name, source)
         if not isinstance(source, Adapter):
             opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
-            folded = adapter_of(opened)
-            if folded is not None and folded.source and (beside := find_weights(folded.source)):
+            adapter = adapter_of(opened)
+            if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
                 self.notes.append(
                     f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
                 )
