@@ -160,7 +160,7 @@ def _by_prefix(
     most = max((fitting for fitting, _ in options.values()), default=0)
     best = {prefix: targets for prefix, (fitting, targets) in options.items() if fitting == most}
     if len(best) > 1 and most:
-        told = choose_prefix([add for _, add in best], kind, own)
+        told = choose_prefix([add for _, add in best], kind, own, base)
         if told is None:
             shown = [add or drop for drop, add in best]
             raise InputError(

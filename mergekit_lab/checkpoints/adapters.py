@@ -43,7 +43,11 @@ class AdapterInfo:
 
 
 class Folded(Computed):
-    """A base with a LoRA adapter folded in, tensor by tensor as they are asked for."""
+    """A base with a LoRA adapter folded in, tensor by tensor as they are asked for.
+
+    Attributes:
+        source: the adapter's folder.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class Folded(Computed):
         folder = tensors.folder if own else base.folder
         super().__init__(label, specs, (*base.files, *tensors.files), folder)
         self.base = base
+        self.source = tensors.folder
         self.untied = dict(untied)
         self.changed = {**base.changed, "tie_word_embeddings": False} if untied else base.changed
         self._tensors = tensors

@@ -45,7 +45,12 @@ _CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")
 
 
 def align(
-    base: Checkpoint, expert: Checkpoint, *, read: bool = True, say: Say = lambda text: None
+    base: Checkpoint,
+    expert: Checkpoint,
+    *,
+    read: bool = True,
+    say: Say = lambda text: None,
+    is_merged: Callable[[str], bool] = lambda name: True,
 ) -> Checkpoint:
     """The expert under the base's names.
 
@@ -53,13 +58,14 @@ def align(
         base, expert: open checkpoints.
         read: compare the values of names that look tied; False takes the configuration's word for it.
         say: receives a sentence for everything that was renamed, added or left out.
+        is_merged: whether a tensor of the base is; of what is not, values may differ.
 
     Raises:
-        InputError: a weight that the base ties has two values in the expert.
+        InputError: a weight that the base ties, and that is merged, has two values in the expert.
     """
     expert = _in_the_bases_layout(base, _renamed(base, expert, say), expert, say)
     expert = _with_the_bases_buffers(base, expert, say)
-    expert = _without_second_names(base, expert, read, say)
+    expert = _without_second_names(base, expert, read, say, is_merged)
     return _with_second_names(base, expert, read, say)
 
 
@@ -107,7 +113,9 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if len(set(new.values())) < len(new) or all(name == at for name, at in new.items()):
         return expert
     if drop:
-        say(f"{expert.label}: the prefix {drop!r} of every name is left out")
+        others = [name for name, usual in found.items() if not usual.startswith(drop)]
+        but = f" but {listing(others)}" if others else ""
+        say(f"{expert.label}: the prefix {drop!r} of every name{but} is left out")
     if add:
         say(f"{expert.label}: every name gets the prefix {add!r}, as in the base")
     spelled = [name for name in placed if new[name] != add + name.removeprefix(drop)]
@@ -148,7 +156,7 @@ def _prefixes(
     usual = set(found.values())
     if usual <= wanted.keys():
         return "", ""
-    dropped = [(head, "") for head in _heads(usual, len(usual))]
+    dropped = [(head, "") for head in _heads(usual, len(usual) // 2 + 1)]
     count = Counter(head for name in wanted for head, rest in _cuts(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
     options = {option: met(option) for option in (("", ""), *dropped, *added)}
@@ -160,7 +168,7 @@ def _prefixes(
         return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else None
-    told = choose_prefix([add for _, add in alike], kind, architecture_of(base))
+    told = choose_prefix([add for _, add in alike], kind, architecture_of(base), base)
     if told is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
@@ -227,29 +235,51 @@ def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> C
     return View(expert, specs, {name: _reader(base, name) for name in buffers})
 
 
-def _without_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:
-    """Leave out names that the base lacks because it ties them."""
+def _without_second_names(
+    base: Checkpoint, expert: Checkpoint, read: bool, say: Say, is_merged: Callable[[str], bool]
+) -> Checkpoint:
+    """Leave out names that the base lacks because it ties them, or give them the base's."""
     extra = expert.specs.keys() - base.specs.keys()
     if not extra:
         return expert
     own, theirs = read_config(expert.folder), read_config(base.folder)
-    size = read_vocabulary_size(own) or read_vocabulary_size(theirs)
-    second: dict[str, str] = {}
-    for group in find_tied_groups(expert.specs, size, ties_embeddings(theirs) is not False):
-        shared = [name for name in group if name in base.specs]
-        if shared:
-            second.update({name: shared[0] for name in group if name in extra})
-    for name, kept in second.items():
-        if read and not torch.equal(expert[name], expert[kept]):
-            raise InputError(
-                f"expert {expert.label!r} holds different values for {name} and {kept}, which the base ties: "
-                "untie them in the base, or tie them in the expert"
-            )
-        say(f"{expert.label}: {name} is {kept}, tied as in the base")
-    if not second:
+    rows = read_vocabulary_size(theirs)
+    size = read_vocabulary_size(own) or rows
+    if size is None:
         return expert
-    specs = {name: spec for name, spec in expert.specs.items() if name not in second}
-    return View(expert, specs, {})
+    shapes = {n: (size, *s.shape[1:]) if s.shape[:1] == (rows,) else s.shape for n, s in base.specs.items()}
+    shapes |= {name: spec.shape for name, spec in expert.specs.items()}
+    alike = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
+    names = {name: name for name in expert}
+    for group in find_tied_groups(alike, size, ties_embeddings(theirs) is not False):
+        first = next((name for name in group if name in base.specs), None)
+        held = [name for name in group if name in extra]
+        if first is None or not held:
+            continue
+        if first in expert:
+            kept = first
+        else:
+            kept, *held = held
+            names[kept] = first
+            say(f"{expert.label}: {kept} is {first}, tied as in the base")
+        for name in held:
+            if read and is_merged(first) and not _are_equal(expert, name, kept):
+                raise InputError(
+                    f"expert {expert.label!r} holds different values for {name} and {kept}, which the base "
+                    "ties: untie them in the base, or tie them in the expert"
+                )
+            del names[name]
+            say(f"{expert.label}: {name} is {first}, tied as in the base")
+    specs = {new: expert.specs[name] for name, new in names.items()}
+    if specs.keys() == expert.keys():
+        return expert
+    tied = {names[n]: names[k] for n, k in expert.find_ties().items() if n in names and k in names}
+    return View(expert, specs, {new: _reader(expert, name) for name, new in names.items()}, tied)
+
+
+def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:
+    one, other = (checkpoint[name] for name in names)
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:

@@ -165,7 +165,8 @@ def load_pickled(label: str, file: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         with contextlib.suppress(pickle.UnpicklingError):
             return _find_state_dict(label, file, _load_around_foreign_classes(label, file))
-        reason = str(error).split("\n")[0]
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds a {other[1]}" if other else str(error).split("\n")[0]
         raise InputError(
             f"{label}: {file} holds more than plain tensors and is not opened, because unpickling it could "
             f"run code ({reason}). Load it where it was made and save `model.state_dict()` instead"

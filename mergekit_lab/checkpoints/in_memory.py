@@ -129,6 +129,16 @@ class Architecture:
                 plain.setdefault(target, made)
         return plain
 
+    def parts_in(self, names: Iterable[str]) -> dict[str, str]:
+        """`parts`, also by what stands before their tensors in a file with these names."""
+        found = dict(self.parts)
+        for target, made in self.made_of(names).items():
+            for head, kind in self.parts.items():
+                rest = target.removeprefix(head)
+                if target.startswith(head) and made.name and made.name.endswith(f".{rest}"):
+                    found.setdefault(made.name.removesuffix(rest), kind)
+        return found
+
 
 def _made(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
     """What a converter does to these tensors; None where it does what is not done here."""
@@ -238,18 +248,23 @@ def _largest_count(config: Any) -> int:
     return max([0, *own, *(_largest_count(part) for part in config.values())])
 
 
-def choose_prefix(prefixes: Sequence[str], kind: str | None, whole: Architecture | None) -> str | None:
+def choose_prefix(
+    prefixes: Sequence[str], kind: str | None, whole: Architecture | None, names: Iterable[str]
+) -> str | None:
     """Which of several prefixes stands before the names of a class in a larger model; None if nothing tells.
 
     That is where the larger model has a part of the class, if it is known and has one; else what transformers
     puts before this class, unless the prefixes are of different depths: a `BertModel` may be an `encoder.`
     beside a `decoder.bert.`.
+
+    Args:
+        names: of the larger model's file.
     """
     import transformers
 
     if kind is None:
         return None
-    parts = {} if whole is None else whole.parts
+    parts = {} if whole is None else whole.parts_in(names)
     found = [prefix for prefix in prefixes if parts.get(prefix) == kind]
     if kind not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
         usual = getattr(getattr(transformers, kind, None), "base_model_prefix", None)

@@ -9,6 +9,7 @@ difference; what it does not know is compared as it stands.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -24,7 +25,7 @@ from mergekit_lab.errors import listing
 
 _IGNORED = re.compile(
     # names, versions, where it comes from
-    r"^_|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
+    r"^_(?!class_name)|version$|name_or_path|^architectures$|^auto_map$|dtype|^tokenizer_class$|^language$|finetuning_task"
     # what only training sees
     r"|(?<!token_)drop(?!_vision)|initializer|init_(?!option)|_init(?!_option)|aux_loss|loss_|_loss|jitter|gradient_checkpointing|^problem_type$"
     # what a call chooses, or computes alike
@@ -32,27 +33,57 @@ _IGNORED = re.compile(
     # what shapes and names of tensors show
     r"|^(vocab|hidden|intermediate|embedding|ffn|output)_(size|dim)$|^num(_(?!kv_)\w+)?_layers$"
     r"|^n_(layer|embd|inner|positions)$|^d_(model|ff)$|^(projection|embed)_dim$|^width$|^layers$|^type_vocab_size$|^max_window_layers$"
+    r"|^is_encoder_decoder$"
     # what vocabularies, ties and labels are compared for, or generation settings hold
-    r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels)$"
+    r"|_token_ids?$|_token_index$|^tie_|^quantization_config$|^(id2label|label2id|num_labels|label_names)$"
     r"|^(max|min)_(new_)?(length|tokens)$|^(do_sample|temperature|top_[kp]|num_beams|prefix|task_specific_params)$"
     r"|^(repetition|length)_penalty$|^early_stopping$|^no_repeat_ngram_size$|^forced_|suppress_tokens"
 )
+_ATTENTION = r"att|mixer|qkv"
 _DECIDING = {
-    "how matrices are cut into heads": r"head|key_value|^d_kv$|kv_(channels|groups)|multi_query",
-    "positions": r"rope|rotary|alibi|original_max_position|position_embedding_type|relative_attention"
-    r"|max_distance",
-    "the activation": r"(^|_)act(_|$)|activation|gelu|glu|feed_forward_proj|^act_kwargs",
-    "norms": r"eps(ilon)?$|norm",
-    "what attends to what": r"sliding|window|layer_types|causal|is_decoder|is_encoder_decoder|cross_attention"
-    r"|attention_(types|chunk)|global_attn|local_attention|kv_shared",
-    "scales": r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit",
-    "which experts a token goes to": r"expert|router|routing|gating|topk|top_k|n_group|scoring|moe",
-    "how features are pooled and chosen": r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size"
-    r"|shuffle|^mm_|summary_|stride|drop_vision",
-    "the order of a layer's parts": r"parallel|residual|pre_ln|post_ln",
+    "how matrices are cut into heads": (r"head|key_value|^d_kv$|kv_(channels|groups)|multi_query", _ATTENTION),
+    "positions": (
+        r"rope|rotary|alibi|original_max_position|position_embeddings?_type|relative_(attention|position)"
+        r"|max_distance|pos_att|position_buckets|rel_pos|sinusoidal|encoding_temperature",
+        rf"{_ATTENTION}|emb|pos",
+    ),
+    "the activation": (
+        r"(^|_)act(_|$)|activation|gelu|glu|feed_forward_proj|^act_kwargs",
+        rf"^(?!.*({_ATTENTION}|norm|emb))",
+    ),
+    "norms": (r"eps(ilon)?$|norm", r"norm|(^|[._])ln"),
+    "what attends to what": (
+        r"sliding|window|layer_types|causal|is_decoder|cross_attention"
+        r"|attention_(types?|chunk|context)|attn_type|bidirectional|full_?att|k_eq_v|global_attn|local_attention|kv_shared",
+        _ATTENTION,
+    ),
+    "scales": (
+        r"softcap|multiplier|scal(e|ing)|query_pre_attn|logit|temperature_tuning|token_dropout|time_step_limit"
+        r"|clip_qkv|_clip(_|$)|slope",
+        "",
+    ),
+    "which experts a token goes to": (
+        r"expert|router|routing|gating|topk|top_k|n_group|scoring|moe",
+        "expert|router|gate|moe",
+    ),
+    "how features are pooled and chosen": (
+        r"pool|feature_(layer|select)|select_(layer|strategy)|merge_size|shuffle|^mm_|summary_|stride|drop_vision"
+        r"|dilation|atrous|pad_mode|padding(?!_(side|idx))|visual_indexes",
+        "",
+    ),
+    "the order of a layer's parts": (r"parallel|residual|pre_ln|post_ln", ""),
 }
-"""Keys that decide what weights of the same shapes compute, by what they decide: refused. Others: a warning."""
+"""Keys that decide what weights of the same shapes compute, by what they decide, and what is in the names of
+these weights: refused if one is merged. Others: a warning."""
 _PARTS = ("text_config", "llm_config", "vision_config", "audio_config")
+_PART_NAMES = {
+    "vision": "vision|visual|vit|image",
+    "audio": "audio|speech|sound",
+    "image": "image|vision|visual",
+}
+"""What stands in the names of a part's tensors, where that is not what its configuration is called."""
+_TEXT = {"text", "llm"}
+"""Parts that have all names of no other part."""
 _HEAD = re.compile(r"(^|\.)(classifier|score|logits_proj|classification_head|head)(\.|$)")
 
 
@@ -89,7 +120,7 @@ def compare_configs(
 
     Args:
         allowed: keys that may differ, whole (`rope_parameters.rope_theta`) or in part (`rope_theta`); patterns.
-        is_merged: whether a tensor is; labels matter only where a head is merged.
+        is_merged: whether a tensor is; a key matters only where weights are merged that it decides about.
     """
     compared = Compared([], [])
     heads = [name for name in base if _HEAD.search(name) and is_merged(name)]
@@ -99,8 +130,9 @@ def compare_configs(
         found = _mismatches(base, expert) if related else []
         own = _label_names(expert) if any(head in expert for head in heads) else []
         if own and own != labels:
-            found.append(Mismatch("id2label", labels, own, "what a head's rows stand for"))
-        refused = [m for m in found if m.decides and not m.is_allowed(allowed)]
+            key = "id2label" if "id2label" in read_config(_folder(expert)) else "label_names"
+            found.append(Mismatch(key, labels, own, "what a head's rows stand for"))
+        refused = [m for m in found if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)]
         noted = [m for m in found if m not in refused]
         if refused:
             decides = listing(dict.fromkeys(m.decides or "" for m in refused))
@@ -115,6 +147,23 @@ def compare_configs(
                 f"{'; '.join(map(str, noted))}"
             )
     return compared
+
+
+def _matters(mismatch: Mismatch, base: Checkpoint, is_merged: Callable[[str], bool]) -> bool:
+    """Whether a tensor is merged that a key decides about, by the tensors' names; where none tells, by all."""
+    *above, _ = mismatch.key.split(".")
+    stems = [re.sub("_?(config|cfg)$", "", key) for key in above if re.search("config$|cfg$|coder$", key)]
+    names = list(base)
+    for stem in stems:
+        if stem in _TEXT:
+            others = "|".join(_PART_NAMES.values())
+            own = [name for name in names if not re.search(rf"(^|[._])({others})", name)]
+        else:
+            own = [name for name in names if re.search(rf"(^|[._])({_PART_NAMES.get(stem, stem)})", name)]
+        names = own or names
+    pattern = _DECIDING[mismatch.decides][1] if mismatch.decides in _DECIDING else ""
+    names = [name for name in names if re.search(pattern, name, re.IGNORECASE)] or names
+    return any(map(is_merged, names))
 
 
 def _mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
@@ -141,6 +190,8 @@ def _folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _open_clip_config(folder: Path) -> dict[str, Any]:
+    if not os.path.lexists(folder / OPEN_CLIP.config):
+        return {}
     content = read_json(folder / OPEN_CLIP.config)
     try:
         return _flat({key: value for key, value in content["model_cfg"].items() if value is not False})
@@ -214,10 +265,10 @@ def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "
         if _IGNORED.search(last) or base.get(key) == expert.get(key):
             continue
         decides: str | None
-        if last == "model_type":
+        if last in {"model_type", "architecture", "_class_name"}:  # of transformers, timm and diffusers
             decides = None if part else "what the model is"
         else:
-            decides = next((why for why, keys in _DECIDING.items() if re.search(keys, key)), None)
+            decides = next((why for why, (keys, _) in _DECIDING.items() if re.search(keys, key)), None)
         found.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
     return found
 
@@ -226,10 +277,18 @@ def _label_names(checkpoint: Checkpoint) -> list[str]:
     """In the order of rows; none where they are transformers' stand-ins."""
     config = read_config(_folder(checkpoint))
     labels = config.get("id2label")
+    timm = config.get("label_names") or _part(config, "pretrained_cfg").get("label_names")
+    if isinstance(timm, list):
+        return [str(name).casefold() for name in timm]
     if not isinstance(labels, Mapping) or not all(str(key).isdigit() for key in labels):
         return []
     names = [str(labels[key]).casefold() for key in sorted(labels, key=lambda key: int(key))]
     return [] if all(re.fullmatch(r"label_\d+", name) for name in names) else names
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = config.get(key)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _shown(value: Any) -> str:

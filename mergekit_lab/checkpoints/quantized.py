@@ -1,7 +1,8 @@
 """Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused.
 
 Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
-weight in few bits (float8, or integers of at most 32), and in the same module something smaller that scales it.
+weight in few bits (float8, or integers), and in the same module something smaller that scales it. Some leave a
+marker beside it, and the scale in the marker or nowhere.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from mergekit_lab.errors import InputError, listing
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
+_WIDE = {torch.int64, torch.uint64, torch.bool}
+"""Integers that are quantized where they are called a weight; other ones are indices and masks."""
 _CONFIGS = ("quantization_config", "compression_config")
 _NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|invperm)$")
 """Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
-_NO_SCALE = re.compile(r"bias|(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$")
+_NO_SCALE = re.compile(
+    r"bias|^(?!.*scale).*(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$"
+)
 """What ordinary modules have beside a weight."""
+_MARKER = re.compile(
+    r"(^|\.)(comfy_quant|scaled_fp8|_extra_state|weight_(format|quantizer)|quant_(state|map|type))(\.|$)"
+)
+"""Markers of quantized numbers around: of ComfyUI, Transformer Engine, ModelOpt and bitsandbytes."""
 _SCALE = re.compile(r"scale|absmax|amax", re.IGNORECASE)
+_OF_WEIGHT = re.compile(r"weight_?scale|scale_?weight")
 _SCALE_WORD = re.compile(r"(inv|de|de?quant)?scales?|inv|abs|a?max|absmax|weights?|w", re.IGNORECASE)
 _INNER = re.compile(r"(\._\w+)+$")
 """Below its name, what a weight of a tensor subclass is made of: `weight._data`."""
@@ -38,23 +48,29 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
     packed = [
         name
         for name, spec in specs.items()
-        if spec.dtype in _FLOAT8 | _INTEGERS
+        if spec.dtype in _FLOAT8 | _INTEGERS | _WIDE
         and spec.shape
         and spec.numel > 1
         and not _NO_WEIGHT.search(name.rpartition(".")[2])
     ]
+    marked = tuple({name[: found.start(2)] for name in specs if packed and (found := _MARKER.search(name))})
     scales: dict[tuple[str, ...], list[str]] = {}
     for name in specs if packed else ():
         if _SCALE.search(name):
             for words in _spellings(name):
                 scales.setdefault(words, []).append(name)
-    return [
-        name
-        for name in packed
-        if (configured and len(specs[name].shape) > 1)
-        or _is_quantized(name, specs, modules)
-        or any(_could_scale(other, specs[other], specs[name]) for other in _scales_of(name, specs, scales))
-    ]
+
+    def is_quantized(name: str) -> bool:
+        spec, wide = specs[name], len(specs[name].shape) > 1
+        called_weight = "weight" in name.rpartition(".")[2]
+        if spec.dtype in _WIDE or (spec.dtype in _INTEGERS and wide and called_weight):
+            return wide and called_weight
+        if (configured and wide) or (spec.dtype in _FLOAT8 and name.startswith(marked)):
+            return not _MARKER.search(name)
+        near = _near(name, specs, modules) if wide or spec.dtype in _FLOAT8 else ()
+        return any(_could_scale(n, specs[n], spec) for n in (*near, *_scales_of(name, specs, scales)))
+
+    return [name for name in packed if is_quantized(name)]
 
 
 def _words(name: str) -> tuple[str, ...]:
@@ -86,20 +102,16 @@ def _scales_of(
                 yield other
 
 
-def _is_quantized(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> bool:
-    spec, owner = specs[name], _INNER.sub("", name)
+def _near(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> list[str]:
+    """What is beside a weight in its module, as far as it can be this weight's, and what is below it."""
+    owner = _INNER.sub("", name)
     module, _, leaf = owner.rpartition(".")
-    wide = len(spec.shape) > 1
-    if spec.dtype in _INTEGERS and not wide:
-        return False
-    if spec.dtype in _INTEGERS and "weight" in leaf:
-        return True
     siblings = modules.get(module, [])
     weights = [n for n in siblings if len(specs[n].shape) > 1 and not _NO_WEIGHT.search(n.rpartition(".")[2])]
     rivals = {n for n in weights if specs[n].dtype in _FLOAT8 or n == f"{module}.weight"} - {name}
     if leaf != "weight" and (rivals or not module):
         siblings = [other for other in siblings if _are_called_alike(leaf, other.rpartition(".")[2])]
-    return any(_could_scale(other, specs[other], spec) for other in [*siblings, *modules.get(owner, [])])
+    return [*siblings, *modules.get(owner, [])]
 
 
 def _are_called_alike(leaf: str, other: str) -> bool:
@@ -117,7 +129,8 @@ def _could_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
     if scale.dtype == torch.uint8:
         matrix = len(scale.shape) > 1 and scale.shape[0] == weight.shape[0]
         return (matrix or bool(_SCALE.search(name))) and weight.numel % max(1, scale.numel) == 0
-    return scale.dtype.is_floating_point and (scale.dtype not in _FLOAT8 or weight.dtype not in _FLOAT8)
+    finer = scale.dtype not in _FLOAT8 or weight.dtype not in _FLOAT8
+    return scale.dtype.is_floating_point and (finer or bool(_OF_WEIGHT.search(name)))
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from mergekit_lab.checkpoints import (
     Library,
     Reconciled,
     TensorSpec,
+    adapter_of,
     align,
     arrange_layers,
     compare_configs,
@@ -36,6 +38,7 @@ from mergekit_lab.checkpoints import (
     untie,
     vocabulary_rows,
 )
+from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
 from mergekit_lab.errors import InputError, listing, suggestion
@@ -45,6 +48,10 @@ from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
 from mergekit_lab.ranges import require_choice
 
+_FACTOR = re.compile(
+    r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
+)
+"""In names of adapters, of peft, diffusers and kohya-ss."""
 Devices = str | int | Sequence[str | int]
 
 
@@ -189,8 +196,8 @@ def prepare(
     notes = _about_folder(origin)
     sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
-    opened = {n: align(origin, s, read=read, say=notes.append) for n, s in sources.items()}
     is_merged = partial(is_selected, include=include, exclude=exclude)
+    opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
     said, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
     notes += [*opener.notes, *said]
     problems = [*opener.problems, *problems]
@@ -266,7 +273,13 @@ class _Opener:
         if isinstance(source, Arranged):
             return self.arrange(name, source)
         if not isinstance(source, Adapter):
-            return open_checkpoint(source, name, base=base, headers_only=not self.read)
+            opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
+            adapter = adapter_of(opened)
+            if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
+                self.notes.append(
+                    f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
+                )
+            return opened
         model = self.open(f"the base of {name}", source.model, None)
         folded = open_checkpoint(source.adapter, name, base=model, headers_only=not self.read)
         if base is None:
@@ -300,7 +313,14 @@ def _about_folder(base: Checkpoint) -> list[str]:
 
 
 def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
-    """The expert, unless it is for the library whose file of the base was not read."""
+    """The expert, unless it is for the library whose file of the base was not read, or factors of no model."""
+    factors = [name for name in expert if _FACTOR.search(name)]
+    if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
+        raise InputError(
+            f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
+            "adapter_config.json that peft writes beside them: give the folder that has both, or a model that "
+            "the adapter was merged into"
+        )
     other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(

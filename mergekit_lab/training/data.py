@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+from mergekit_lab.errors import InputError, listing
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
@@ -41,8 +42,8 @@ class StepBatches:
         start: the first step to yield.
         rank, world: this process and how many there are.
         few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
-        device: where batches are wanted. On a GPU they are brought and augmented beside the step in hand, on a
-            stream of their own; on others they come as they are read, on the CPU.
+from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+from mergekit_lab.errors import InputError, listing
     """
 
     def __init__(
@@ -69,6 +70,16 @@ class StepBatches:
         self._threads = min(each.reading_threads for each in self.objectives.values())
         self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
         self._order: dict[tuple[int, int], np.ndarray] = {}
+        empty = [name for name, size in self._sizes.items() if not size]
+        if empty:
+            raise InputError(
+                f"the training part of ({listing(empty)}) holds no sample: there is nothing to learn"
+            )
+        if self.share < world:
+            raise InputError(
+                f"training.batch_size={batch_size} gives each task {self.share} samples a step, fewer than the "
+                f"{world} processes: raise it to {world * len(self.objectives)}, or train in fewer processes"
+            )
 
     def __len__(self) -> int:
         return self.steps
@@ -180,7 +191,7 @@ def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: 
     for pool in order[: len(order) // batch_size * batch_size].split(_POOL * batch_size):
         whole += pool[lengths[pool].argsort(stable=True)].split(batch_size)
     mixed = [whole[i] for i in torch.randperm(len(whole), generator=generator).tolist()]
-    return torch.cat([*mixed, order[len(whole) * batch_size :]])
+    return torch.cat([*mixed, order[len(order) // batch_size * batch_size :]])
 
 
 class InOrder:

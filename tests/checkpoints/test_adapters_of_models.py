@@ -101,6 +101,15 @@ def test_the_shapes_of_one_tower_tell_which_it_is(tmp_path) -> None:
         assert {name[: len(tower)] for name in folded.info.targets} == {tower}
 
 
+def test_a_class_tells_the_tower_where_files_call_it_otherwise(tmp_path) -> None:
+    """The class has `model.language_model.` in memory, and `language_model.model.` in files."""
+    model = gemma3()
+    model.save_pretrained(tmp_path / "base")
+    adapt(model.model.language_model, tmp_path / "a", target_modules=["q_proj"])
+    folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
+    assert [name.rpartition("layers.")[0] for name in folded.info.targets] == ["language_model.model."]
+
+
 def test_names_of_one_tower_alone_tell_which_it_is(tmp_path) -> None:
     from transformers import SiglipTextModel
 

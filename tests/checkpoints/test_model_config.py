@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from checkpoints.models import OPEN_CLIP, bert, clip, llama, open_clip_model, tuned, two_berts
 from safetensors.torch import save_file
 
@@ -75,6 +76,33 @@ def test_what_computes_the_same_is_no_difference(tmp_path) -> None:
     assert compared(tmp_path / "base", expert) == ([], [])
 
 
+@pytest.mark.parametrize(
+    "key", ["use_bidirectional_attention", "pos_att_type", "clip_qkv", "attn_type", "dilation", "_class_name"]
+)
+def test_a_key_of_other_architectures_is_refused(key: str, tmp_path) -> None:
+    for name, value in (("base", 1), ("a", 2)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({key: value}))
+    assert f"{key} is 2 (1 in the base)" in compared(tmp_path / "base", tmp_path / "a").problems[0]
+
+
+def test_timms_architecture_and_labels_are_compared(tmp_path) -> None:
+    labels = ["no", "yes"]
+    configs = {
+        "base": {"architecture": "vit", "pretrained_cfg": {"label_names": labels}},
+        "quick": {"architecture": "vit_quickgelu", "pretrained_cfg": {"label_names": labels}},
+        "turned": {"architecture": "vit", "label_names": labels[::-1]},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        save_file({"head.weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    said = [compared(tmp_path / "base", tmp_path / name).problems[0] for name in ("quick", "turned")]
+    assert "architecture is vit_quickgelu" in said[0]
+    assert "label_names is ['yes', 'no']" in said[1]
+
+
 def test_other_keys_are_a_warning(tmp_path) -> None:
     llama().save_pretrained(tmp_path / "base")
     expert = with_config(llama(), tmp_path / "a", max_position_embeddings=64, something_new=3)
@@ -122,10 +150,31 @@ def test_open_clips_quick_gelu_is_refused(tmp_path) -> None:
         config = {"model_cfg": OPEN_CLIP | more}
         (folder / "open_clip_config.json").write_text(json.dumps(config))
     assert compared(tmp_path / "base", tmp_path / "same") == ([], [])
+    save_file(open_clip_model().visual.state_dict(), tmp_path / "tower.safetensors")
+    prepare(tmp_path / "base", {"a": tmp_path / "tower.safetensors"}, METHOD, include=["visual.*"])
     assert (
         "quick_gelu is True (not set in the base)"
         in compared(tmp_path / "base", tmp_path / "quick").problems[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "apart", "among"),
+    [
+        ({"vision_config__hidden_act": "gelu"}, "text_model.*", "vision_model.*"),
+        ({"text_config__hidden_act": "gelu"}, "vis*", "text_model.*"),
+        ({"text_config__layer_norm_eps": 1e-3}, "*.mlp.*", "text_model.*.layer_norm1.weight"),
+        ({"vision_config__num_attention_heads": 1}, "vision_model.*.mlp.*", "vision_model.*.q_proj.weight"),
+    ],
+)
+def test_keys_of_weights_that_are_not_merged_are_a_warning(changes, apart: str, among: str, tmp_path) -> None:
+    clip().save_pretrained(tmp_path / "base")
+    inputs = tmp_path / "base", {"a": with_config(tuned(clip(), 1), tmp_path / "a", **changes)}, METHOD
+    ((key, value),) = changes.items()
+    kept = prepare(*inputs, include=[apart])
+    assert f"{key.replace('__', '.')} is {value}" in kept.notes[0]
+    with pytest.raises(InputError, match=rf"{key.replace('__', '.')} is {value}"):
+        prepare(*inputs, include=[apart, among])
 
 
 def test_a_heads_labels_in_another_order_are_refused_where_the_head_is_merged(tmp_path) -> None:

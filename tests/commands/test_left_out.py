@@ -118,4 +118,47 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
     inputs = (tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "out", METHOD)
     with pytest.raises(InputError, match=r"has 1 tensors the base lacks \(score\.weight\)"):
         merge(*inputs, device="cpu")
-    merge(*inputs, device="cpu", exclude=["score.*"])
+    save_file(llama().state_dict(), tmp_path / "a" / "model.safetensors")
+    out = merge(*inputs, device="cpu", exclude=["score.*"])
+    assert "a: its adapter was read, the model beside that (model.safetensors) was not" in (
+        (out / "mergekit_lab.json").read_text()
+    )
+
+
+BODY = {"layers.0.w": torch.ones(4, 4), "layers.1.w": torch.ones(4, 4)}
+OTHER_NAMES = {
+    "an encoder alone": ({"shared.weight": 0.0}, {"encoder.embed_tokens.weight": 1.0}, {}, 1.0),
+    "the head's name alone": ({"embed_tokens.weight": 0.0}, {"lm_head.weight": 1.0}, {}, 1.0),
+    "two values, one merged": (
+        *({"embed_tokens.weight": 0.0}, {"embed_tokens.weight": 1.0, "lm_head.weight": 2.0}),
+        *({"include": ["layers.*"]}, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("base", "expert", "patterns", "wanted"), OTHER_NAMES.values(), ids=OTHER_NAMES)
+def test_tied_embeddings_under_another_name(base, expert, patterns, wanted: float, tmp_path) -> None:
+    for name, held in (("base", base), ("a", expert)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 6, "tie_word_embeddings": true}')
+        tensors = {n: torch.full((6, 4), value) for n, value in held.items()}
+        save_file(tensors | {n: w.clone() for n, w in BODY.items()}, tmp_path / name / "model.safetensors")
+    prepared = prepare(tmp_path / "base", {"a": tmp_path / "a"}, METHOD, **patterns)
+    merged = merge_state_dicts(prepared.base, prepared.experts, METHOD, **patterns)
+    assert merged[next(iter(base))].unique().tolist() == [wanted]
+    assert merged.keys() == {*base, *BODY}
+
+
+def test_a_prefix_before_all_but_a_head() -> None:
+    expert = {f"pretrained_model.{name}": value for name, value in BODY.items()} | HEAD
+    prepared = prepare(BODY, {"a": expert}, METHOD, exclude=["v_head.*"])
+    assert prepared.experts["a"].keys() == {*BODY, *HEAD}
+    assert "but v_head.w is left out" in prepared.notes[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["x.lora_A.weight", "unet.to_q.lora.down.weight", "lora_unet_to_q.lora_up.weight"]
+)
+def test_factors_without_their_configuration_are_named(name: str) -> None:
+    with pytest.raises(InputError, match=r"'a' holds an adapter's factors .* without the adapter_config.json"):
+        prepare(BODY, {"a": {name: torch.ones(2, 2)}}, METHOD)

@@ -1,8 +1,10 @@
 """The order of the data is a function of (seed, step)."""
 
+import pytest
 import torch
 from tiny import TinyTask, tiny_objective
 
+from mergekit_lab import InputError
 from mergekit_lab.backbones import ImageObjective
 from mergekit_lab.training import StepBatches
 
@@ -75,6 +77,30 @@ def test_samples_of_about_one_length_share_a_batch_and_every_pass_still_shows_al
     means = torch.tensor([float(Sized.known[i].float().mean()) for i in seen[:100]])
     assert not torch.equal(means, means.sort().values)
     assert not torch.equal(torch.cat(seen)[:403], torch.cat(seen)[403:806])
+
+
+class Short(Sized):
+    known = torch.arange(3)
+
+
+def test_a_part_smaller_than_a_batch_is_gone_through_again_and_again() -> None:
+    for kind in (Short, ImageObjective):
+        seen = torch.cat(
+            places(StepBatches({"a": kind(TinyTask(size=3), HEAD)}, batch_size=4, steps=3, seed=0))
+        )
+        assert [passed.sort().values.tolist() for passed in seen.split(3)] == [[0, 1, 2]] * 4
+
+
+def test_nothing_to_train_on_is_refused() -> None:
+    with pytest.raises(InputError, match="batch_size=2 gives each task 1 samples a step, fewer than the 2"):
+        StepBatches({"a": data(3), "b": data(3)}, 2, 1, seed=0, world=2)
+
+    class Empty(TinyTask):
+        def count(self, part) -> int:
+            return 0
+
+    with pytest.raises(InputError, match=r"the training part of \(a\) holds no sample"):
+        StepBatches({"a": ImageObjective(Empty(), HEAD)}, 4, 1, seed=0)
 
 
 def test_grouped_batches_too_are_a_function_of_seed_and_step_and_shared_without_overlap() -> None:
