@@ -101,7 +101,8 @@ def _is_unnamed(folder: Path) -> bool:
     if not HydraConfig.initialized() or _in_sweep():
         return False
     settings = HydraConfig.get()
-    said = [*settings.overrides.task, *settings.overrides.hydra]
+    overrides = OmegaConf.to_container(settings.overrides, resolve=False)
+    said = [*overrides["task"], *overrides["hydra"]]
     made = None if OmegaConf.is_missing(settings.runtime, "output_dir") else settings.runtime.output_dir
     named = any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in said)
     return made == str(folder) and not named
