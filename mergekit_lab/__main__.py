@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -31,7 +32,7 @@ def main(cfg: DictConfig) -> float | None:
 
     settings = HydraConfig.get()
     try:
-        said = OmegaConf.to_container(settings.overrides.task, resolve=False)  # texts, with their `${…}`
+        said: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)  # texts, with their `${…}`
         return start(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, said)
     except InputError as error:
         if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise

@@ -154,7 +154,7 @@ class ComparisonSweeper(BasicSweeper):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
             choices = dict(config.hydra.runtime.choices)
-            said = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+            said: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             with open_dict(config):
                 del config["hydra"]
             try:

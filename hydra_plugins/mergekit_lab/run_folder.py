@@ -45,7 +45,7 @@ def _leaves_nothing(config: DictConfig) -> bool:
 
 def _is_named(config: DictConfig) -> bool:
     """Whether the user named the folder."""
-    said = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # texts, with their `${…}`
+    said: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # texts, with their `${…}`
     overrides = [*said["task"], *said["hydra"]]
     return any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in overrides)
 

@@ -47,7 +47,7 @@ def refuse_unset(cfg: DictConfig) -> None:
     """
     from omegaconf import OmegaConf
 
-    given = OmegaConf.to_container(cfg, resolve=False)
+    given: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, how in _NEEDED[cfg.command].items():
         spared = given.get("dry_run") if key == "out" else given.get("recipe")
         if not given.get(key) and not spared:

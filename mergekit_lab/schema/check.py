@@ -228,7 +228,7 @@ def _origin(key: str, name: str) -> str:
     if not HydraConfig.initialized():
         return "in the composed configuration"
     hydra = HydraConfig.get()
-    said = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    said: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     if any(override.lstrip("+").split("=")[0] == key for override in said):
         return "from the command line"
     choices = [
