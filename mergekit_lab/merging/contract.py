@@ -195,7 +195,7 @@ class Method:
         Raises:
             InputError: what should be a number is none, or a whole number no float of torch's takes.
         """
-        for name, kinds in _list_numbers(cls).items():
+        for name, kinds in _list_numbers(cls).items():  # type: ignore[arg-type]
             if name in settings:
                 _require_kind(name, settings[name], kinds)
         return super().__new__(cls)
