@@ -3,12 +3,13 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import conf_dir
@@ -31,9 +32,8 @@ def main(cfg: DictConfig) -> float | None:
 
     settings = HydraConfig.get()
     try:
-        return start(
-            cfg, Path(settings.runtime.output_dir), settings.runtime.choices, list(settings.overrides.task)
-        )
+        said: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)  # texts, with their `${…}`
+        return start(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, said)
     except InputError as error:
         if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise
             raise SystemExit(str(error)) from None
@@ -73,10 +73,12 @@ def run() -> None:
     ) is not None:
         print(text)
         return
-    if (
-        os.getcwd() not in sys.path
-    ):  # a console script has its own folder there, and `_target_` may name a user's
-        sys.path.insert(0, os.getcwd())
+    try:
+        here = os.getcwd()
+    except OSError:
+        sys.exit("the working folder was deleted: change to another")
+    if here not in sys.path:  # a console script has its own folder there, and `_target_` may name a user's
+        sys.path.insert(0, here)
     gather_temporary_files()
     sys.argv[1:] = translate(sys.argv[1:])
     raise_on_sigterm()

@@ -165,6 +165,8 @@ def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
         known = {name for name in names if name not in ("hydra", "command") and not name.startswith("_")}
         return f"unknown key {wrong[1]!r}{suggestion(key, known)}"
     cause = error.__cause__ or error.__context__
+    if not text:
+        return f"the configuration cannot be composed: {cause or type(error).__name__}"
     return f"{text}: {cause}" if text.startswith("Error merging override") and cause else text
 
 

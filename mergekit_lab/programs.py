@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -101,7 +102,8 @@ def _is_unnamed(folder: Path) -> bool:
     if not HydraConfig.initialized() or _in_sweep():
         return False
     settings = HydraConfig.get()
-    said = [*settings.overrides.task, *settings.overrides.hydra]
+    overrides: Any = OmegaConf.to_container(settings.overrides, resolve=False)
+    said = [*overrides["task"], *overrides["hydra"]]
     made = None if OmegaConf.is_missing(settings.runtime, "output_dir") else settings.runtime.output_dir
     named = any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in said)
     return made == str(folder) and not named

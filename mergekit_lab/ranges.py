@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, abbreviate, suggestion
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
     """Raise `InputError`: the setting is `value` and must be as `rule` says; unless `ok`."""
     if not ok:
-        raise InputError(f"{name} is {value!r}; it must be {rule}")
+        raise InputError(f"{name} is {abbreviate(value)}; it must be {rule}")
 
 
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:

@@ -5,48 +5,91 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mergekit_lab.errors import InputError
 
+_LARGEST = 1 << 20
+"""Bytes of a file; ours have a few thousand, and YAML takes seconds for a megabyte."""
 _MOST_NODES = 200_000
 """Of a file once its aliases are written out. Our largest configuration has some hundred."""
 _DEEPEST = 64
 """Levels of a file; our configurations have fewer than ten."""
+UNMADE = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What PyYAML raises of text that it cannot make into values: `2001-13-45` and `!!bool 7` get past its own."""
 
 
 def read_yaml_text(file: Path) -> str:
     """The text of a YAML file whose values can be made; whether it is YAML is for its reader to say.
 
     Raises:
-        InputError: it is no text in UTF-8, is nested deeper than any configuration, contains itself, or has
-            more than 200,000 values once its aliases are written out, as OmegaConf and messages do.
+        InputError: it is no file or no text in UTF-8, is larger than a megabyte or nested deeper than any
+            configuration, contains itself, or has more than 200,000 values once its aliases are written out, as
+            OmegaConf and messages do.
         OSError: it cannot be read.
     """
+    if file.exists() and not file.is_file():  # reading a pipe may never end
+        raise InputError(f"{file} is a folder, a pipe or a device, not a file")
+    if file.stat().st_size > _LARGEST:
+        raise InputError(f"{file} has more than a megabyte, too much for a configuration")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 ({error})") from None
-    if _measure_depth(text) > _DEEPEST:
-        raise InputError(f"{file} is nested too deep to be read")
-    if "&" in text and "*" in text and _count_nodes(text) > _MOST_NODES:
-        raise InputError(
-            f"{file} has more than {_MOST_NODES} values once its aliases (*name) are written out: write fewer"
-        )
+    _check_size(text, str(file))
     return text
 
 
-def _measure_depth(text: str) -> int:
-    """How many lists and mappings of a YAML file lie in each other, up to where it can be read."""
-    depth = deepest = 0
+def make_values(text: str, who: str) -> list[Any]:
+    """What the documents of a YAML text hold, without those that are empty.
+
+    Args:
+        who: what messages call the text.
+
+    Raises:
+        InputError: it is no YAML, or as `read_yaml_text`.
+    """
+    if len(text) > _LARGEST:
+        raise InputError(f"{who} has more than a megabyte, too much for a configuration")
+    _check_size(text, who)
+    try:
+        return [each for each in yaml.safe_load_all(text) if each is not None]
+    except UNMADE as error:
+        raise InputError(f"{who} cannot be read as YAML ({explain_yaml(error)})") from None
+
+
+def explain_yaml(error: Exception) -> str:
+    """What is wrong with a YAML text, and where, as one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        where = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        return f"{error.problem[:200]}{where}"
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _check_size(text: str, who: str) -> None:
+    depth, nodes = _measure(text)
+    if depth > _DEEPEST:
+        raise InputError(f"{who} is nested too deep to be read")
+    if nodes > _MOST_NODES or ("&" in text and "*" in text and _count_nodes(text) > _MOST_NODES):
+        raise InputError(
+            f"{who} has more than {_MOST_NODES} values once its aliases (*name) are written out: write fewer"
+        )
+
+
+def _measure(text: str) -> tuple[int, int]:
+    """How many lists and mappings of a YAML text lie in each other, and how many values it has; up to where it
+    cannot be read, or is too much."""
+    depth = deepest = nodes = 0
     with suppress(yaml.YAMLError):
         for event in yaml.parse(text, yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             deepest = max(deepest, depth)
-            if deepest > _DEEPEST:
+            nodes += isinstance(event, yaml.NodeEvent)
+            if deepest > _DEEPEST or nodes > _MOST_NODES:
                 break
-    return deepest
+    return deepest, nodes
 
 
 def _count_nodes(text: str) -> float:

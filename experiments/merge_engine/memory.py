@@ -2,7 +2,7 @@
 
     python experiments/merge_engine/memory.py --rows 4096 --columns 2048 --out results/cpu_memory.json
 
-Four bfloat16 experts of one matrix, read from files and written to one, every method in a process of its own.
+Experts of one matrix, read from files and written to one, every method in a process of its own.
 What is measured is the peak of `RssAnon` above what the process held before, after a merge of a small matrix;
 files that are mapped are not in it. The bound is `3 (T + 2)` times the largest tensor in float32.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import shutil
 import tempfile
 import threading
 import time
@@ -26,7 +27,6 @@ from torch import Tensor
 import mergekit_lab
 from mergekit_lab.checkpoints import write_tensors
 
-EXPERTS = 4
 NAME = "layers.0.mlp.up_proj.weight"
 
 
@@ -36,26 +36,26 @@ def anonymous() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
-def make(folder: Path, rows: int, columns: int) -> None:
+def make(folder: Path, rows: int, columns: int, experts: int, dtype: torch.dtype) -> None:
     """A base, its experts, their Fishers and Grams, each a folder with one file."""
     generator = torch.Generator().manual_seed(0)
-    base = torch.randn(rows, columns, generator=generator).bfloat16()
+    base = torch.randn(rows, columns, generator=generator).to(dtype)
 
     def write(name: str, state: dict[str, Tensor]) -> None:
         (folder / name).mkdir(parents=True)
         write_tensors(folder / name / "model.safetensors", state)
 
     write("base", {NAME: base})
-    for number in range(EXPERTS):
+    for number in range(experts):
         change = 0.02 * torch.randn(rows, columns, generator=generator)
-        write(f"expert{number}", {NAME: (base.float() + change).bfloat16()})
+        write(f"expert{number}", {NAME: (base.float() + change).to(dtype)})
         write(f"fisher{number}", {NAME: torch.rand(rows, columns, generator=generator)})
         write(f"gram{number}", {NAME.removesuffix(".weight"): (number + 1) * torch.eye(columns)})
 
 
 def merge(folder: Path, label: str) -> None:
     method = methods()[label]
-    count = FEWER.get(label, EXPERTS)
+    count = FEWER.get(label, len(list(folder.glob("expert?"))))
     sides = {kind: [folder / f"{kind}{n}" for n in range(count)] for kind in method.side_inputs}
     experts = [folder / f"expert{number}" for number in range(count)]
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)
@@ -75,35 +75,45 @@ def measure(small: Path, large: Path, label: str, told: Any) -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
+    begun = time.monotonic()
     merge(large, label)
     over.set()
     watching.join()
-    told.put({"method": label, "peak_mb": round((peak - start) / 1e6)})
+    told.put(
+        {"method": label, "peak_mb": round((peak - start) / 1e6), "seconds": round(time.monotonic() - begun, 1)}
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=4)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--methods", nargs="+", default=[m for m in methods() if m != "adamerging"])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found = {
-        "date": str(date.today()), "torch": torch.__version__, "experts": EXPERTS,
-        "matrix": [given.rows, given.columns],
-        "bound_mb": round(3 * (EXPERTS + 2) * given.rows * given.columns * 4 / 1e6), "rows": [],
+        "date": str(date.today()), "torch": torch.__version__, "experts": given.experts,
+        "matrix": [given.rows, given.columns], "dtype": given.dtype,
+        "bound_mb": round(3 * (given.experts + 2) * given.rows * given.columns * 4 / 1e6), "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
         small, large = Path(place, "small"), Path(place, "large")
-        make(small, 64, 48)
-        make(large, given.rows, given.columns)
+        dtype = getattr(torch, given.dtype)
+        make(small, 64, 48, given.experts, dtype)
+        make(large, given.rows, given.columns, given.experts, dtype)
         for label in given.methods:
             told = context.Queue()
             process = context.Process(target=measure, args=(small, large, label, told))
             process.start()
             process.join()
+            if process.exitcode:
+                raise SystemExit(f"{label} ended with {process.exitcode}")
             found["rows"].append(told.get(timeout=10))
+            (large / f"merged_{label}").rename(large / "spent")
+            shutil.rmtree(large / "spent")
             print(found["rows"][-1], flush=True)
             given.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import CompactHydraException
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 log = logging.getLogger(__name__)
 _NEED_NOTHING = {
@@ -153,7 +153,8 @@ class ComparisonSweeper(BasicSweeper):
         for number, overrides in enumerate(jobs):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
-            choices, said = dict(config.hydra.runtime.choices), list(config.hydra.overrides.task)
+            choices = dict(config.hydra.runtime.choices)
+            said: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             with open_dict(config):
                 del config["hydra"]
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 _WRITE_ELSEWHERE = ("merge_checkpoints", "expand")
 _WITHOUT_FOLDER = ("store", "fetch")
@@ -45,7 +45,8 @@ def _leaves_nothing(config: DictConfig) -> bool:
 
 def _is_named(config: DictConfig) -> bool:
     """Whether the user named the folder."""
-    overrides = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
+    said: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # texts, with their `${…}`
+    overrides = [*said["task"], *said["hydra"]]
     return any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in overrides)
 
 

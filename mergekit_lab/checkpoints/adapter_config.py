@@ -78,7 +78,7 @@ def by_pattern(
         if "{" in pattern or len(pattern) > _LONGEST_PATTERN:
             raise InputError(f"{holds} counts repeats with braces or is very long: write it without")
         if _RECURSION.search(pattern):
-            raise InputError(f"{holds} refers to itself or to a group: write it without")
+            raise InputError(f"{holds} refers to itself or to a group, or ignores case: write it without")
         try:
             ending = regex.compile(rf"(.*\.)?({pattern})$")
             for module in found:
@@ -96,6 +96,8 @@ def by_pattern(
 _PATTERN_SECONDS = 10.0
 """Of a processor, for all patterns of one kind; a thousand of them with a thousand modules take three."""
 _LONGEST_PATTERN = 10_000
-_RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d|&|P>|P=|\(|\(?DEFINE)|\\[1-9gL]")
-"""Groups that call groups or the whole pattern, conditions, and references back. Names of modules need none.
-What the first expand to has no bound."""
+_RECURSION = regex.compile(
+    r"\(\?(?:R|[+-]?\d|&|P>|P=|\(|\(?DEFINE|[a-zA-Z0-9-]*[ifIF][a-zA-Z0-9-]*[:)])|\\[1-9gL]"
+)
+"""Groups that call groups or the whole pattern, conditions, references back, and flags that ignore case. Names
+of modules need none. What the first expand to has no bound, and folding the last takes minutes."""

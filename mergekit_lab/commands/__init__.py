@@ -45,9 +45,12 @@ def refuse_unset(cfg: DictConfig) -> None:
     Raises:
         InputError: a key that is not set.
     """
+    from omegaconf import OmegaConf
+
+    given: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, how in _NEEDED[cfg.command].items():
-        spared = cfg.get("dry_run") if key == "out" else cfg.get("recipe")
-        if not cfg.get(key) and not spared:
+        spared = given.get("dry_run") if key == "out" else given.get("recipe")
+        if not given.get(key) and not spared:
             raise InputError(f"{key} is not set: {how}")
 
 

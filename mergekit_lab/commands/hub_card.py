@@ -19,6 +19,7 @@ from mergekit_lab.commands.prepare import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
 from mergekit_lab.paths import conf_dir
+from mergekit_lab.yaml_files import make_values
 
 _CARRIED = ("license", "license_name", "license_link", "language")
 """What the base's card says and holds for a merge of its descendants too."""
@@ -148,10 +149,10 @@ def _read_header(folder: Path | None) -> Mapping[str, Any]:
         return {}
     found = re.match(r"---\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.S)
     try:
-        header = yaml.safe_load(found[1]) if found else {}
-    except yaml.YAMLError:
+        headers = make_values(found[1], str(file)) if found else []
+    except InputError:
         return {}
-    return header if isinstance(header, Mapping) else {}
+    return headers[0] if headers and isinstance(headers[0], Mapping) else {}
 
 
 def _say_merger(method: Method) -> list[str] | None:

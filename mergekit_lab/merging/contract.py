@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -123,6 +125,40 @@ class Stream(Protocol):
         rounded numbers do."""
 
 
+_KINDS: dict[Any, str] = {
+    float: "a number", int: "a whole number", bool: "true or false", NoneType: "null",
+    Sequence: "a list", Mapping: "a mapping",
+}  # fmt: skip
+_LONGEST = 2**63
+"""Whole numbers from here on are none to torch."""
+
+
+@cache
+def _list_numbers(kind: type) -> Mapping[str, tuple[type, ...]]:
+    """The fields of a method that are single numbers, or may be, and of which kinds."""
+    try:
+        hints = get_type_hints(kind)
+    except (NameError, TypeError):  # a user's own
+        return {}
+    options = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    kinds = {name: tuple(get_origin(each) or each for each in those) for name, those in options.items()}
+    numbers = {float, int, bool}
+    return {
+        name: those for name, those in kinds.items() if set(those) & numbers and set(those) <= _KINDS.keys()
+    }
+
+
+def _require_kind(name: str, value: object, kinds: tuple[Any, ...]) -> None:
+    wanted = tuple({float: Real, int: Integral}.get(kind, kind) for kind in kinds)
+    right = (
+        bool in kinds if isinstance(value, bool) else isinstance(value, wanted) and not isinstance(value, str)
+    )
+    rule = " or ".join(_KINDS[kind] for kind in kinds)
+    require(right, name, value, rule)
+    large = isinstance(value, int) and abs(value) >= _LONGEST
+    require(not large, name, value, f"{rule}, finite in float32, and written 1e30 where it is so large")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Base of all methods.
@@ -152,6 +188,17 @@ class Method:
     """Whether it makes a model for every task, as `merge_factors` stores them; `merge` gives one for all."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """Look at numbers before they are computed with.
+
+        Raises:
+            InputError: what should be a number is none, or a whole number no float of torch's takes.
+        """
+        for name, kinds in _list_numbers(cls).items():  # type: ignore[arg-type]
+            if name in settings:
+                _require_kind(name, settings[name], kinds)
+        return super().__new__(cls)
 
     @property
     def scale(self) -> float:

@@ -6,17 +6,24 @@ from fractions import Fraction
 from typing import Any
 
 from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.ranges import FASTEST
+
+_LARGEST = 2**63 - 1
+"""Whole numbers beyond it are none to torch."""
 
 
 def require_number(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-    """Raise `InputError` unless `value` is a finite number in [`minimum`, `maximum`]."""
+    """Raise `InputError` unless `value` is a number in [`minimum`, `maximum`] that float32, or a whole number
+    that 64 bits, can be computed with."""
     ends = {"least": minimum, "most": maximum}
     bounds = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
     bound = f" of at {' and at '.join(bounds)}" if bounds else ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be a finite number{bound}")
-    if not (math.isfinite(value) and minimum <= value <= maximum):
-        raise InputError(f"{name}={value!r} is out of range; it must be a finite number{bound}")
+    largest = _LARGEST if isinstance(value, int) else FASTEST
+    if not (abs(value) <= largest and minimum <= value <= maximum):
+        size = "" if abs(value) <= largest else f", no larger than {largest:g}"
+        raise InputError(f"{name}={str(value)[:40]} is out of range; it must be a finite number{bound}{size}")
 
 
 def require_integer(name: str, value: Any, minimum: float = -math.inf) -> None:

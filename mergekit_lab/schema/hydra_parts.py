@@ -11,6 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.yaml_files import UNMADE, explain_yaml
 
 _CALLS = ("_target_", "()", "class")
 _LOGGING = (logging.Handler, logging.Formatter, logging.Filter)
@@ -29,11 +31,19 @@ _WHOLE = re.compile(r"\$\{.*\}")
 
 
 def guard_hydra() -> None:
-    """From now on Hydra's own keys are checked whenever it has composed a configuration."""
+    """From now on Hydra's own keys are checked whenever it has composed a configuration, and a file that it
+    cannot read is named."""
     load = ConfigLoaderImpl.load_configuration
 
     def load_checked(self: Any, *arguments: Any, **keywords: Any) -> DictConfig:
-        cfg = load(self, *arguments, **keywords)
+        try:
+            cfg = load(self, *arguments, **keywords)
+        except UNMADE as error:
+            frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+            paths = [each["full_path"] for each in frames if "full_path" in each]
+            if not paths:
+                raise
+            raise InputError(f"{paths[-1]} cannot be read as YAML ({explain_yaml(error)})") from None
         check_hydra(cfg)
         return cfg
 

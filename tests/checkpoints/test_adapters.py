@@ -119,6 +119,8 @@ def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) ->
         ({"rank_pattern": {r"(?P<a>q(?P>a)?)": 4}}, "refers to itself"),
         ({"rank_pattern": {r"(.)(?:(?-1)|(?+1))": 4}}, "refers to itself"),
         ({"rank_pattern": {r"(q)\1": 4}}, "refers to itself"),
+        ({"rank_pattern": {"(?i)" + "ß" * 4000: 4}}, "or ignores case"),
+        ({"rank_pattern": {"(?-V1i:q)": 4}}, "or ignores case"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is a list"),
     ],
 )

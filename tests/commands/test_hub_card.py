@@ -11,7 +11,7 @@ from composing import merge_command
 from language import save_tiny
 from safetensors.torch import load_file, save_file
 
-from mergekit_lab.commands.hub_card import write_recipe
+from mergekit_lab.commands.hub_card import _read_header, write_recipe
 from mergekit_lab.merging import TIES
 
 CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- other\n---\n# Base\n"
@@ -29,6 +29,12 @@ def inputs(tmp_path, monkeypatch):
         weights = {n: t + torch.randn_like(t) for n, t in load_file(folder / "model.safetensors").items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return tmp_path
+
+
+@pytest.mark.parametrize("header", ["date: 2001-13-45", "x: !!bool 7"])
+def test_a_card_whose_header_is_no_yaml_says_nothing(header: str, tmp_path) -> None:
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{header}\n---\n")
+    assert _read_header(tmp_path) == {}
 
 
 def blocks(card: str, language: str) -> list[str]:

@@ -6,10 +6,11 @@ from functools import cache
 import pytest
 from composing import composed, partition
 from omegaconf import OmegaConf, open_dict
+from programs import run_program, start_program
 
 from mergekit_lab import InputError, programs
 from mergekit_lab.command_line import translate
-from mergekit_lab.commands import COMMANDS, command_class
+from mergekit_lab.commands import COMMANDS, command_class, refuse_unset
 from mergekit_lab.programs import start
 from mergekit_lab.schema.check import check_against
 from mergekit_lab.schema.run import Main
@@ -90,3 +91,19 @@ def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
         programs._leave_failures(OmegaConf.create({}), tmp_path, []),
     ):
         work()
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path) -> None:
+    given = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
+    run = run_program(tmp_path, "+experiment=merge_checkpoints", *given)
+    assert run.returncode == 1
+    assert run.stderr.startswith("the configuration does not resolve: KeyError")
+    refuse_unset(OmegaConf.create({"command": "diagnose", "base": "${oc.env:NOPE}", "experts": ["a"]}))
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path) -> None:
+    lines = "import os, sys\nfrom mergekit_lab.__main__ import run\nos.rmdir(os.getcwd())\nrun()"
+    (tmp_path / "gone").mkdir()
+    ended = start_program(tmp_path / "gone", "stage=store", code=lines).wait()
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("the working folder was deleted")

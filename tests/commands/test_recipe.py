@@ -6,6 +6,7 @@ Tests marked `beside` run in an environment that has mergekit: `make test-beside
 import copy
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -219,6 +220,9 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "models: [{model: [a], parameters: {weight: 1}}]", r"model reference \['a'\] is no path"),
         (START + "models: [{model: null, parameters: {weight: 1}}]", "model reference None has no path"),
         ("[" * 5000, "nested too deep"),
+        (START + TWO + "name: 2001-13-45", "cannot be read as YAML .month must be"),
+        (START + TWO + "name: !!bool 7", "cannot be read as YAML .'7'"),
+        (f"name: {'x' * (1 << 20)}", "more than a megabyte"),
         (f"{BOMB}merge_method: *a9", "more than 200000 values once its aliases"),
         ("merge_method: [ties]", "merge_method .* is not supported"),
         ("merge_method: linear\nmodels: [{model: true, parameters: {weight: 1}}]", "True is no path"),
@@ -353,6 +357,12 @@ def test_keys_that_mergekit_does_not_read_become_notes() -> None:
             for name in ("int8_mask", "name", "normalize", "random_seed", "write_readme")
         ),
     ]
+
+
+def test_a_pipe_for_a_recipe_is_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "r.yaml")
+    with pytest.raises(InputError, match=r"r\.yaml is a folder, a pipe or a device"):
+        read_recipe(tmp_path / "r.yaml")
 
 
 def test_a_recipe_whose_aliases_expand_to_gigabytes_is_refused_in_a_short_line() -> None:

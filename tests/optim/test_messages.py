@@ -18,6 +18,10 @@ SGD = BASES["sgd"]
     ("make", "options", "message"),
     [
         (SAM, {"rho": -0.1}, r"rho=-0\.1 is out of range.* of at least 0"),
+        (SAM, {"rho": 1e39}, r"rho=1e\+39 is out of range.* no larger than 1e\+30"),
+        (SAM, {"rho": 10**400}, r"rho=10{39} is out of range"),
+        (MergOPT, {"coefficients": 0.5}, r"coefficients is 0\.5; it must be a list"),
+        (MergOPT, {"coefficients": [1e308]}, r"coefficients=1e\+308 is out of range"),
         (SAM, {"rho": float("nan")}, r"rho=nan is out of range"),
         (SAM, {"rho": float("inf")}, r"rho=inf is out of range"),
         (SAM, {"rho": "0.05"}, r"rho='0\.05' is a str"),

@@ -48,3 +48,16 @@ def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> N
         pytest.raises(InputError, match="it must be a Callback of Hydra"),
     ):
         compose("main", given, return_hydra_config=True)
+
+
+@pytest.mark.parametrize("text", ["seed: !!int x", "a:\t- [", "? [a]\n: 1"])
+def test_a_file_that_cannot_be_made_into_values_is_named(text: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", ConfigLoaderImpl.load_configuration)
+    guard_hydra()
+    (tmp_path / "main.yaml").write_text(text)
+    GlobalHydra.instance().clear()
+    with (
+        initialize_config_dir(str(tmp_path), version_base="1.3"),
+        pytest.raises(InputError, match=r"main\.yaml cannot be read as YAML \("),
+    ):
+        compose("main")

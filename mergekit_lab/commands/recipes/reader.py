@@ -18,8 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.commands.prepare import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
@@ -32,7 +30,7 @@ from mergekit_lab.commands.recipes.methods import (
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
-from mergekit_lab.yaml_files import read_yaml_text
+from mergekit_lab.yaml_files import make_values, read_yaml_text
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -89,9 +87,9 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
     """
     try:
         text = read_yaml_text(file)
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"recipe={file} cannot be read ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        raise InputError(f"recipe={file} cannot be read ({error.strerror})") from None
+    documents = make_values(text, f"recipe={file}")
     for number, document in enumerate(documents or [None], start=1):
         if not isinstance(document, dict) or "merge_method" not in document:
             which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
