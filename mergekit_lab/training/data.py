@@ -30,20 +30,20 @@ _POOL = 50
 class StepBatches:
     """An iterable of exactly `steps` training batches, augmented, starting at any of them.
 
-    Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
-    alone. Where an objective knows lengths, samples of about one length share a batch. With `world` processes
-    each takes its share of the same batch.
+        Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
+        alone. Where an objective knows lengths, samples of about one length share a batch. With `world` processes
+        each takes its share of the same batch.
 
-    Args:
-        objectives: by task; batches are of their training parts.
-        batch_size: samples a step over all tasks and processes; tasks take equal shares, at least one each.
-        steps: how many batches there are; what `len` says, wherever iteration starts.
-        seed: of the order.
-        start: the first step to yield.
-        rank, world: this process and how many there are.
-        few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
-from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
-from mergekit_lab.errors import InputError, listing
+        Args:
+            objectives: by task; batches are of their training parts.
+            batch_size: samples a step over all tasks and processes; tasks take equal shares, at least one each.
+            steps: how many batches there are; what `len` says, wherever iteration starts.
+            seed: of the order.
+            start: the first step to yield.
+            rank, world: this process and how many there are.
+            few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
+    from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+    from mergekit_lab.errors import InputError, listing
     """
 
     def __init__(
