@@ -1,6 +1,7 @@
-"""The Python examples of the documentation run, in order, page by page."""
+"""Examples and links of the documentation work."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_links_between_pages_and_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_links_and_pictures_of_the_readme_work_on_pypi() -> None:
+    resolve_links = runpy.run_path(str(ROOT / "hatch_build.py"))["resolve_links"]
+    readme = (ROOT / "README.md").read_text()
+    filled, left_open = resolve_links(readme, "https://host/us/it/blob/v1"), resolve_links(readme, None)
+    for text in (filled, left_open):
+        assert all("://" in target for target in re.findall(r"\]\(([^)\s]+)", text))
+    assert "(https://host/us/it/raw/v1/docs/images/quickstart.png)" in filled
+    assert "(https://host/us/it/blob/v1/docs/mergers.md)" in filled
+    assert "[mergers]" not in left_open

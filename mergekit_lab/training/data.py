@@ -31,8 +31,8 @@ class StepBatches:
     """An iterable of exactly `steps` training batches, augmented, starting at any of them.
 
         Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
-        alone. Where an objective knows lengths, samples of about one length share a batch. With `world` processes
-        each takes its share of the same batch.
+        alone. Where an objective knows lengths, samples of about one length share a batch. With `world`
+        processes each takes its share of the same batch.
 
         Args:
             objectives: by task; batches are of their training parts.
