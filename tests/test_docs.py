@@ -1,6 +1,7 @@
 """The Python examples of the documentation run, in order, page by page."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,21 @@ def test_links_between_pages_and_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch) -> None:
+    """Its tables are those of analyze.py; rows with a deviation stand in the README as they are there."""
+    folder = ROOT / "experiments/when_it_helps"
+    monkeypatch.syspath_prepend(folder)
+    for name in ("analyze", "cells", "study"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from analyze import Results, read, report
+
+    lines = [line for path in sorted(folder.glob("results/*.jsonl")) for line in read(path)]
+    rows = report(Results.of(lines)).splitlines()
+    readme, tables = (
+        [row for row in (folder / name).read_text().splitlines() if row.startswith("|") and "±" in row]
+        for name in ("README.md", "results/tables.md")
+    )
+    assert len(readme) > 30
+    assert set(readme) | set(tables) <= set(rows)

@@ -1,6 +1,6 @@
 """Tables, tests and the figure of the study, from its lines. See README.md.
 
-python experiments/when_it_helps/analyze.py results.jsonl --figure figure.png > tables.md
+python experiments/when_it_helps/analyze.py results/*.jsonl --figure figure.png > results/tables.md
 
 Legend: a gain is accuracy above that of AdamW's cell with the same world, axis, value and seed, in points; an
 optimizer of a parametrization is compared with AdamW of the same.
@@ -30,7 +30,7 @@ from cells import (
     SAMPLES,
     SEEDS,
 )
-from scipy.stats import spearmanr, t, ttest_rel
+from scipy.stats import spearmanr, t, ttest_1samp
 from study import read
 
 Line = dict[str, Any]
@@ -116,7 +116,7 @@ def t_test(gains: Sequence[float]) -> float:
     """p of a paired t-test; not a number for fewer than three pairs, or where they do not vary."""
     if len(gains) < 3 or len(set(gains)) < 2:
         return math.nan
-    return float(ttest_rel(gains, [0.0] * len(gains)).pvalue)
+    return float(ttest_1samp(gains, 0.0).pvalue)
 
 
 def block_tests(results: Results, world: str, arms: Sequence[str], column: str) -> dict[str, float]:
@@ -274,17 +274,16 @@ def predictions(results: Results, world: str) -> str:
     """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
     columns = (*ON_AXES, *FIXED_COLUMNS)
     arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
-    rows, counts = [], (0, 0)
-    for name in MEASURES:
-        row = [name]
-        for column in columns:
-            every = [[p for arm in group if (p := point_of(results, arm, name, column))]
-                     for group in (arms, [arm for arm in arms if arm[1] == "main"])]  # fmt: skip
-            counts = (len(every[0]), len(every[1]))
-            row.append(
-                " / ".join(f"{spearmanr(*zip(*points, strict=True)).statistic:+.2f}" for points in every)
-            )
-        rows.append(row)
+    groups = (arms, [arm for arm in arms if arm[1] == "main"])
+    points = {(n, c): [[p for arm in group if (p := point_of(results, arm, n, c))] for group in groups]
+              for n, c in product(MEASURES, columns)}  # fmt: skip
+    counts = list(map(len, points["norm", "average"]))
+    if counts[1] < 5:
+        return ""
+    rows = [
+        [n, *(" / ".join(f"{spearmanr(side).statistic:+.2f}" for side in points[n, c]) for c in columns)]
+        for n in MEASURES
+    ]
     return (
         f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
         f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
