@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,21 @@ def test_links_and_pictures_of_the_readme_work_on_pypi() -> None:
     assert "(https://host/us/it/raw/v1/docs/images/quickstart.png)" in filled
     assert "(https://host/us/it/blob/v1/docs/mergers.md)" in filled
     assert "[mergers]" not in left_open
+
+
+def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch) -> None:
+    """Its tables are those of analyze.py; rows with a deviation stand in the README as they are there."""
+    folder = ROOT / "experiments/when_it_helps"
+    monkeypatch.syspath_prepend(folder)
+    for name in ("analyze", "cells", "study"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from analyze import Results, read, report
+
+    lines = [line for path in sorted(folder.glob("results/*.jsonl")) for line in read(path)]
+    rows = report(Results.of(lines)).splitlines()
+    readme, tables = (
+        [row for row in (folder / name).read_text().splitlines() if row.startswith("|") and "±" in row]
+        for name in ("README.md", "results/tables.md")
+    )
+    assert len(readme) > 30
+    assert set(readme) | set(tables) <= set(rows)

@@ -1,6 +1,6 @@
 """Tables, tests and the figure of the study, from its lines. See README.md.
 
-python experiments/when_it_helps/analyze.py results.jsonl --figure figure.png > tables.md
+python experiments/when_it_helps/analyze.py results/*.jsonl --figure figure.png > results/tables.md
 
 Legend: a gain is accuracy above that of AdamW's cell with the same world, axis, value and seed, in points; an
 optimizer of a parametrization is compared with AdamW of the same.
@@ -10,19 +10,37 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, AT_FIXED, CORE, EPIMERS, FIXED, MERGERS, ON_AXES, RHOS, SAMPLES
-from scipy.stats import spearmanr, ttest_rel
+import numpy as np
+from cells import (
+    ALONG,
+    ARMS,
+    AT_FIXED,
+    CORE,
+    COUNTS,
+    EPIMERS,
+    FIXED,
+    GROUPS,
+    MERGERS,
+    ON_AXES,
+    RHOS,
+    SAMPLES,
+    SEEDS,
+)
+from scipy.stats import spearmanr, t, ttest_1samp
 from study import read
 
 Line = dict[str, Any]
 FIXED_COLUMNS = tuple(f"{name} at {FIXED:g}" for name in AT_FIXED)
 TUNED_COLUMNS = ("experts", *MERGERS)
-MEASURES = ("norm", "mean_abs", "cosine", "eigenvalue", "trace", "ctl", "xi 0.4", "xi 1")
-"""What may predict a gain; all but the cosine as the logarithm of the ratio to AdamW's."""
+MEASURES = ("norm", "length", "cosine", "eigenvalue", "trace", "ctl", "xi 0.4", "xi 1")
+"""What may predict a gain; all but the cosine as the logarithm of the ratio to AdamW's. The length is that
+of the average's step."""
+SHOWN = (-9.0, 9.0)
+"""Points that the figure shows. What falls below: the largest ρ, and task arithmetic at 0.4."""
 DRAWN = ("average", "task_arithmetic", "task_arithmetic at 0.4", "ties", "tsvm", "epimer")
 
 
@@ -64,7 +82,8 @@ class Results(dict[Key, Line]):
         return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
 
     def worlds(self) -> list[str]:
-        return list(dict.fromkeys(key.world for key in self))
+        """Those in which AdamW was measured: without it there is no gain."""
+        return list(dict.fromkeys(k.world for k in self if k[1:4] == ("main", "", "adamw")))
 
 
 def accuracy(line: Line | None, column: str) -> float | None:
@@ -97,7 +116,28 @@ def t_test(gains: Sequence[float]) -> float:
     """p of a paired t-test; not a number for fewer than three pairs, or where they do not vary."""
     if len(gains) < 3 or len(set(gains)) < 2:
         return math.nan
-    return float(ttest_rel(gains, [0.0] * len(gains)).pvalue)
+    return float(ttest_1samp(gains, 0.0).pvalue)
+
+
+def block_tests(results: Results, world: str, arms: Sequence[str], column: str) -> dict[str, float]:
+    """p of each arm against its AdamW's by a two-way analysis of variance: seeds are blocks.
+
+    All arms together say how much a cell varies, on the premise that they vary alike: many more degrees of
+    freedom than the two of a paired t-test.
+    """
+    seeds = sorted(set.intersection(*(set(results.seeds(world, "main", "", arm)) for arm in arms)))
+    if len(seeds) < 2:
+        return {}
+    cells = {a: [accuracy(results[Key(world, "main", "", a, s)], column) for s in seeds] for a in arms}
+    table = np.array(list(cells.values()), dtype=float)
+    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    freedom = (len(arms) - 1) * (len(seeds) - 1)
+    error = math.sqrt(2 * (rest**2).sum() / freedom / len(seeds))
+    found = {}
+    for arm, own in zip(arms, table, strict=True):
+        reference = results.reference(Key(world, "main", "", arm, seeds[0])).arm
+        found[arm] = float(2 * t.sf(abs(own.mean() - np.mean(cells[reference])) / error, freedom))
+    return found
 
 
 def holm(values: dict[Any, float]) -> dict[Any, float]:
@@ -123,22 +163,22 @@ def main_tables(results: Results, world: str) -> str:
         values = [[accuracy(line, c) for line in lines] for c in columns]
         rows.append([arm, str(len(lines)), *(spread([v for v in each if v is not None]) for each in values)])
     text += markdown(("arm", "seeds", *columns), rows) + "\n"
-    gains = {(arm, c): results.gains(world, "main", "", arm, c) for arm in arms for c in columns
-             if not arm.startswith("adamw")}  # fmt: skip
-    tests = {name: t_test(values) for name, values in gains.items()}
-    corrected = holm(tests)
-    count = sum(not math.isnan(p) for p in tests.values())
+    compared = [arm for arm in arms if not arm.startswith("adamw")]
+    gains = {(arm, c): results.gains(world, "main", "", arm, c) for arm in compared for c in columns}
+    paired = holm({name: t_test(values) for name, values in gains.items()})
+    blocks = {c: block_tests(results, world, arms, c) for c in columns}
+    pooled = holm({(arm, c): blocks[c].get(arm, math.nan) for arm, c in gains})
     text += (
-        f"Gain in points, and p of a paired t-test over seeds. There are {count} tests: bold is what stays "
-        "under 0.05 by Holm's correction for all of them.\n\n"
+        f"Gain in points. There are {len(gains)} tests, and what is under 0.05 by Holm's correction for all of "
+        "them is bold by paired t-tests over seeds, and has a star by an analysis of variance over arms and "
+        "seeds.\n\n"
     )
 
     def show(name: tuple[str, str]) -> str:
         said = spread(gains[name], "+.1f")
-        said += "" if math.isnan(tests[name]) else f" (p {tests[name]:.2g})"
-        return f"**{said}**" if corrected[name] < 0.05 else said
+        said = f"**{said}**" if paired[name] < 0.05 else said
+        return said + (" \\*" if pooled[name] < 0.05 else "")
 
-    compared = [arm for arm in arms if not arm.startswith("adamw")]
     text += markdown(("arm", *columns), ([arm, *(show((arm, c)) for c in columns)] for arm in compared)) + "\n"
     sizes = []
     for arm, lines in cells.items():
@@ -154,6 +194,9 @@ def main_tables(results: Results, world: str) -> str:
 
 def measure_of(line: Line, name: str) -> float | None:
     """A measure of a line, if it has it."""
+    if name == "length":
+        count = len(line["tasks"])
+        return float(line["norm"] * math.sqrt((1 + (count - 1) * line["cosine"]) / count))
     value = line.get(name, line.get("measures", {}).get(name))
     return float(value) if value is not None else None
 
@@ -192,47 +235,89 @@ def axis_tables(results: Results, axis: str) -> str:
 
 
 def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]]) -> str:
-    """Where all seeds gain at one value and all lose at the next."""
-    found = []
-    for arm in arms_along(axis):
-        for column in (*ON_AXES, *FIXED_COLUMNS):
-            gains = [(value or "main", g) for own, value in places
-                     if len(g := results.gains("glyphs", own, value, arm, column)) > 1]  # fmt: skip
-            for (low, before), (high, after) in pairwise(gains):
-                if (min(before) > 0 and max(after) < 0) or (max(before) < 0 and min(after) > 0):
-                    ends = f"{spread(before, '+.1f')} at {low}, {spread(after, '+.1f')} at {high}"
-                    found.append(f"- {arm}, {column}: {ends}")
-    title = f"Where every seed has one sign at a value of {axis}, and every seed the other at the next:"
-    return "\n".join([title, "", *(found or ["- nowhere"]), ""])
+    """Where all seeds gain at one value and all lose at another, and how often chance alone would do that."""
+    found, chance = [], 0.0
+    for arm, column in product(arms_along(axis), (*ON_AXES, *FIXED_COLUMNS)):
+        gains = [(value or "main", g) for own, value in places
+                 if len(g := results.gains("glyphs", own, value, arm, column)) == len(SEEDS)]  # fmt: skip
+        for (low, before), (high, after) in combinations(gains, 2):
+            chance += 2 * 0.5 ** (len(before) + len(after))
+            if (min(before) > 0 and max(after) < 0) or (max(before) < 0 and min(after) > 0):
+                p = t_test([b - a for a, b in zip(before, after, strict=True)])
+                ends = f"{spread(before, '+.1f')} at {low}, {spread(after, '+.1f')} at {high}"
+                found.append(f"- {arm}, {column}: {ends}; paired p of the difference {p:.2g}")
+    if not chance:
+        return ""
+    return "\n".join([
+        f"Where all three seeds gain at one value and lose at another: {len(found)}; chance alone would make "
+        f"{chance:.1f}.", "", *found, "",
+    ])  # fmt: skip
 
 
-def predictions(results: Results) -> str:
+def task_tables(results: Results) -> str:
+    """Which tasks gain: of all eight, and in groups of four."""
+    tasks = list(results[Key("glyphs", "main", "", "adamw", 0)]["tasks"])
+    rows = []
+    for (axis, value), merger, arm in product(
+        (("main", ""), *(("likeness", group) for group in GROUPS)), ("task_arithmetic", "tsvm"), RHOS
+    ):
+        keys = [Key("glyphs", axis, value, arm, seed) for seed in results.seeds("glyphs", axis, value, arm)]
+        pairs = [
+            [results[k]["mergers"][merger]["accuracy"] for k in (key, results.reference(key))] for key in keys
+        ]
+        gains = [[100 * (own[t] - other[t]) for own, other in pairs if t in own] for t in tasks]
+        rows.append([value or "all 8", merger, arm, *(spread(each, "+.1f") for each in gains)])
+    return "## glyphs: gains by task\n\n" + markdown(("tasks", "merger", "arm", *tasks), rows) + "\n"
+
+
+def predictions(results: Results, world: str) -> str:
     """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
-    text = (
-        "## What predicts a gain?\n\nSpearman's ρ (p) between a measure, as it differs from AdamW's, and the "
-        "gain. A point is an arm, or a value of ρ, in the mean of its seeds, which share AdamW's chance.\n\n"
-    )
     columns = (*ON_AXES, *FIXED_COLUMNS)
-    for world in results.worlds():
-        arms = dict.fromkeys(k[1:4] for k in results if k.world == world and k.axis in ("main", "rho"))
-        rows = []
-        for name in MEASURES:
-            row = [name]
-            for column in columns:
-                points = [p for arm in arms if (p := point_of(results, (world, *arm), name, column))]
-                if len(points) > 4 and all(len(set(side)) > 1 for side in zip(*points, strict=True)):
-                    found = spearmanr(*zip(*points, strict=True))
-                    row.append(f"{found.statistic:+.2f} ({found.pvalue:.1g}; {len(points)})")
-                else:
-                    row.append("–")
-            rows.append(row)
-        text += f"{world}; the number of points stands last:\n\n" + markdown(("measure", *columns), rows) + "\n"
-    return text
+    arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
+    groups = (arms, [arm for arm in arms if arm[1] == "main"])
+    points = {(n, c): [[p for arm in group if (p := point_of(results, arm, n, c))] for group in groups]
+              for n, c in product(MEASURES, columns)}  # fmt: skip
+    counts = list(map(len, points["norm", "average"]))
+    if counts[1] < 5:
+        return ""
+    rows = [
+        [n, *(" / ".join(f"{spearmanr(side).statistic:+.2f}" for side in points[n, c]) for c in columns)]
+        for n in MEASURES
+    ]
+    return (
+        f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
+        f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
+        f"{counts[1]} main arms alone. No p: points share AdamW's chance, and those along ρ are doses of one "
+        "thing.\n\n" + markdown(("measure", *columns), rows) + "\n" + longer_steps(results, world)
+    )
 
 
-def point_of(
-    results: Results, arm: tuple[str, str, str, str], name: str, column: str
-) -> tuple[float, float] | None:
+def longer_steps(results: Results, world: str) -> str:
+    """What the average would gain if AdamW's own step were as long as the arm's."""
+    rows = []
+    for arm in ARMS:
+        ratios, expected, gains = [], [], []
+        for key in (Key(world, "main", "", arm, seed) for seed in results.seeds(world, "main", "", arm)):
+            if (reference := results.reference(key)) == key or reference not in results:
+                continue
+            own, other = results[key], results[reference]
+            ratios.append((measure_of(own, "length") or 0.0) / (measure_of(other, "length") or math.nan))
+            count = len(other["tasks"])
+            curve = np.array(other["mergers"]["task_arithmetic"]["curve"])
+            low, high = np.interp([1 / count, ratios[-1] / count], *curve.T)
+            expected.append((high - low) * (accuracy(other, "experts") or math.nan))
+            gains.append(results.gain(key, "average") or 0.0)
+        if gains:
+            rows.append([arm, spread(ratios, ".2f"), spread(expected, "+.1f"), spread(gains, "+.1f")])
+    return (
+        "The average's step beside AdamW's; what a step of that length along AdamW's own average would gain, "
+        "read off the validation curve of AdamW's task arithmetic; and what the average gained on test.\n\n"
+        + markdown(("arm", "length / AdamW's", "from length alone", "average's gain"), rows)
+        + "\n"
+    )
+
+
+def point_of(results: Results, arm: tuple[Any, ...], name: str, column: str) -> tuple[float, float] | None:
     """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
     changes, gains = [], []
     for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
@@ -251,21 +336,25 @@ def point_of(
 
 def epimer_tables(results: Results) -> str:
     """EpiMer against TSV-M, its settings, and its theorem."""
-    text = "## EpiMer\n\nEpiMer − TSV-M in points, AdamW's experts, tuned; p of a paired t-test.\n\n"
+    text = "## EpiMer\n\nEpiMer − TSV-M in points, tuned; one value a seed, p of a paired t-test.\n\n"
+    ahead = {
+        k: e for k, line in results.items() if k.world == "glyphs" and (e := epimer_lead(line)) is not None
+    }
+    groups = {
+        "adamw, but for distances": [k for k in ahead if k.axis != "distance" and k.arm == "adamw"],
+        **{f"core arms, {n} tasks": [k for k in ahead if k[1:3] == ("tasks", str(n))] for n in COUNTS},
+        "core arms, 8 tasks": [k for k in ahead if k.axis == "main" and k.arm in CORE],
+        "all arms, 8 tasks": [k for k in ahead if k.axis == "main"],
+        **{f"{arm}, 8 tasks": [k for k in ahead if k[1:4] == ("main", "", arm)] for arm in ARMS},
+    }
     rows = []
-    groups = dict.fromkeys((key.world, key.axis) for key in results)
-    everything: list[float] = []
-    tests = {}
-    for world, axis in groups:
-        keys = [k for k in results if k[:2] == (world, axis) and k.arm == "adamw"]
-        differences = [d for key in keys if (d := epimer_lead(results[key])) is not None]
-        everything += differences
-        tests[world, axis] = t_test(differences)
-        rows.append([world, axis, str(len(differences)), spread(differences, "+.2f")])
-    for row, corrected in zip(rows, holm(tests).values(), strict=True):
-        row += [f"{tests[row[0], row[1]]:.2g}", f"{corrected:.2g}"]
-    rows.append(["all", "", str(len(everything)), spread(everything, "+.2f"), f"{t_test(everything):.2g}", ""])
-    text += markdown(("world", "axis", "cells", "difference", "p", "Holm"), rows) + "\n"
+    for name, keys in groups.items():
+        seeds = sorted({k.seed for k in keys})
+        means = [statistics.mean(ahead[k] for k in keys if k.seed == seed) for seed in seeds]
+        above = sum(ahead[k] > 0 for k in keys)
+        by_seed = ", ".join(f"{m:+.2f}" for m in means)
+        rows.append([name, f"{above} of {len(keys)}", by_seed, spread(means, "+.2f"), f"{t_test(means):.2g}"])
+    text += markdown(("experts", "EpiMer is ahead in", "by seed", "mean", "p"), rows) + "\n"
     text += "Other settings against the default, main cells of AdamW, points:\n\n"
     labels = (*EPIMERS, *(f"epimer samples {n}" for n in SAMPLES))
     rows = []
@@ -301,49 +390,77 @@ def figure(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    axes = [axis for axis in ALONG if len(values_along(results, axis)) > 1]
-    shape = (len(DRAWN), max(1, len(axes)))
-    size = (2.6 * shape[1], 1.9 * shape[0])
-    fig, panels = plt.subplots(*shape, figsize=size, sharex="col", sharey="row", squeeze=False)
+    axes = {axis: places for axis in ALONG if len(places := [
+        place for place in values_along(results, axis)
+        if any(results.gains("glyphs", *place, arm, "experts") for arm in arms_along(axis))
+    ]) > 1}  # fmt: skip
+    shape = (len(DRAWN), len(axes))
+    fig, panels = plt.subplots(
+        *shape, figsize=(2.7 * shape[1], 1.6 * shape[0]), sharex="col", sharey=True, squeeze=False
+    )
+    for (column, (axis, places)), (row, merger) in product(enumerate(axes.items()), enumerate(DRAWN)):
+        panel = panels[row][column]
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_ylim(*SHOWN)
+        for number, arm in enumerate(arms_along(axis)):
+            gains = {x: g for x, (own, value) in enumerate(places)
+                     if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
+            ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
+            line = "none" if axis == "likeness" else "-"
+            means = [statistics.mean(g) for g in ends.values()]
+            panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
+            for (x, g), mean in zip(ends.items(), means, strict=True):
+                error = statistics.stdev(g) if len(g) > 1 else None
+                face = "white" if error is None else f"C{number}"
+                panel.errorbar(
+                    x,
+                    mean,
+                    error,
+                    marker="o",
+                    markersize=4,
+                    color=f"C{number}",
+                    markerfacecolor=face,
+                    capsize=2,
+                )
+        names = [value or MAIN_VALUE[axis] for _, value in places]
+        panel.set_xticks(range(len(places)), names, fontsize=8, rotation=40, ha="right")
+        panel.tick_params(axis="y", labelsize=8)
+        if row == 0:
+            panel.set_title(TITLES[axis], fontsize=9)
+        if column == 0:
+            panel.set_ylabel(merger.replace("_", " "), fontsize=8)
     arms = [arm for arm in CORE if arm != "adamw"]
-    for column, axis in enumerate(axes):
-        places = values_along(results, axis)
-        for row, merger in enumerate(DRAWN):
-            panel = panels[row][column]
-            panel.axhline(0, color="black", linewidth=0.8)
-            for number, arm in enumerate(arms):
-                if arm not in arms_along(axis):
-                    continue
-                points = [(x, g) for x, (own, value) in enumerate(places)
-                          if (g := results.gains("glyphs", own, value, arm, merger))]  # fmt: skip
-                if not points:
-                    continue
-                x = [p + 0.08 * (number - 1.5) for p, _ in points]
-                y = [statistics.mean(g) for _, g in points]
-                error = [statistics.stdev(g) if len(g) > 1 else 0.0 for _, g in points]
-                style = {"marker": "o", "markersize": 3, "linewidth": 1, "capsize": 2}
-                panel.errorbar(x, y, error, color=f"C{number}", label=arm, **style)
-            if row == 0:
-                panel.set_title(axis, fontsize=9)
-            if column == 0:
-                panel.set_ylabel(f"{merger.replace('_', ' ')}\npoints", fontsize=8)
-            names = [value or MAIN_VALUE[axis] for _, value in places]
-            panel.set_xticks(range(len(places)), names, fontsize=7, rotation=45, ha="right")
-            panel.tick_params(axis="y", labelsize=7)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="upper center", ncols=len(arms), fontsize=9, frameon=False)
-    fig.suptitle(" ", fontsize=9)
-    fig.tight_layout()
-    fig.savefig(path, dpi=110)
+    handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
+    handles.append(
+        plt.Line2D([], [], color="gray", marker="o", markerfacecolor="white", ls="", label="one seed")
+    )
+    fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
+    fig.supylabel("gain over AdamW in points", fontsize=9)
+    fig.tight_layout(rect=(0, 0, 1, 0.97))
+    fig.savefig(path, dpi=90)
 
 
+TITLES = {"distance": "learning rate x steps", "base": "steps of pretraining", "tasks": "tasks merged",
+          "likeness": "four tasks", "batch": "batch", "rho": "ρ / the published"}  # fmt: skip
 MAIN_VALUE = {"distance": "2e-4 x 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
-              "rho": "published"}  # fmt: skip
+              "rho": "1"}  # fmt: skip
 
 
 def arms_along(axis: str) -> list[str]:
     """Those that have cells along an axis."""
     return list(RHOS) if axis == "rho" else [arm for arm in CORE if arm != "adamw"]
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    axes = [axis for axis in ALONG if any(key.axis == axis for key in results)]
+    return "\n".join([
+        *(main_tables(results, world) for world in results.worlds()),
+        *(axis_tables(results, axis) for axis in axes),
+        task_tables(results),
+        *(predictions(results, world) for world in results.worlds()),
+        epimer_tables(results),
+    ])  # fmt: skip
 
 
 def main() -> None:
@@ -353,19 +470,12 @@ def main() -> None:
     options = parser.parse_args()
     everything = [line for path in options.results for line in read(path)]
     results = Results.of(everything)
-    failed = {Key(*(line[name] for name in Key._fields)): line["error"]
-              for line in everything if "error" in line}  # fmt: skip
-    print(f"{len(results)} lines.\n")
-    for key, error in failed.items():
-        if key not in results:
-            print(f"- failed: {'/'.join(map(str, key))}: {error}")
-    for world in results.worlds():
-        print(main_tables(results, world))
-    for axis in ALONG:
-        if any(key.axis == axis for key in results):
-            print(axis_tables(results, axis))
-    print(predictions(results))
-    print(epimer_tables(results))
+    left_out = sum(key.world not in results.worlds() for key in results)
+    print(f"{len(results)} lines; {left_out} are of worlds without AdamW, and left out.\n")
+    for line in everything:
+        if "error" in line and (key := Key(*(line[name] for name in Key._fields))) not in results:
+            print(f"- failed: {'/'.join(map(str, key))}: {line['error']}")
+    print(report(results))
     if options.figure:
         figure(results, options.figure)
 

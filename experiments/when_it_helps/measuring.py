@@ -190,7 +190,6 @@ class TaskVectors:
         pairs = cosines[~torch.eye(len(tasks), dtype=torch.bool, device=vectors.device)]
         return {
             "norm": float(norms.mean()),
-            "mean_abs": float(vectors.abs().mean()),
             "cosine": float(pairs.mean()),
         }
 

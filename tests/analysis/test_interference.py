@@ -204,6 +204,10 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
     for number in ("76.0", "42.9", "57.9"):
         assert number in alike.evidence
         assert number in row
+    study = (folder / "experiments/when_it_helps/README.md").read_text()
+    for number, cited in (("9 of 23", method), ("4.4 ± 1.2", rank)):
+        assert number in cited.evidence
+        assert number in study
     gallery = (folder / "docs/gallery.md").read_text()
     for number in ("80.7", "78.1", "95.8", "94.9"):
         assert number in rank.evidence
