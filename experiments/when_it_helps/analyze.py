@@ -317,7 +317,9 @@ def longer_steps(results: Results, world: str) -> str:
     )
 
 
-def point_of(results: Results, arm: tuple[Any, ...], name: str, column: str) -> tuple[float, float] | None:
+def point_of(
+    results: Results, arm: tuple[str, str, str, str], name: str, column: str
+) -> tuple[float, float] | None:
     """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
     changes, gains = [], []
     for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
