@@ -98,7 +98,9 @@ class Replayed(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What the model makes of tensors."""
-        return self._recordings.run(self.model, {**dict(enumerate(args)), **kwargs})
+        given: dict[str | int, Tensor] = dict(enumerate(args))
+        given.update(kwargs)
+        return self._recordings.run(self.model, given)
 
 
 def replay_forward(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,14 @@ class _Point:
     """A point of the training curve, on its way from the device: loss, learning rate, first bad step."""
 
     step: int
-    values: Sequence[float] | Tensor
+    values: list[float] | Tensor
     ready: torch.cuda.Event | None = None
 
     @property
     def arrived(self) -> bool:
         return self.ready is None or self.ready.query()
 
-    def numbers(self) -> Sequence[float]:
+    def numbers(self) -> list[float]:
         if self.ready is not None:
             self.ready.synchronize()
         return to_list(self.values)
