@@ -85,7 +85,7 @@ def find_cached_snapshot(repo: str, revision: str | None, weights: bool = True) 
     cached = find_cached_folder(repo, revision)
     if cached is None or not (_is_complete(cached) if weights else any(cached.rglob("*.json"))):
         return None
-    log.info("%s: the cached snapshot %s", repo, cached.name[:12])
+    log.info("%s: using the cached snapshot %s", repo, cached.name[:12])
     return cached
 
 
@@ -235,7 +235,7 @@ def _read_open_clip_headers(api: Any, repo: str, revision: str | None) -> Any:
         if name in held and name.endswith(".safetensors"):
             return api.parse_safetensors_file_metadata(repo, name, revision=revision, timeout=_SECONDS)
     raise InputError(
-        f"{repo} holds no safetensors whose headers could be read from afar: run `hf download {repo}` first, "
+        f"{repo} has no safetensors headers to read remotely: run `hf download {repo}` first, "
         "or merge it without dry_run"
     )
 

@@ -144,5 +144,5 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
         raise InputError(
             f"{checkpoint.label} is quantized ({len(names)} tensors: {listing(names)}), and quantized numbers "
             "cannot be merged: dequantize it first (load it with transformers, `model.dequantize()`, and save "
-            "that), or give the weights that it was made of"
+            "that), or give the original weights"
         )

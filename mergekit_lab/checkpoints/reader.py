@@ -97,7 +97,7 @@ def _to_path(source: str | Path) -> Path:
         path = Path(source).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, nobody's home
-        raise InputError(f"{str(source)[:200]!r} is no path ({error})") from None
+        raise InputError(f"{str(source)[:200]!r} is not a path ({error})") from None
     return path
 
 
@@ -149,6 +149,6 @@ def _open_file(label: str, path: Path, folder: Path | None = None) -> Checkpoint
             "folder of it that can be read"
         )
     raise InputError(
-        f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
+        f"{label}: {path} is not a readable checkpoint: expected a folder, .safetensors, "
         f"{', '.join(sorted(PICKLED))}"
     )

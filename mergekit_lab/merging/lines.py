@@ -89,7 +89,7 @@ class LiNeS(SparsifiedMethod):
             return 1.0
         if not inner.pools or inner.side_inputs:
             raise InputError(
-                f"first=null takes the norm of what {type(inner).__name__} merges, which is not known before: "
+                f"first=null needs the norm of {type(inner).__name__}'s result, which is not known in advance: "
                 "give first=<1 / number of experts>"
             )
         norms = torch.zeros(2, dtype=torch.float64)

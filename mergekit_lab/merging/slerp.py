@@ -62,9 +62,7 @@ class SLERP(SphericalMethod):
 def expect_two(experts: Sequence[str], method: object) -> None:
     """Refuse any other number of experts."""
     if len(experts) != 2:
-        raise InputError(
-            f"{type(method).__name__} goes from one expert to another; it was given {len(experts)}"
-        )
+        raise InputError(f"{type(method).__name__} takes exactly two experts, not {len(experts)}")
 
 
 def split_arc(angle: float, t: float) -> tuple[float, float]:
