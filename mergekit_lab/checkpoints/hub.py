@@ -142,7 +142,7 @@ def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
 
 
 def check_push(repo: str | None) -> None:
-    """Refuse a repository's name, or an upload that nobody has a right to, before any work.
+    """Refuse a bad repository name, or an upload without a token, before any work.
 
     Args:
         repo: `org/name`; None: nothing is pushed.
@@ -164,15 +164,15 @@ def check_push(repo: str | None) -> None:
 
 
 def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = ()) -> None:
-    """Upload a folder to a repository of the hub, which is made if it is not there; else it gets a new commit.
+    """Upload a folder to a repository of the hub as a new commit; create the repository if it is missing.
 
     The token is the hub client's own, of `hf auth login` or `HF_TOKEN`.
 
     Args:
         folder: a finished model or adapter; it stays as it is.
-        repo: `org/name`. Weights of an earlier model there go in the same commit, other files stay.
-        private: of a repository that is made; one that is there keeps who may see it.
-        ignore: files that stay here.
+        repo: `org/name`. The commit removes an earlier model's weights there; other files stay.
+        private: whether a new repository is private; an existing one keeps its visibility.
+        ignore: files that are not uploaded.
 
     Raises:
         InputError: the upload failed; says how to repeat it.

@@ -43,7 +43,7 @@ class LayerName(NamedTuple):
 
 
 def split_layer(name: str) -> LayerName | None:
-    """The layer that a tensor belongs to; None where it belongs to none."""
+    """The layer that a tensor belongs to; None if it belongs to none."""
     found = _LAYER.search(name)
     return found and LayerName(name[: found.start()], int(found[1]), name[found.end() :])
 

@@ -137,7 +137,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that holds quantized tensors.
 
     Raises:
-        InputError: it does, with what to do.
+        InputError: it does; the message says what to do.
     """
     names = find_quantized(checkpoint)
     if names:

@@ -38,7 +38,7 @@ def open_checkpoint(
             Lightning checkpoint's `state_dict`), or an index over several; a folder of a PEFT adapter or of
             low-rank factors, folded into `base`; or, as a string, a hub id `org/name` or `org/name@revision`.
             A `Checkpoint` is returned as it is.
-        label: what messages call it; the path by default.
+        label: its name in messages; the path by default.
         base: what an adapter or low-rank factors are folded into; of a folder that holds a model for
             transformers and for open_clip the one is opened that has the base's names, without a base that for
             transformers. Other sources do not need it.

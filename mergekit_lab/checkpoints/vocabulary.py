@@ -96,8 +96,7 @@ def reconcile(
     Args:
         base, experts: under the same names (see `align`).
         choice: one of `CHOICES`; None refuses a difference.
-        tokenizer: a folder whose tokenizer the result shall have (`pad` only); it must know every row that is
-            kept.
+        tokenizer: the folder whose tokenizer the result gets (`pad` only); it must know every row that is kept.
         is_merged: whether a tensor is; without a choice, others may differ.
 
     Raises:

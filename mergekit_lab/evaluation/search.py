@@ -60,7 +60,7 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
 
 
 def choose_best(curve: Sequence[Candidate]) -> Candidate:
-    """The candidate with the highest criterion on all validation samples; ties go to the nearest to the base."""
+    """The candidate with the highest criterion on all samples; among equals, the nearest to the base."""
     whole = [c for c in curve if c.share == 1 and not c.pruned]
     return max(whole, key=lambda c: (c.normalized, -abs(c.coefficient)))
 

@@ -33,9 +33,9 @@ class Learning:
     """How coefficients are learned; the defaults are the authors'.
 
     Args:
-        layer_wise: a coefficient for each tensor and expert; else one an expert.
-        steps: of Adam, at least 1.
-        batch_size: inputs a task and step, at least 1.
+        layer_wise: a coefficient per tensor and expert; otherwise one per expert.
+        steps: Adam steps, at least 1.
+        batch_size: inputs per task and step, at least 1.
         lr: Adam's learning rate, positive, at most 1e30.
         start: the coefficients before the first step, in [0, 1].
         part: whose inputs are read, without their labels: "test", "validation" or "train".

@@ -26,7 +26,7 @@ class DARE(SparsifiedMethod):
     """Drop and rescale, then `inner`.
 
     Args:
-        density: probability that an entry stays, in (0, 1]; 1 is the inner method.
+        density: probability of keeping an entry, in (0, 1]; 1 is the inner method.
         seed: draws the masks.
         rescale: `"inverse"` (the paper) or `"l1"` (mergekit), which needs an inner method that works tensor by
             tensor.

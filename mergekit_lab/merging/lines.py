@@ -35,8 +35,8 @@ class LiNeS(SparsifiedMethod):
     """`θ0 + α(a + b·l/(L−1))·inner(δ)` in layer `l` of `L`.
 
     Args:
-        first: `a`, the factor of the first layer and of what belongs to none; None takes the authors' rule, for
-            which the inner method must merge entry by entry without a look at its tensor.
+        first: `a`, the factor of the first layer and of tensors outside layers. None takes the authors' rule,
+            which needs an inner method that merges entry by entry without a pass over the tensor.
         slope: `b`, how much larger the last layer's factor is; the paper's grid is 0.1, 0.2, … 1.
         inner: the method that merges; coefficient, weights and side inputs are its own. The paper's rule is
             meant for a coefficient of 1.

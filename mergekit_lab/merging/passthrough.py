@@ -20,7 +20,7 @@ class Passthrough(Method):
     """`f·θ_1`.
 
     Args:
-        factor: `f`, finite: what every entry is multiplied by.
+        factor: `f`, finite; multiplies every entry.
         weights: None.
 
     Raises:

@@ -29,7 +29,7 @@ class SLERP(SphericalMethod):
 
     Args:
         t: position on the arc, in [0, 1]; 0 is the first expert, 1 the second.
-        task_vectors: interpolate the task vectors in place of the experts.
+        task_vectors: interpolate the task vectors instead of the experts.
         weights: None; `t` takes their place.
 
     The order of the experts matters: `t` for one order is `1 − t` for the other.

@@ -228,7 +228,7 @@ def test_an_index_of_missing_shards_or_tensors_is_named(tmp_path, tensors) -> No
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "gone.safetensors"}})
     )
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match=r"not in .*gone\.safetensors"):
         open_checkpoint(tmp_path)
     write_tensors(tmp_path / "gone.safetensors", {"v": tensors["w"]})
     with pytest.raises(InputError, match=r"its files lack \(w\)"):

@@ -55,7 +55,7 @@ def damage(folder: Path, how: str) -> None:
         ("header", r"cars: .*not a readable safetensors"),
         ("length", r"cars: .*not a readable safetensors"),
         ("offsets", r"cars: .*not a readable safetensors"),
-        ("gone", r"cars: .*does not exist"),
+        ("gone", r"cars: .*(does not exist|incomplete)"),
         ("nan", r"holds 1 NaN or infinite entries"),
     ],
 )

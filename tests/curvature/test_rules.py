@@ -161,9 +161,8 @@ def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -
     )
     with caplog.at_level(logging.WARNING):
         compare(case)
-    assert [r.getMessage() for r in caplog.records] == [
-        "no fast rule for body.1.layer.bias, body.1.layer.weight"
-    ]
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "body.1.layer.bias, body.1.layer.weight:" in told
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
 
