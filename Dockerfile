@@ -6,7 +6,7 @@ FROM python:3.12-slim
 
 RUN useradd --create-home lab && mkdir /store /work && chown lab /store /work
 WORKDIR /source
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml hatch_build.py README.md LICENSE ./
 COPY mergekit_lab mergekit_lab
 COPY hydra_plugins hydra_plugins
 COPY conf conf

@@ -132,8 +132,8 @@ def check_config_files(arguments: list[str]) -> None:
         for file in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else ():
             if file.is_file() and read_yaml_text(file).startswith("\ufeff"):
                 raise InputError(
-                    f"{file} begins with a byte-order mark, after which Hydra sees no `# @package`: save it as "
-                    "UTF-8 without"
+                    f"{file} begins with a byte-order mark, which hides `# @package` from Hydra: save it as "
+                    "UTF-8 without one"
                 )
 
 

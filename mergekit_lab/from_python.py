@@ -17,18 +17,18 @@ RECORDS = "records.jsonl"
 
 
 def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFrame:
-    """Work through one configuration, and give what was measured.
+    """Carry out one run, and return what it measured.
 
     Args:
-        experiment: an option of `+experiment=`, as `"quickstart"`; None starts from the defaults.
+        experiment: an option of `+experiment=`, such as `"quickstart"`; None starts from the defaults.
         overrides: as on the command line, `["optimizer=sam", "seed=1"]`; `progress=false` for no bars. An
             experiment's `device: spread` is `auto` here; a script that asks for it guards its own start with
             `if __name__ == "__main__"`.
 
     Returns:
-        A row a model and task, with the columns of `records.jsonl`: `label`, `task`, `value`, `normalized`,
-        `coefficient` and more. Empty where the stages end without a report. `attrs["folder"]` is the run's,
-        with `report.html`.
+        A row for each model and task, with the columns of `records.jsonl`: `label`, `task`, `value`,
+        `normalized`, `coefficient` and more. Empty if the stages end without a report. `attrs["folder"]` is
+        the run's folder, with `report.html`.
 
     Raises:
         InputError: a mistake in the configuration, or what the command line would refuse.

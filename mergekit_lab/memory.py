@@ -53,7 +53,7 @@ def fit_memory(
                 f"{what} does not fit the device's memory with {setting}={size} ({told}): {way_out}"
             )
         log.warning(
-            "out of memory %s with %s=%d: trying %d (%s=%d says so from the start)",
+            "out of memory %s with %s=%d: trying %d (set %s=%d to start there)",
             what, setting, size, less, setting, less,
         )  # fmt: skip
         size = less

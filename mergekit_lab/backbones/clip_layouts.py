@@ -116,14 +116,14 @@ def _rename(name: str) -> str:
     for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
             return _in_block(theirs + name[len(own) :], _BLOCK)
-    raise InputError(f"{name!r} is no name of open_clip's CLIP that transformers' has a counterpart of")
+    raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
 
 
 def _restore(name: str) -> str:
     for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
             return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
-    raise InputError(f"{name!r} is no name of transformers' CLIP that open_clip's has a counterpart of")
+    raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")
 
 
 def _in_block(name: str, names: Mapping[str, str]) -> str:

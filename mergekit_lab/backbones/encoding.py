@@ -76,8 +76,7 @@ class Encoding:
         template = _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), self.tokenizer.get_chat_template())
         if "strftime_now(" in template:
             raise InputError(
-                "the chat template shows the time, so a prompt would be another one tomorrow: set "
-                "backbone.prompt=plain"
+                "the chat template shows the time, so prompts would change: set backbone.prompt=plain"
             )
         prompt = f"{_BLANK}{_MARK}{_BLANK}"
         text = self.tokenizer.apply_chat_template(
@@ -142,8 +141,8 @@ class Encoding:
         odd = 0 if unknown is None else sum(bool((a == unknown).any()) for a in answers)
         if odd:
             log.warning(
-                "%s, %s: %d of %d answers have characters that this model's tokenizer does not know, which no "
-                "answer of its own can have", task.name, part, odd, len(samples),
+                "%s, %s: %d of %d answers have characters that this model's tokenizer does not know, so it "
+                "cannot answer them", task.name, part, odd, len(samples),
             )  # fmt: skip
         self._check_positions(task, part, encoded)
         return encoded
@@ -154,8 +153,8 @@ class Encoding:
         empty = next((position for position, tokens in enumerate(shown) if len(tokens) == 0), None)
         if empty is not None:
             raise InputError(
-                f"task {task.name!r}: prompt {empty + 1} of {part} is empty, and backbone.prompt=plain shows "
-                "nothing else: leave such rows out of the data, or set backbone.prompt=chat"
+                f"task {task.name!r}: prompt {empty + 1} of {part} is empty, and backbone.prompt=plain adds "
+                "nothing: remove such rows from the data, or set backbone.prompt=chat"
             )
         least = min(rooms)
         if any(len(p) > room <= template for p, room in zip(shown, rooms, strict=True)):

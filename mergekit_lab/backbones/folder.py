@@ -34,7 +34,7 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
     if out.exists():
         raise InputError(f"{out} is there already: name another folder, or remove it")
     if not find_model(source).gguf:
-        raise InputError(f"{source} is a folder of transformers already, or stands in one: take it as it is")
+        raise InputError(f"{source} is already a folder of transformers, or in one: use it directly")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

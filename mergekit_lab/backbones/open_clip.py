@@ -58,13 +58,13 @@ class OpenClip(Backbone):
     (shipped), a local `.safetensors` or `.pt` file of the whole model or its image tower (read with
     `weights_only`), in open_clip's layout or in that of transformers' `CLIPModel` and `CLIPVisionModel`, a
     folder with one such file, or None: random values from `seed`.
-    seed: used with `weights=None` alone.
+    seed: used only with `weights=None`.
     head: what classifies features: "zero_shot" (from class names and prompts), "prototype" (class means of
     training images) or "linear_probe" (logistic regression on them). Weights of an image tower alone can have
     the latter two.
     crop: training pictures are random windows of this share of their area, `[from, to]`, resized to the model's
     size; None trains on what evaluation sees.
-    flip: mirror every second of them, by chance.
+    flip: mirror each with probability ½.
     precision: of the forward pass in evaluation, "float32" or "bfloat16".
     keep: where heads are kept; None keeps none.
 
@@ -107,8 +107,8 @@ class OpenClip(Backbone):
     def _check_text_tower(self) -> None:
         if self.source is not None and self.source.image_tower_alone():
             raise InputError(
-                f"backbone.weights={self.weights} holds an image tower alone, and a zero-shot head is made by "
-                "the text tower: set backbone.head=prototype or linear_probe, or give the whole model"
+                f"backbone.weights={self.weights} has no text tower, which makes the zero-shot head: set "
+                "backbone.head=prototype or linear_probe, or give the whole model"
             )
 
     def objective(self, task: Task) -> ImageObjective:
@@ -218,7 +218,8 @@ class OpenClip(Backbone):
         known = self.source is None or self.source.shipped or self.source.local
         if not known and self.weights != "openai":
             raise InputError(
-                f"experts are published of OpenAI's weights, not of {self.weights!r}: take those, or name each "
+                f"the published experts start from OpenAI's weights, not from {self.weights!r}: take those, "
+                "or name each "
                 "expert (experts={TASK: SOURCE})"
             )
         plain = self.architecture.removesuffix("-quickgelu")

@@ -18,7 +18,7 @@ from mergekit_lab.errors import InputError
 
 
 class Parametrization:
-    """How a model is fine-tuned. Whatever the way, an expert is a checkpoint with the base's names.
+    """How a model is fine-tuned. An expert is always a checkpoint with the base's names.
 
     Attributes:
         takes_sharded: whether the weights may be spread over processes, which needs the model's own modules
@@ -32,7 +32,7 @@ class Parametrization:
 
         Args:
             model: as pretrained; it is changed and may become part of what is returned.
-            seed: of values that are drawn at the start.
+            seed: draws initial values, such as LoRA's.
 
         Raises:
             InputError: the parametrization does not apply to this model.
@@ -44,7 +44,7 @@ class Parametrization:
         return dict(model.state_dict())
 
     def make_evaluable(self, model: nn.Module) -> nn.Module:
-        """A model that computes what experts do, once it has loaded a `fold` or a merged state dict.
+        """A model that computes what experts compute, once it has loaded a `fold` or a merged state dict.
 
         Args:
             model: as pretrained; it is changed and may become part of what is returned.
@@ -69,7 +69,7 @@ class AttentionLinear(Parametrization):
         if not chosen:
             raise InputError(
                 f"finetuning=attention_linear trains the projections of attention, and {type(model).__name__} "
-                "has none that is known by its name (such as attn.in_proj_weight or self_attn.q_proj.weight): "
+                "has none with a known name (such as attn.in_proj_weight or self_attn.q_proj.weight): "
                 "take finetuning=full"
             )
         for name, parameter in model.named_parameters():

@@ -86,7 +86,9 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
     if (path / "config.json").is_file():
         return ModelFolder(path, None, "folder")
     if path.exists():
-        raise InputError(f"{source} is no model of transformers: it has no config.json, and is no .gguf file")
+        raise InputError(
+            f"{source} is not a transformers model: it has no config.json, and is not a .gguf file"
+        )
     named = parse_hub_id(source)
     if named is None:
         raise InputError(

@@ -230,7 +230,7 @@ class CausalObjective(TextObjective):
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):
                 raise InputError(
                     f"backbone.packing=true puts texts into rows of up to {self.reading.max_length} tokens, in "
-                    f"which {type(unwrap_model(model)).__name__} would let one see another: set it to false"
+                    f"which {type(unwrap_model(model)).__name__} would let them see each other: set it to false"
                 )
             inputs["attention_mask"] = mask_segments(batch["segments"])
         logits = _logits(model, used, **inputs)

@@ -54,10 +54,11 @@ class TextEncoder(Backbone):
         max_length: tokens of a text, at least 8; longer ones are cut at their end, and counted.
         head: what a choice is compared with: "zero_shot" (its name in the task's templates) or "prototype"
             (the mean of its training texts).
-        temperature: of the head, positive: logits are it times the cosine of two embeddings.
+        temperature: positive; logits are the temperature times the cosine of two embeddings.
         head_samples: training samples that a prototype head is made of, the first of the part; None takes all.
-        dropout: of training, in [0, 1), for all dropout layers; None leaves the model's own. At 0 batches can
-            be padded to few lengths, so that a GPU replays steps; else padding would change what is dropped.
+        dropout: probability in [0, 1) in training, for all dropout layers; None keeps the model's own. At 0,
+            batches are padded to a few lengths and a GPU replays steps; otherwise padding would change what is
+            dropped.
         group_by_length: batches of training hold samples of about one length.
         precision: of evaluation, "float32" or "bfloat16" (by autocast).
         note: what every report should say of these weights.

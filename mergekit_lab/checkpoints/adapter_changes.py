@@ -195,8 +195,8 @@ def part_ties(
         moved = [name for name in changes if is_vocabulary_name(name)]
         if moved:
             raise InputError(
-                f"{label}: the adapter changes {listing(moved)}, which the base's configuration ties, and "
-                "nothing tells what to: untie the base (tie_word_embeddings: false, with both tensors in its "
+                f"{label}: the adapter changes {listing(moved)}, which the base's configuration ties to an "
+                "unknown tensor: untie the base (tie_word_embeddings: false, with both tensors in its "
                 "files), or save the merged model"
             )
     return untied
@@ -279,8 +279,8 @@ def _times_applied(label: str, stored: str, config: Mapping[str, Any]) -> int:
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.0"))
     if version is None or (int(version[1]), int(version[2])) > _LAST_SEEN_TWICE:
         raise InputError(
-            f"{label}: {stored!r} was written by peft {config.get('peft_version')}; up to 0.21 peft applied it "
-            "twice, and of later versions it is not known here: merge it with peft and give the saved model"
+            f"{label}: {stored!r} was written by peft {config.get('peft_version')}; peft up to 0.21 applied "
+            "it twice, and later versions are unknown: merge it with peft and give the saved model"
         )
     return 2
 

@@ -40,7 +40,8 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
         raise InputError(f"{label}: {file} is not an adapter's configuration ({error!r})") from None
     if kind != "LORA":
         raise InputError(
-            f"{label}: adapters of type {kind} are not folded, LORA is: merge it with peft and save that"
+            f"{label}: adapters of type {kind} cannot be folded, only LORA: merge it with peft and give the "
+            "saved model"
         )
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool | None) and not (isinstance(start, str) and start in _PLAIN_STARTS):
@@ -51,7 +52,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
     if unknown:
         raise InputError(
-            f"{label}: the adapter uses {listing(unknown)}, which is not folded here: merge it with peft "
+            f"{label}: the adapter uses {listing(unknown)}, which cannot be folded: merge it with peft "
             "(`merge_and_unload`) and give the saved model"
         )
     return config

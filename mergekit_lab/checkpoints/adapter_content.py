@@ -78,7 +78,7 @@ class AdapterContent:
         if ending:
             self.modules.setdefault(inner.removesuffix(f".{ending}"), {})[_PARTS[ending]] = name
         elif re.search(r"\.(lora_|token_adapter\.)", inner):
-            raise InputError(f"{label}: the adapter's tensor {name!r} is of a kind that is not folded")
+            raise InputError(f"{label}: the adapter's tensor {name!r} cannot be folded")
         if not ending and (adapted or unused):
             self.copies[inner] = name
         if not ending and not unused:
@@ -127,6 +127,6 @@ def check_kinds(label: str, tensors: Checkpoint) -> None:
     odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
     if odd:
         raise InputError(
-            f"{label}: the adapter holds tensors that are no floating-point numbers ({listing(odd)}): if it is "
+            f"{label}: the adapter holds tensors that are not floating-point ({listing(odd)}): if it is "
             "quantized, merge it with peft and give the saved model"
         )

@@ -52,12 +52,12 @@ def write_adapter(
     """Write a folder that `peft.PeftModel.from_pretrained` loads; the files, each with the bytes it must have.
 
     Args:
-        folder: where to; it is there.
+        folder: an existing folder.
         changes: by the names of weights of linear layers in the base (`….q_proj.weight`).
-        base_name: what the base is called on the hub; empty: it is not said.
+        base_name: the base's name on the hub; empty to leave it out.
         base_folder: where its `config.json` is, which says what kind of model it is.
         transposed: whether the base stores these weights as [in, out].
-        dtype: of the factors.
+        dtype: the factors' dtype.
 
     Raises:
         InputError: nothing is changed, or a name that is no weight's.

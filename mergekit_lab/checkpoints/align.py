@@ -1,4 +1,4 @@
-"""Make experts' names the base's, where the difference says nothing about their values.
+"""Give experts the base's names, if the difference says nothing about their values.
 
 Five differences are harmless: a prefix before every name (`model.`, `base_model.model.`) that one side has;
 names and stacks as a model of transformers has them in memory, beside those of its files;

@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
-    """What tells this input from another one, without reading all of it.
+    """What identifies an input, without reading all of it.
 
     A file is named by its SHA-256 where that is cheap (files up to 32 MiB, files of the hub's cache, which are
     named by it), else by a sampled one, which does not see a change of a few bytes: see `SAMPLED`.
@@ -73,7 +73,7 @@ def _hash_samples(path: Path, size: int) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """What is said of a merged model.
+    """The model card of a merged model.
 
     Attributes:
         title: usually the folder's name.

@@ -17,13 +17,12 @@ _NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e
 
 
 def check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what a narrow dtype cannot hold, before the cast: some casts give infinity, others the largest
-    number there is.
+    """Refuse what a narrow dtype cannot hold, before the cast, which may give infinity or the largest number.
 
     Args:
-        name: of the tensor, for the message.
-        values: of any shape. Infinities that are there already, as in masks, are no overflow.
-        dtype: what they are to be cast to.
+        name: the tensor's name, for the message.
+        values: of any shape. Existing infinities, as in masks, are not overflow.
+        dtype: the dtype to cast to.
 
     Raises:
         InputError: a finite value is beyond the largest of `dtype`.

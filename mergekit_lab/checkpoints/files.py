@@ -72,8 +72,8 @@ def parse_dtype(label: str, name: str, called: str) -> torch.dtype:
         return DTYPES[called]
     if called.startswith(("F4", "F6")):
         raise InputError(
-            f"{label} is quantized: {name!r} is stored as {called}, numbers that mean nothing without their "
-            "scales: dequantize it first, or give the weights that it was made of"
+            f"{label} is quantized: {name!r} is stored as {called}, which needs its scales: dequantize it "
+            "first, or give the original weights"
         )
     raise InputError(f"{label}: tensor {name!r} has the unsupported dtype {called}")
 
@@ -119,7 +119,7 @@ def _list_shards(label: str, file_of: dict[str, Path]) -> list[Path]:
     if absent:
         raise InputError(
             f"{label}: its index names {len(absent)} of {len(files)} files that are not in {files[0].parent} "
-            f"({listing(absent)}), so it does not exist as a whole: was the download stopped?"
+            f"({listing(absent)}), so it is incomplete: was the download interrupted?"
         )
     return files
 
@@ -299,7 +299,7 @@ def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
     plain = [name for name, value in content.items() if _is_no_weight(name, value)]
     if plain:
         named = listing(map(str, plain))
-        log.info("%s: %s holds values that are no tensors and not merged (%s)", label, file.name, named)
+        log.info("%s: %s holds values that are not tensors and are not merged (%s)", label, file.name, named)
     return {name: value for name, value in content.items() if name not in plain}
 
 

@@ -85,7 +85,7 @@ def find_cached_snapshot(repo: str, revision: str | None, weights: bool = True) 
     cached = find_cached_folder(repo, revision)
     if cached is None or not (_is_complete(cached) if weights else any(cached.rglob("*.json"))):
         return None
-    log.info("%s: the cached snapshot %s", repo, cached.name[:12])
+    log.info("%s: using the cached snapshot %s", repo, cached.name[:12])
     return cached
 
 
@@ -142,7 +142,7 @@ def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
 
 
 def check_push(repo: str | None) -> None:
-    """Refuse a repository's name, or an upload that nobody has a right to, before any work.
+    """Refuse a bad repository name, or an upload without a token, before any work.
 
     Args:
         repo: `org/name`; None: nothing is pushed.
@@ -164,15 +164,15 @@ def check_push(repo: str | None) -> None:
 
 
 def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = ()) -> None:
-    """Upload a folder to a repository of the hub, which is made if it is not there; else it gets a new commit.
+    """Upload a folder to a repository of the hub as a new commit; create the repository if it is missing.
 
     The token is the hub client's own, of `hf auth login` or `HF_TOKEN`.
 
     Args:
         folder: a finished model or adapter; it stays as it is.
-        repo: `org/name`. Weights of an earlier model there go in the same commit, other files stay.
-        private: of a repository that is made; one that is there keeps who may see it.
-        ignore: files that stay here.
+        repo: `org/name`. The commit removes an earlier model's weights there; other files stay.
+        private: whether a new repository is private; an existing one keeps its visibility.
+        ignore: files that are not uploaded.
 
     Raises:
         InputError: the upload failed; says how to repeat it.
@@ -235,7 +235,7 @@ def _read_open_clip_headers(api: Any, repo: str, revision: str | None) -> Any:
         if name in held and name.endswith(".safetensors"):
             return api.parse_safetensors_file_metadata(repo, name, revision=revision, timeout=_SECONDS)
     raise InputError(
-        f"{repo} holds no safetensors whose headers could be read from afar: run `hf download {repo}` first, "
+        f"{repo} has no safetensors headers to read remotely: run `hf download {repo}` first, "
         "or merge it without dry_run"
     )
 

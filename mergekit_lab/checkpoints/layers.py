@@ -43,7 +43,7 @@ class LayerName(NamedTuple):
 
 
 def split_layer(name: str) -> LayerName | None:
-    """The layer that a tensor belongs to; None where it belongs to none."""
+    """The layer that a tensor belongs to; None if it belongs to none."""
     found = _LAYER.search(name)
     return found and LayerName(name[: found.start()], int(found[1]), name[found.end() :])
 
@@ -64,7 +64,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         count = _count_layers(part.model)[1]
         if not 0 <= part.first < part.stop <= count:
             raise InputError(
-                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are asked for"
+                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
             )
     found = _Arranged(parts, label)
     known = _list_shapes(parts[0].model)
@@ -156,7 +156,7 @@ def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
     if not keys:
         raise InputError(
             f"{parts[0].model.label}: no key of its config.json says that it has {count} layers "
-            f"({listing(_COUNTS)}), so it cannot be told that there are {layers}"
+            f"({listing(_COUNTS)}), so the new number, {layers}, cannot be written"
         )
     changed: dict[str, Any] = dict.fromkeys(keys, layers)
     for key in _BY_LAYER:

@@ -139,7 +139,7 @@ class LowRank(Computed):
         sharded = index.is_file()
         self._factors = open_index(label, index) if sharded else Safetensors(label, file)
         if tasks is not None and len(tasks) != 1 and any(name.endswith(MASKS) for name in self._factors):
-            raise InputError(f"{label} has a model for each task, none for several: name one in tasks=[…]")
+            raise InputError(f"{label} has one model per task: name one task in tasks=[…]")
         self._tasks = None if tasks is None else [list(self.record.experts).index(task) for task in tasks]
         self.coefficient = self.record.coefficient if coefficient is None else coefficient
         self._base = base

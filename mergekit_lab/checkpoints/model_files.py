@@ -68,7 +68,7 @@ def plan_model_files(
 ) -> Files:
     """Configuration, processor and license files of a folder, as they belong beside weights that were merged.
 
-    Links are followed: people make them who keep data elsewhere. Out of the hub's cache nobody makes any.
+    Links are followed, except out of the hub's cache, where nobody makes any.
 
     Args:
         library: whose files are wanted; None: all.

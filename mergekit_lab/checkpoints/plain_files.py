@@ -53,11 +53,10 @@ def _explain(error: OSError | ValueError) -> str:
 
 
 def read_json(file: Path, label: str = "") -> Any:
-    """What a small JSON file holds.
+    """The content of a small JSON file.
 
     Raises:
-        InputError: see `check_file`; it is not JSON, or lists and objects in it lie deeper in each other than
-            any configuration's.
+        InputError: see `check_file`; it is not JSON, or it is nested deeper than any configuration.
     """
     check_file(file, label)
     who = f"{label}: {file}" if label else str(file)

@@ -45,7 +45,7 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     if out.suffix in {".safetensors", ".bin", ".pt"} or (out.exists() and not out.is_dir()):
         raise InputError(f"out={out} is a file; give a folder")
     if where in {Path(where.anchor), Path(os.path.expanduser("~"))}:
-        raise InputError(f"out={out} is no place for a model")
+        raise InputError(f"out={out} cannot hold a model")
     for path in inputs:
         if path.resolve().is_relative_to(where) or path.absolute().is_relative_to(out.absolute()):
             raise InputError(
@@ -55,7 +55,7 @@ def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     if not above.is_dir():
         raise InputError(f"out={out} cannot be made: {above} is a file")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"out={out} cannot be made: {above} may not be written into")
+        raise InputError(f"out={out} cannot be made: {above} is not writable")
     if not out.is_dir():
         return
     if not os.access(out, os.R_OK | os.X_OK):
@@ -73,7 +73,7 @@ def _resolve(out: Path) -> Path:
         out.exists()
         return out.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop, no working folder
-        raise InputError(f"out={str(out)[:200]} is no place for a folder ({error})") from None
+        raise InputError(f"out={str(out)[:200]} cannot be a folder ({error})") from None
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]
             problem = f"lost files or parts of them ({listing(cut)})"
     if problem:
         raise InputError(
-            f"out={out} was not written, and what was there is as it was: the folder in the making, {partial}, "
-            f"{problem} before it was whole. Does another program clear hidden folders there?"
+            f"out={out} was not written, and its old content is untouched: the temporary folder {partial} "
+            f"{problem} before it was complete. Does another program clear hidden folders there?"
         )
 
 
@@ -190,7 +190,7 @@ def _clear_leftovers(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.exists() and f".{_read_boot()}." not in path.name:
             log.warning(
-                "%s was left by another machine, or before this one was started anew: remove it, unless a "
+                "%s was left by another machine, or before this one rebooted: remove it, unless a "
                 "merge into %s is under way there",
                 *(path, out),
             )

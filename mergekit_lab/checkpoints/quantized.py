@@ -137,12 +137,12 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that holds quantized tensors.
 
     Raises:
-        InputError: it does, with what to do.
+        InputError: it does; the message says what to do.
     """
     names = find_quantized(checkpoint)
     if names:
         raise InputError(
             f"{checkpoint.label} is quantized ({len(names)} tensors: {listing(names)}), and quantized numbers "
             "cannot be merged: dequantize it first (load it with transformers, `model.dequantize()`, and save "
-            "that), or give the weights that it was made of"
+            "that), or give the original weights"
         )

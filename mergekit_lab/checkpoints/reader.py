@@ -38,7 +38,7 @@ def open_checkpoint(
             Lightning checkpoint's `state_dict`), or an index over several; a folder of a PEFT adapter or of
             low-rank factors, folded into `base`; or, as a string, a hub id `org/name` or `org/name@revision`.
             A `Checkpoint` is returned as it is.
-        label: what messages call it; the path by default.
+        label: its name in messages; the path by default.
         base: what an adapter or low-rank factors are folded into; of a folder that holds a model for
             transformers and for open_clip the one is opened that has the base's names, without a base that for
             transformers. Other sources do not need it.
@@ -97,7 +97,7 @@ def _to_path(source: str | Path) -> Path:
         path = Path(source).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, nobody's home
-        raise InputError(f"{str(source)[:200]!r} is no path ({error})") from None
+        raise InputError(f"{str(source)[:200]!r} is not a path ({error})") from None
     return path
 
 
@@ -149,6 +149,6 @@ def _open_file(label: str, path: Path, folder: Path | None = None) -> Checkpoint
             "folder of it that can be read"
         )
     raise InputError(
-        f"{label}: {path} is no checkpoint that can be read: expected a folder, .safetensors, "
+        f"{label}: {path} is not a readable checkpoint: expected a folder, .safetensors, "
         f"{', '.join(sorted(PICKLED))}"
     )

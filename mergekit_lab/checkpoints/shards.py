@@ -49,8 +49,8 @@ def plan_shards(
     """Files for tensors, in their order: `model.safetensors`, or `model-00001-of-00003.safetensors`, …
 
     Args:
-        specs: what is to be written; at least one tensor.
-        max_bytes: of tensor data a file, at least 1; a tensor that is larger has a file of its own.
+        specs: the tensors to write; at least one.
+        max_bytes: tensor data per file, at least 1; a larger tensor has its own file.
         stem: what the files are called.
     """
     if not isinstance(max_bytes, int) or max_bytes < 1:

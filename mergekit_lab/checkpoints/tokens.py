@@ -15,10 +15,10 @@ _UNREAD = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken
 
 
 def read_tokens(folder: Path | None) -> dict[str, int] | None:
-    """Row of each token, by the tokenizer's own files; None where none is readable as text.
+    """Row of each token, from the tokenizer's files; None if none is readable as text.
 
     Raises:
-        InputError: such a file is damaged, or gives a token a row that cannot be.
+        InputError: such a file is damaged, or gives a token an impossible row.
     """
     if folder is None:
         return None

@@ -96,8 +96,7 @@ def reconcile(
     Args:
         base, experts: under the same names (see `align`).
         choice: one of `CHOICES`; None refuses a difference.
-        tokenizer: a folder whose tokenizer the result shall have (`pad` only); it must know every row that is
-            kept.
+        tokenizer: the folder whose tokenizer the result gets (`pad` only); it must know every row that is kept.
         is_merged: whether a tensor is; without a choice, others may differ.
 
     Raises:
@@ -162,9 +161,9 @@ def _refuse_contradictions(
         for token, row in (own or {}).items():
             if rows.setdefault(row, token) != token or places.setdefault(token, row) != row:
                 raise InputError(
-                    f"the tokenizer of {expert.label!r} has {token!r} in row {row}, another expert's has not, "
-                    f"and {base.label} has no tokenizer to tell which rows are its own: put its tokenizer's "
-                    "files beside it, or keep these tensors the base's with embeddings=base"
+                    f"the tokenizer of {expert.label!r} has {token!r} in row {row}, unlike another "
+                    f"expert's, and {base.label} has no tokenizer to decide: put the base's tokenizer files "
+                    "beside it, or set embeddings=base"
                 )
 
 

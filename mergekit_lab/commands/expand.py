@@ -50,25 +50,24 @@ def expand(
 ) -> Path:
     """Make the model that a merge with `format="low_rank"` stored, or a task's of `format="per_task"`.
 
-    With all tasks and the stored coefficient it is the one that the same merge writes dense: bit for bit where
-    both are made on a CPU.
+    With all tasks and the stored coefficient this is the dense merge, bit for bit if both run on a CPU.
 
     Args:
         low_rank: the folder of factors.
         base: the model that the merge was on.
-        out: the folder to be made; whole or not at all.
-        tasks: the experts whose shares are added; all by default. Of `per_task` the task whose model it is;
-            of TSVC it may be several.
+        out: the folder to make; it appears whole or not at all.
+        tasks: the experts whose shares are added; all by default. For `per_task`, name the one task (TSVC
+            takes several).
         coefficient: `α` in place of the stored one.
         overwrite: replace `out` if a merge wrote it.
-        max_shard_bytes: of one file.
+        max_shard_bytes: the largest size of a file; 5 GB by default.
         progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
 
     Raises:
-        InputError: no such folder, another base, an unknown task; a place where nothing may be written.
+        InputError: no such folder, another base, an unknown task, or an `out` that cannot be written.
     """
     progress = is_watched() if progress is None else progress
     folder, out = Path(low_rank).expanduser(), Path(out).expanduser()

@@ -42,11 +42,11 @@ def extract(
     Args:
         base: what the expert was fine-tuned from.
         expert: the fine-tuned model.
-        out: the folder to be made; whole or not at all.
-        rank: directions of a weight at most.
-        energy: share of each weight's squared change that is kept at least, in (0, 1].
+        out: the folder to make; it appears whole or not at all.
+        rank: at most so many directions per weight, at least 1.
+        energy: keep at least this share of each weight's squared change, in (0, 1].
         include, exclude: name patterns, or one.
-        dtype: of the factors; float32 by default.
+        dtype: the factors' dtype; float32 by default.
         device: where the arithmetic happens.
         overwrite: replace `out` if a merge wrote it.
         push_to, push_private: as `merge` takes them.
@@ -56,7 +56,7 @@ def extract(
         `out`.
 
     Raises:
-        InputError: neither `rank` nor `energy`; inputs that do not fit each other; a place where nothing may be
+        InputError: neither `rank` nor `energy`, inputs that do not fit each other, or an `out` that cannot be
             written.
     """
     return merge(

@@ -59,40 +59,40 @@ def merge(
 
     Args:
         base: `θ0`: a folder, a file, a hub id (`org/name@revision`) or a state dict.
-        experts: a mapping from name to the same or to a PEFT adapter's folder; or a list, named by folder.
-        out: the folder to be made; whole or not at all.
+        experts: the same, or PEFT adapters' folders; a mapping from name, or a list, named by folder.
+        out: the folder to make; it appears whole or not at all.
         method: what to do, e.g. `TIES(preset="mergekit", density=0.2)`.
         fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
         statistics: side inputs by kind, each a mapping by expert name or a list in the experts' order.
         include, exclude: name patterns, or one; tensors not included, or excluded, stay the base's.
-        dtype: of the result's floating-point tensors; each tensor's own by default.
+        dtype: the result's floating-point dtype; each tensor's own by default.
         device: where the arithmetic happens: "auto", one device, or a list of them.
-        embeddings: what to do about vocabularies that differ: "intersect", "pad" or "base".
+        embeddings: what to do if vocabularies differ: "intersect", "pad" or "base"; an error by default.
         tokenizer_from: a folder, a hub id or an expert's name whose tokenizer goes into `out`; the base's by
             default.
-        allow_config_mismatch: keys of the experts' configurations that may differ from the base's though they
-            decide what weights compute, as `["rope_theta"]`.
+        allow_config_mismatch: keys that may differ between configurations although they change what the
+            weights compute, such as `["rope_theta"]`.
         buffers: "merge" batch norm's running statistics as other tensors, or keep those of the "base".
         overwrite: replace `out` if a merge wrote it.
-        max_shard_bytes: of one file; 5 GB by default.
-        format: "dense", or "low_rank": the factors of what a spectral merge (TSVM, EpiMer) adds to the base,
-            with every expert's share apart; `expand` makes the model of them; "per_task": the same of methods
-            that make a model for every task (TSVC, EMR); or "adapter": one LoRA adapter of what is added, as
-            peft loads it.
-        rank: of an adapter's weights at most; None: as many as the experts' adapters have together, where the
-            merge is a weighted sum of them.
-        energy: share of each weight's squared change that an adapter keeps, in place of or beside `rank`.
-        metrics: numbers for the model card, as `{"gsm8k": 0.41, "arc_easy/acc_norm": 0.7}`.
-        push_to: a repository of the hub, `org/name`, that gets a new commit; it is made if it is not there.
-        push_private: whether a repository that is made is private.
+        max_shard_bytes: the largest size of a file; 5 GB by default.
+        format: "dense", a whole model; "low_rank", the factors that a spectral merge (TSVM, EpiMer) adds to
+            the base; "per_task", what a method with a model for every task (TSVC, EMR) adds; or "adapter", one
+            LoRA adapter for peft. `expand` makes models of the middle two.
+        rank: an adapter's largest rank. None takes the sum of the experts' ranks, if the merge is a weighted
+            sum of adapters.
+        energy: the share of each weight's squared change that an adapter keeps, in (0, 1]; instead of or
+            beside `rank`.
+        metrics: numbers for the model card, such as `{"gsm8k": 0.41, "arc_easy/acc_norm": 0.7}`.
+        push_to: a repository of the hub, `org/name`, to upload to; it is created if it does not exist.
+        push_private: whether a new repository is private.
         progress: show a bar; by default in a terminal or a notebook.
 
     Returns:
         `out`.
 
     Raises:
-        InputError: whatever is wrong with the inputs or with `out`; nothing is written then. Or the upload
-            failed; `out` stays.
+        InputError: the inputs or `out` are wrong, and nothing is written; or the upload failed, and `out`
+            stays.
     """
     check_push(push_to)
     for name, number in (metrics or {}).items():

@@ -324,8 +324,8 @@ def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(
-            f"expert {expert.label!r} shares few names with the base, and beside what was read of that is "
-            f"{other.name}: if the expert is one of those, give base={other}"
+            f"expert {expert.label!r} shares few names with the base, but {other.name} is beside the base: "
+            f"if the expert belongs to that, set base={other}"
         )
     return expert
 
@@ -338,7 +338,9 @@ def _tokenizer_folder(
     known = {**experts, "base": base}
     folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
-        raise InputError(f"tokenizer_from={wanted} is no folder and no expert{suggestion(str(wanted), known)}")
+        raise InputError(
+            f"tokenizer_from={wanted} is neither a folder nor an expert{suggestion(str(wanted), known)}"
+        )
     if not find_tokenizer_files(folder):
         raise InputError(f"tokenizer_from={wanted}: the folder {folder} holds no tokenizer")
     return folder

@@ -39,7 +39,7 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
     paths = list(value.values()) if isinstance(value, Mapping) else value
     odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
     if odd:
-        raise InputError(f"{what} holds {abbreviate(odd[0])}, which is no path")
+        raise InputError(f"{what} holds {abbreviate(odd[0])}, which is not a path")
     if isinstance(value, Mapping):
         return {str(name): str(path) for name, path in value.items()}
     return [str(path) for path in paths]

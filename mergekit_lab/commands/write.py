@@ -169,10 +169,10 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
         require_factors(prepared.method, format == "per_task")
     if format != "dense":
         if prepared.vocabulary is not None:
-            raise InputError(f"format={format} adds to the base as it is: its vocabulary cannot grow")
+            raise InputError(f"format={format} stores only changes to the base, so its vocabulary cannot grow")
         if prepared.base.untied:
             untied = listing(prepared.base.untied)
-            raise InputError(f"format={format} adds to the base as it is, and an expert unties {untied}")
+            raise InputError(f"format={format} stores only changes to the base, but an expert unties {untied}")
 
 
 _FORMATS = ("dense", "low_rank", "per_task", "adapter")

@@ -96,7 +96,10 @@ class _Estimate:
                     batch = self._add_taped(batch)
                     break
                 except NoRule as missing:
-                    log.warning("no rule for a use of %s: one backward pass a sample", listing(missing.names))
+                    log.warning(
+                        "no fast rule for %s: its Fisher takes one backward pass per sample",
+                        listing(missing.names),
+                    )
                     for name in missing.names:
                         self.taped.pop(name)
         if slow:

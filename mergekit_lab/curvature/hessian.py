@@ -47,7 +47,7 @@ class Hessian:
         if not self._parameters:
             raise InputError("no parameter requires gradients, so there is no Hessian")
         if isinstance(batches, Iterator):
-            raise InputError("the batches are an iterator, which can be gone through once only: give a list")
+            raise InputError("the batches are an iterator, which can be read only once: give a list")
         self._samples = sum(count_samples(batch) for batch in batches)
         self.size = sum(p.numel() for p in self._parameters)
 
@@ -119,7 +119,7 @@ def top_eigenvalues(
         image = product(basis[-1])
         diagonal.append(float(image @ basis[-1]))
         if not torch.isfinite(image).all():
-            raise InputError("a product with the Hessian is not finite: is the loss at these weights?")
+            raise InputError("a product with the Hessian is not finite: is the loss finite at these weights?")
         for _ in range(2):
             for direction in basis:
                 image = image - (image @ direction) * direction  # a product may hand back its own input

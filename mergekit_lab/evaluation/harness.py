@@ -27,7 +27,7 @@ _ROWS_ON_CPU = 4
 
 @dataclass(frozen=True)
 class HarnessScores:
-    """Of one model on one task.
+    """The harness's scores of one model on one task.
 
     Attributes:
         metrics: by name in the harness's order, at most 1 and more is better; with the name of their filter
@@ -45,7 +45,7 @@ def load_harness_task(task: HarnessTask) -> None:
     """Load a task's data, from its cache or the hub.
 
     Raises:
-        InputError: it cannot be had, or the harness has no such task.
+        InputError: the data cannot be loaded, or the harness has no such task.
     """
     manager = task.find_manager()
     try:
@@ -54,7 +54,7 @@ def load_harness_task(task: HarnessTask) -> None:
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
             f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: {_first_line(error)}): "
-            "its data come from the hub or the cache of a machine that has loaded them, or as its file says"
+            "its data comes from the hub or its cache, or from where the task's file says"
         ) from None
 
 

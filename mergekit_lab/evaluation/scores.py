@@ -19,13 +19,13 @@ from mergekit_lab.tasks import Part
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one model on one task.
+    """The scores of one model on one task.
 
     Attributes:
-        metrics: by name, more is better; at most 1.
+        metrics: values by name, at most 1; larger is better.
         value: the task's own metric among them.
         predictions: one a sample.
-        loss: mean over items, in nats; not a number where it was not asked for.
+        loss: mean over items, in nats; NaN without `with_loss`.
     """
 
     metrics: Mapping[str, float]
@@ -47,7 +47,7 @@ def score(
     """Evaluate a model, in evaluation mode for the duration.
 
     Args:
-        model: where its parameters are, the objective is.
+        model: on the same device as the objective.
         part: train, validation or test.
         index: which samples, int64; all by default.
         batch_size: samples at a time, fewer where the device has no memory for so many. Those of one length

@@ -47,7 +47,7 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
     """Mean over tasks of `value / expert's value`.
 
     Raises:
-        InputError: an expert's value is not above zero, so that nothing can be measured against it.
+        InputError: an expert's value is not positive, so nothing can be divided by it.
     """
     dead = [task for task, value in expert_values.items() if not value > 0]
     if dead:
@@ -60,7 +60,7 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
 
 
 def choose_best(curve: Sequence[Candidate]) -> Candidate:
-    """The candidate of the highest criterion, on all validation samples; of equals, the nearest to the base."""
+    """The candidate with the highest criterion on all samples; among equals, the nearest to the base."""
     whole = [c for c in curve if c.share == 1 and not c.pruned]
     return max(whole, key=lambda c: (c.normalized, -abs(c.coefficient)))
 
@@ -79,10 +79,10 @@ def search_grid(
     Args:
         coefficients: in the order that they are tried.
         experts: the experts' values by task.
-        at: makes the model of a coefficient, and gives its scores.
-        prune: leave a candidate as soon as full marks on all further tasks would not make it the best.
+        at: makes the model at a coefficient, and returns its scores.
+        prune: drop a candidate once full marks on all remaining tasks would not make it the best.
         patience: stop after so many candidates in a row that are worse than the best; None goes through all.
-        reached: the criterion of another search that is to be beaten.
+        reached: the criterion to beat, from another search.
     """
     normalize(dict.fromkeys(experts, 0.0), experts)
     curve: list[Candidate] = []

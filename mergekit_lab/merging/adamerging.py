@@ -33,9 +33,9 @@ class Learning:
     """How coefficients are learned; the defaults are the authors'.
 
     Args:
-        layer_wise: a coefficient for each tensor and expert; else one an expert.
-        steps: of Adam, at least 1.
-        batch_size: inputs a task and step, at least 1.
+        layer_wise: a coefficient per tensor and expert; otherwise one per expert.
+        steps: Adam steps, at least 1.
+        batch_size: inputs per task and step, at least 1.
         lr: Adam's learning rate, positive, at most 1e30.
         start: the coefficients before the first step, in [0, 1].
         part: whose inputs are read, without their labels: "test", "validation" or "train".
@@ -61,13 +61,13 @@ class AdaMerging(Method):
     """`θ0 + Σ_t α_{l,t} δ_t` with a coefficient for each tensor `l` and expert `t`.
 
     Args:
-        weights: `α`, in the place of `λ`: one an expert (task-wise), or for an expert a mapping from tensor
-            name or pattern to number (layer-wise), as `learn_coefficients` returns it. What is not given is
-            0.3, where learning starts.
-        learn: a run, which has models and inputs, is to learn the weights so first.
+        weights: `α`: one number per expert (task-wise), or per expert a mapping from tensor name or pattern to
+            number (layer-wise), as `learn_coefficients` returns it. Missing ones are 0.3, where learning
+            starts.
+        learn: how a run, which has models and inputs, first learns the weights.
 
     Raises:
-        InputError: both are given; at the merge, weights that were to be learned and are not.
+        InputError: both are given; at the merge, weights that have not been learned.
     """
 
     learn: Learning | None = None

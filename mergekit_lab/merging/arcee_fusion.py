@@ -25,7 +25,7 @@ _SPREAD = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class ArceeFusion(Method):
-    """The first expert, with the second's entries where they are important; rows are along the last dimension.
+    """The first expert, with the second's entries where those are important. Rows are along the last dimension.
 
     Args:
         weights: None; importance decides.

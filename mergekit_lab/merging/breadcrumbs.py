@@ -26,9 +26,9 @@ class Breadcrumbs(SparsifiedMethod):
     """Keep the middle of each tensor's magnitudes, then `inner`.
 
     Args:
-        density: share of entries that stay, in (0, 1]; 1 is the inner method.
-        gamma: share of entries dropped at the top, in [0, 1), rounded down; less where `density` leaves no
-            room for it. 0 is trimming by magnitude.
+        density: share of entries to keep, in (0, 1]; 1 is the inner method.
+        gamma: share of the largest entries to drop, in [0, 1), rounded down; less if `density` leaves no room.
+            0 is trimming by magnitude.
         inner: the method that merges what is left, task arithmetic by default.
     """
 

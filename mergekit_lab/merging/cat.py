@@ -33,9 +33,9 @@ class CAT(ScaledMethod):
 
     Args:
         rank: `c`, directions or entries that are taken out for every expert, at least 1.
-        penalty: the paper's `λ`, ≥ 0: how much counts what a task vector does at its own expert.
+        penalty: the paper's `λ` ≥ 0, the weight of what a task vector does to its own expert.
         coefficient: `α`.
-        weights: `λ_i`, of the task vectors from the start, 1 by default.
+        weights: `λ_i` scales `δ_i` first; 1 by default.
 
     Needs `statistics={"gram": …}` as `RegMean` does; `curvature.input_grams` makes those of norms, too. The
     projections of several experts are made one after another, in their order.

@@ -28,9 +28,9 @@ class ConsensusTA(ScaledMethod):
     """`θ0 + α·(Σ λ_t δ_t) ∘ [at least k TALL masks]`.
 
     Args:
-        k: masks that must mark an entry, 0 to the number of experts; 0 is task arithmetic.
-        tall: `μ_t ≥ 0` of the masks: one number, or one an expert in their order or by name. Larger ones
-            mark less.
+        k: how many masks must mark an entry, 0 to the number of experts; 0 is task arithmetic.
+        tall: the masks' `μ_t ≥ 0`: one number, or one per expert, in their order or by name. A larger one
+            marks fewer entries.
         coefficient: `α`; the masks do not depend on it.
         weights: `λ_t` in the multi-task vector, 1 by default.
 

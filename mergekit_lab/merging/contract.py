@@ -38,19 +38,19 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the model a call stands, and what belongs to it.
+    """Which part of the model a call of `merge` gets, and what belongs to it.
 
     Attributes:
         experts: the experts' names, in the order of dimension 0 of the task vectors.
         weights: `λ`, shape `[T]`.
-        segments: what was handed over, end to end: the whole tensor, or the ranges of a block.
+        segments: what the call gets, end to end: the whole tensor, or the ranges of a block.
         side: side inputs of this tensor, by kind (`"fisher"`), each `[T, …]`; shaped like the task vectors
             where the side input has the tensor's own name (see `Method.name_side`).
         survey: what the method's own `survey` returned.
         tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
         unit: whether every weight is 1, known without asking the device.
-        transposed: whether the tensor is a weight that is stored as [in, out], as GPT-2's Conv1D keeps its own.
+        transposed: whether the tensor is a weight stored as [in, out], as in GPT-2's Conv1D.
     """
 
     experts: tuple[str, ...]
@@ -156,7 +156,7 @@ def _require_kind(name: str, value: object, kinds: tuple[Any, ...]) -> None:
     rule = " or ".join(_KINDS[kind] for kind in kinds)
     require(right, name, value, rule)
     large = isinstance(value, int) and abs(value) >= _LONGEST
-    require(not large, name, value, f"{rule}, finite in float32, and written 1e30 where it is so large")
+    require(not large, name, value, f"{rule}, finite in float32; write large ones as 1e30")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +164,9 @@ class Method:
     """Base of all methods.
 
     Args:
-        weights: `λ_t`, one an expert: a sequence in the order of the experts or a mapping by name. In place
-            of a number a mapping from tensor-name pattern (`"*.mlp.*"`) to number; the first that matches
-            counts. None, and a tensor that no pattern matches, takes the method's own (`default_weight`).
+        weights: `λ_t`, one per expert: a sequence in the experts' order, or a mapping by name. Each may be a
+            mapping from tensor-name pattern (`"*.mlp.*"`) to number; the first match counts. Without weights
+            or a match, `default_weight` counts.
     """
 
     weights: Sequence[float] | Mapping[str, float | Mapping[str, float]] | None = None
@@ -247,8 +247,7 @@ class Method:
         return numbers
 
     def check(self, experts: Sequence[str]) -> None:
-        """Refuse, before any work, weights that do not fit these experts, and settings that are no finite
-        numbers."""
+        """Refuse, before any work, weights that do not fit these experts, and settings that are not finite."""
         self.weigh_experts(experts)
         number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
         require(number, "coefficient", self.scale, "a number")
@@ -279,7 +278,7 @@ class Method:
         return any(isinstance(value, Mapping) for value in self._list_weights())
 
     def name_side(self, kind: str, name: str) -> str | None:
-        """What a side input of this kind calls the tensor `name`; None if it has nothing for it.
+        """The name under which a side input of this kind has the tensor `name`; None if it has nothing for it.
 
         Under the tensor's own name it must be there and shaped like the tensor; under another, where the side
         checkpoint lacks it, `site.side` has no entry.

@@ -32,10 +32,10 @@ class CoreSpace(SubspaceMethod):
     """`θ0 + U_B inner(M_1, …, M_T) V_Aᵀ` for matrices, `inner` of the task vectors for other tensors.
 
     Args:
-        rank: directions of a matrix that an expert keeps which is no adapter, at least 1; None keeps all that
-            are above 1e-5 of the largest.
-        inner: the method that merges the cores; coefficient and weights are its own. Of one that is linear, as
-            task arithmetic, Core Space changes nothing.
+        rank: directions per matrix that an expert keeps if it is not an adapter, at least 1; None keeps all
+            above 1e-5 of the largest.
+        inner: the method that merges the cores; coefficient and weights are its own. With a linear one, such
+            as task arithmetic, Core Space changes nothing.
         weights: None; they are given to the inner method.
 
     Raises:

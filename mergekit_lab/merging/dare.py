@@ -26,9 +26,9 @@ class DARE(SparsifiedMethod):
     """Drop and rescale, then `inner`.
 
     Args:
-        density: probability that an entry stays, in (0, 1]; 1 is the inner method.
-        seed: of the masks.
-        rescale: `"inverse"` (the paper) or `"l1"` (mergekit), which takes an inner method that works tensor by
+        density: probability of keeping an entry, in (0, 1]; 1 is the inner method.
+        seed: draws the masks.
+        rescale: `"inverse"` (the paper) or `"l1"` (mergekit), which needs an inner method that works tensor by
             tensor.
         inner: the method that merges what is left; coefficient and weights are the inner method's.
     """

@@ -33,12 +33,13 @@ class DELLA(SparsifiedMethod):
     """Drop by rank of magnitude and rescale, then `inner`.
 
     Args:
-        density: mean share of entries that stay, in (0, 1]; 1 is the inner method.
+        density: mean share of entries to keep, in (0, 1]; 1 is the inner method.
         epsilon: half the window of probabilities, ≥ 0; `density ± epsilon` must lie within (0, 1) unless
             the density is 1.
-        seed: of the masks.
+        seed: draws the masks.
         rescale: `"inverse"` (the paper) or `"l1"` (mergekit).
-        inner: the method that merges what is left; by default signs are elected and the agreeing averaged.
+        inner: the method that merges what is left; by default the mean of entries that agree with an elected
+            sign.
     """
 
     density: float = 0.7

@@ -32,12 +32,12 @@ class DOGE(LayerWeightsMethod):
     """`θ0 + α Σ_t c_t (δ_t + Δ)` at the largest entries of each `δ_t`, with `c_t = λ_t·size/‖δ_t‖`.
 
     Args:
-        size: Frobenius norm that an expert's matrix is brought to, positive: the authors' global magnitude.
-        density: share of entries that stay of each task vector, in (0, 1], over all matrices merged so.
+        size: positive Frobenius norm to which each expert's matrix is scaled: the authors' global magnitude.
+        density: share of each task vector's entries to keep, in (0, 1], over all matrices merged this way.
         subspace: the shared subspace has `int(r/subspace)` of the `r = min(m, n)` directions; at least 1.
         steps: Adam steps, at least 0.
-        lr: Adam's learning rate, positive, at most 1e30. Of the size of a weight's change, not a relative one.
-        all_matrices: merge every matrix so, and take the mean of other tensors; else they keep the base.
+        lr: Adam's learning rate, positive, at most 1e30. In units of a weight's change, not relative.
+        all_matrices: merge every matrix this way, and average other tensors; otherwise those stay the base's.
         coefficient: `α`; the authors set `size` alone.
         weights: `λ_t` of the experts' shares `c_t`, 1 by default.
 

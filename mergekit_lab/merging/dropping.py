@@ -235,7 +235,7 @@ def _load_draw() -> Callable[..., None] | None:
         logger.warning("drawing without Triton, which is slower: %s: %s", type(error).__name__, error)
         return None
     if not same:
-        logger.warning("drawing without Triton, which is slower: its kernel gives other bits here")
+        logger.warning("drawing without Triton, which is slower: its kernel gives different bits here")
     return kernels.draw if same else None
 
 

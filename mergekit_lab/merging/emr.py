@@ -27,10 +27,10 @@ class EMR(Method):
     """For task `t`: `θ0 + γ_t M_t ∘ τ`.
 
     `format="per_task"` stores `τ`, all masks in bits and the rescalers, and a run scores each task with its own
-    model. As one dense model it is `θ0 + τ`.
+    model. A dense merge is `θ0 + τ`.
 
     Args:
-        preset: whose rescalers: `"paper"` or `"authors"`.
+        preset: whose rescalers to use: `"paper"` or `"authors"`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
     """
 

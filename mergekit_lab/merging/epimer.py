@@ -40,8 +40,8 @@ class EpiMer(AtomMethod):
         aggregator: `"sum"` scales the mean by T, as a sum of task vectors would be; `"mean"` does not.
         coordinates: `"tagged"`, `"full"` or `"own"`, see the module.
         normalize: bring the experts' Fishers to one scale first: `"none"`, `"trace"` (mean entry 1) or
-            `"norm"` (root mean square 1). The paper specifies none, and the scale across tasks matters.
-        weights: `λ_t ≥ 0`, brought to sum 1.
+            `"norm"` (root mean square 1). The paper specifies none, but the scale across tasks matters.
+        weights: `λ_t ≥ 0`, scaled to sum 1.
 
     Needs `statistics={"fisher": …}`. Notes `eta` a matrix: the gain `cᵀH̄⁻¹c ≥ 0` of the quadratic
     objective over the flat mean (Theorem 3). Other tensors: `α·mean(δ)`.

@@ -41,10 +41,10 @@ class Fisher(Method):
         normalize: bring the experts' Fishers to one scale: `"norm"` divides `W_t` by the L2 norm of `F_t` over
             all floating-point entries of the model, `"trace"` by their sum (`mergelm`: plus the floor),
             `"none"` by nothing.
-        favor_target: `matena` only: floor the first expert's Fisher alone, as the original does.
+        favor_target: `matena` only: floor only the first expert's Fisher, as the original does.
         weights: `λ_t`, 1 by default.
 
-    Needs `statistics={"fisher": …}`. Where all `W_t` are 0 the plain mean is taken.
+    Needs `statistics={"fisher": …}`. If all `W_t` of an entry are 0, the plain mean is taken.
 
     Raises:
         InputError: a value out of range; at the merge, a Fisher without a norm to divide by.

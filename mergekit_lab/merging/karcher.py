@@ -24,9 +24,9 @@ class Karcher(SphericalMethod):
     """`Σ λ_t ‖x_t‖ / Σ λ_t` times the Karcher mean of the directions `x_t/‖x_t‖`, tensor by tensor.
 
     Args:
-        steps: of the iteration at most, at least 0; 0 is the normalized weighted mean.
-        tolerance: of arcs and lengths, positive: a shorter arc is none, a shorter vector has no direction.
-        task_vectors: of the task vectors, and the base is added.
+        steps: largest number of iterations, at least 0; 0 is the normalized weighted mean.
+        tolerance: positive; a shorter arc counts as zero, and a shorter vector has no direction.
+        task_vectors: take the mean of the task vectors, and add the base.
         weights: `λ_t ≥ 0`, 1 by default.
 
     Raises:

@@ -30,8 +30,8 @@ class KnOTS(SubspaceMethod):
 
     Args:
         preset: `"paper"` merges `V_tᵀ`, `"authors"` `ΣV_tᵀ`.
-        tolerance: directions with singular values up to this are left out, ≥ 0; the authors' 1e-5.
-        inner: the method that merges the factors; coefficient and weights are its own. Of one that is linear,
+        tolerance: drop directions with singular values up to this, ≥ 0; the authors' 1e-5.
+        inner: the method that merges the factors; coefficient and weights are its own. With a linear one, such
             as task arithmetic, KnOTS changes nothing.
         weights: None; they are given to the inner method.
 

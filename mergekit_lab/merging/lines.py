@@ -35,8 +35,8 @@ class LiNeS(SparsifiedMethod):
     """`θ0 + α(a + b·l/(L−1))·inner(δ)` in layer `l` of `L`.
 
     Args:
-        first: `a`, the factor of the first layer and of what belongs to none; None takes the authors' rule, for
-            which the inner method must merge entry by entry without a look at its tensor.
+        first: `a`, the factor of the first layer and of tensors outside layers. None takes the authors' rule,
+            which needs an inner method that merges entry by entry without a pass over the tensor.
         slope: `b`, how much larger the last layer's factor is; the paper's grid is 0.1, 0.2, … 1.
         inner: the method that merges; coefficient, weights and side inputs are its own. The paper's rule is
             meant for a coefficient of 1.
@@ -89,7 +89,7 @@ class LiNeS(SparsifiedMethod):
             return 1.0
         if not inner.pools or inner.side_inputs:
             raise InputError(
-                f"first=null takes the norm of what {type(inner).__name__} merges, which is not known before: "
+                f"first=null needs the norm of {type(inner).__name__}'s result, which is not known in advance: "
                 "give first=<1 / number of experts>"
             )
         norms = torch.zeros(2, dtype=torch.float64)

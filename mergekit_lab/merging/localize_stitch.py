@@ -32,11 +32,11 @@ class Localization:
     """How masks are trained; the defaults are the authors' for images.
 
     Args:
-        start: share of entries that are in at first, in (0, 1].
+        start: share of entries in the mask at first, in (0, 1].
         epochs: passes over the samples, each one step, at least 1.
-        lr: of the gradient with respect to the mask, positive.
+        lr: learning rate of the mask, positive.
         bias: `|S|` at the start, positive.
-        l1: how strongly each entry is pushed on to the side where it is, ≥ 0.
+        l1: how strongly each entry is pushed further to its side, ≥ 0.
     """
 
     start: float = 1e-5
@@ -60,8 +60,8 @@ class LocalizeStitch(ScaledMethod):
     Args:
         density: share of entries in each mask, the largest of an expert over the whole model, in (0, 1]; the
             authors' 0.05.
-        learn: train the masks on the tasks' samples in place of that, and take them from
-            `statistics={"mask": …}`: what `learn_masks` returns by expert. A run trains them by itself.
+        learn: train the masks on the tasks' samples instead, and take them from
+            `statistics={"mask": …}`: what `learn_masks` returns by expert. A run trains them itself.
         coefficient: `α`; 1 in the paper.
         weights: `λ_t`, 1 by default.
     """

@@ -45,7 +45,9 @@ def require_factors(method: Method, by_task: bool = False) -> AtomMethod | EMR:
         InputError: it has none.
     """
     if by_task and not method.by_task:
-        raise InputError(f"{type(method).__name__} makes one model for all tasks: TSVC and EMR one for each")
+        raise InputError(
+            f"{type(method).__name__} makes one model for all tasks: format=per_task takes TSVC and EMR"
+        )
     if not by_task and not isinstance(method, AtomMethod):
         raise InputError(
             f"{type(method).__name__} gives no low-rank factors: TSVM, TSVC and EpiMer do; store others dense"
@@ -65,7 +67,7 @@ def merge_factors(
     exclude: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> tuple[dict[str, TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Merge, and give the factors of what is added to the base; see `merge_state_dicts` for the arguments.
+    """Merge, and return the factors of what is added to the base; see `merge_state_dicts` for the arguments.
 
     Returns:
         What every factor will be, and the factors as they are made, on the CPU, in the precision of the merge.
@@ -110,7 +112,7 @@ def plan_factors(
     stacks = find_stacks(merged)
     if stacks:
         raise InputError(
-            f"low-rank factors hold one matrix a tensor, and {listing(stacks)} stack those of a mixture's "
+            f"low-rank factors hold one matrix per tensor, but {listing(stacks)} are stacks of a mixture's "
             "experts: exclude them, or store the merge dense"
         )
     for name, shape in merged.items():

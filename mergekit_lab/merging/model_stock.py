@@ -32,8 +32,7 @@ class ModelStock(Method):
     """`θ0 + r·mean(δ)`, `r = N cos θ / (1 + (N−1) cos θ)` a tensor.
 
     Args:
-        filter_wise: an angle for each output of a matrix or kernel in place of one for the tensor; a vector
-            is one.
+        filter_wise: one angle per output of a matrix or kernel, instead of one per tensor; a vector has one.
         weights: None; the experts count equally.
 
     Orthogonal task vectors leave the base, equal ones give the expert. Opposing ones (cos θ < 0) move away

@@ -23,11 +23,11 @@ class MultiSLERP(SphericalMethod):
 
     Args:
         normalize: divide the weights by their sum.
-        epsilon: added to the lengths, and below it the mean of directions counts as none; above 0.
+        epsilon: positive; added to lengths. A shorter mean of directions counts as no direction.
         task_vectors: interpolate the task vectors, and add the base.
         weights: `λ_t`, 1 by default.
 
-    Vectors whose directions cancel are averaged as they are; mergekit does so for two, and refuses more.
+    Vectors whose directions cancel are averaged; mergekit does so for two, and refuses more.
 
     Raises:
         InputError: a value out of range.

@@ -24,7 +24,7 @@ class NearSwap(Method):
     """`θ_1 + min(1, t/|θ_2 − θ_1|)·(θ_2 − θ_1)`, entry by entry.
 
     Args:
-        t: how far an entry moves at most, at least 0. Differences under 1e-6 count as that, as in mergekit.
+        t: how far an entry moves at most, at least 0. Differences under 1e-6 count as 1e-6, as in mergekit.
         weights: None; `t` takes their place.
 
     The order of the experts matters.

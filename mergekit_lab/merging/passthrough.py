@@ -20,7 +20,7 @@ class Passthrough(Method):
     """`f·θ_1`.
 
     Args:
-        factor: `f`, finite: what every entry is multiplied by.
+        factor: `f`, finite; multiplies every entry.
         weights: None.
 
     Raises:
@@ -39,7 +39,7 @@ class Passthrough(Method):
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if len(experts) != 1:
-            raise InputError(f"Passthrough takes one expert; it was given {len(experts)}")
+            raise InputError(f"Passthrough takes exactly one expert, not {len(experts)}")
         return super().weigh_experts(experts, name)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:

@@ -40,7 +40,7 @@ class PCB(ScaledMethod):
     """`θ0 + α Σ w_t λ_t δ_t / Σ w_t`, entry by entry, with weights `w` by balance over the whole model.
 
     Args:
-        ratio: share of entries of an expert that weigh, in (0, 1].
+        ratio: share of an expert's entries that count, in (0, 1].
         coefficient: `α`.
         weights: `λ_t` of the clamped task vectors, 1 by default; the authors search them by evolution.
 

@@ -25,9 +25,9 @@ class RAM(ScaledMethod):
     """`θ0 + α(Σ own + mean of shared)`.
 
     Args:
-        epsilon: `ε ≥ 0`: changes up to it are none.
+        epsilon: `ε ≥ 0`; smaller changes count as none.
         boost: `r ≥ 0`, how much an expert's own entries are strengthened; 0 is RAM, RAM+ takes 0.1.
-        bound: `b ≥ 0`, of the ratio of shared to own entries.
+        bound: `b ≥ 0`, the bound on the ratio of shared to own entries.
         scope: what `ρ_t` is counted over: `"model"` (the paper) or `"tensor"` (mergekit).
         coefficient: `α`.
         weights: `λ_t` of what is merged, 1 by default; they do not change what counts as changed.

@@ -30,11 +30,11 @@ class RegMean(Method):
 
     Args:
         ratio: factor of the Grams' off-diagonal entries, in [0, 1]; 0 weighs input by input.
-        ridge: ≥ 0; this times the mean diagonal entry of the averaged Grams is added to the diagonal of
-            each. A large one gives the mean.
+        ridge: ≥ 0; this times the averaged Grams' mean diagonal entry is added to each diagonal. A large ridge
+            gives the mean.
         weights: `λ_t` scales `G_t` (and `δ_t` in the mean), 1 by default.
 
-    Needs `statistics={"gram": …}`: one checkpoint an expert that holds, under the name of a linear module
+    Needs `statistics={"gram": …}`: one checkpoint per expert that holds, under the name of a linear module
     (`mlp.c_fc` for `mlp.c_fc.weight`, `attn.in_proj` for `attn.in_proj_weight`), its `[in, in]` Gram, as
     `curvature.input_grams` makes them. Equal Grams give the mean; one expert is itself.
 

@@ -22,7 +22,7 @@ class RegMeanPlusPlus(RegMean):
         ridge, weights: as RegMean's.
 
     Needs `statistics={"chained_gram": …}`: what `curvature.chained_grams` returns for these experts and this
-    method. A run makes them by itself.
+    method. A run makes them itself.
     """
 
     ratio: float = 0.95

@@ -37,7 +37,7 @@ class SCE(ScaledMethod):
     """`θ0 + α Σ s_t δ_t / Σ s_t` over the experts that agree with the elected sign, `s_t ∝ mean(δ_t²)`.
 
     Args:
-        density: share of the varying positions that stay, in (0, 1]; 1 selects nothing.
+        density: share of the varying positions to keep, in (0, 1]; 1 keeps all.
         preset: `"paper"` or `"mergekit"`.
         coefficient: `α`.
         weights: None; the experts' energies take their place.

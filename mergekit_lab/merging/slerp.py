@@ -29,7 +29,7 @@ class SLERP(SphericalMethod):
 
     Args:
         t: position on the arc, in [0, 1]; 0 is the first expert, 1 the second.
-        task_vectors: interpolate the task vectors in place of the experts.
+        task_vectors: interpolate the task vectors instead of the experts.
         weights: None; `t` takes their place.
 
     The order of the experts matters: `t` for one order is `1 − t` for the other.
@@ -62,9 +62,7 @@ class SLERP(SphericalMethod):
 def expect_two(experts: Sequence[str], method: object) -> None:
     """Refuse any other number of experts."""
     if len(experts) != 2:
-        raise InputError(
-            f"{type(method).__name__} goes from one expert to another; it was given {len(experts)}"
-        )
+        raise InputError(f"{type(method).__name__} takes exactly two experts, not {len(experts)}")
 
 
 def split_arc(angle: float, t: float) -> tuple[float, float]:

@@ -39,7 +39,9 @@ class WrappingMethod(Method):
         require(isinstance(self.inner, Method), "inner", self.inner, "a method")
         if isinstance(self.inner, WrappingMethod) and self.inner.stands_alone:
             within, outer = type(self.inner).__name__, type(self).__name__
-            raise InputError(f"{within} cannot be the inner method of {outer}: make {outer} that of {within}")
+            raise InputError(
+                f"{within} cannot be the inner method of {outer}: make {outer} the inner method of {within}"
+            )
 
     @property
     def side_inputs(self) -> tuple[str, ...]:  # type: ignore[override]

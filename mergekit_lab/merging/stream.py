@@ -444,7 +444,7 @@ def merge_state_dicts(
         method: what to do, e.g. `TIES(density=0.2)`.
         fishers, grams: short for `statistics={"fisher": …, "gram": …}`.
         statistics: side inputs by kind; each a mapping by expert name or a list in the experts' order.
-        dtype: of the floating-point results; each tensor's own by default. Computation is in float32,
+        dtype: the results' floating-point dtype; each tensor's own by default. Computation is in float32,
             or float64 where an input is.
         device: where the arithmetic happens; several devices (`["cuda:0", "cuda:1"]`) share the tensors.
         include, exclude: name patterns (`"*.mlp.*"`); floating-point tensors that are not included, or are

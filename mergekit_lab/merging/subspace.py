@@ -82,8 +82,8 @@ class SubspaceMethod(WrappingMethod):
         super().__post_init__()
         if self.inner.side_inputs:
             raise InputError(
-                f"{type(self).__name__} merges coordinates, and {type(self.inner).__name__} reads side inputs, "
-                "which are of entries: choose another inner method"
+                f"{type(self).__name__} merges coordinates, and {type(self.inner).__name__} reads side "
+                "inputs of entries: choose another inner method"
             )
 
     def find_basis(self, changes: Changes) -> Basis:

@@ -21,7 +21,7 @@ class TaskArithmetic(ScaledMethod):
     """`θ0 + α Σ λ_t δ_t`.
 
     Args:
-        coefficient: `α`, or a list of `α_t`, one an expert, which takes the place of `weights`.
+        coefficient: `α`, or a list of `α_t`, one per expert, instead of `weights`.
             Negative values forget. Limits: 0 is the base bit for bit; one expert at 1 is that expert.
         weights: `λ_t`, 1 by default.
     """

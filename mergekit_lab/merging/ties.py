@@ -135,7 +135,7 @@ class TIES(ScaledMethod):
     """TIES-Merging.
 
     Args:
-        density: share of entries that stay in each task vector, in (0, 1]; 1 trims nothing.
+        density: share of each task vector's entries to keep, in (0, 1]; 1 trims nothing.
         coefficient: `α`; None takes the preset's (1, or 0.3 for `sum`).
         preset: whose arithmetic: `"paper"` (the authors' code), `"mergelm"`, `"sum"`, `"core_space"`,
             `"mergekit"` or `"peft"`; see `PRESETS`.

@@ -23,8 +23,8 @@ from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, weigh
 class TSVC(AtomMethod):
     """For task `t`: `θ0 + α U_t diag(σ_t) V_tᵀ` for matrices, `θ0 + α δ_t` for other tensors.
 
-    `format="per_task"` stores all tasks' shares, and a run scores each task with its own. As one dense model it
-    is the sum of them.
+    `format="per_task"` stores all tasks' shares, and a run scores each task with its own. A dense merge is
+    their sum.
 
     Args:
         rank: cap on the triplets an expert keeps of a matrix, at least 1; None keeps `int(r/T)`, which no cap

@@ -32,7 +32,7 @@ class WUDI(LayerWeightsMethod):
 
     Args:
         steps: Adam steps, at least 0; 0 is task arithmetic on the matrices.
-        lr: Adam's learning rate, positive, at most 1e30. Of the size of a weight's change, not a relative one.
+        lr: Adam's learning rate, positive, at most 1e30. In units of a weight's change, not relative.
         all_matrices: optimize every matrix, and take the mean of the others (fusion_bench, 400 steps there).
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.

@@ -133,7 +133,7 @@ class OffsetOptimizer(WrappedOptimizer):
             name = type(self).__name__
             raise InputError(
                 f"{name}.step() without a closure needs train mode, else the gradient is that of θ and no "
-                "offset plays a part: call optimizer.train() before the forward pass, or pass a closure "
+                "offset is used: call optimizer.train() before the forward pass, or pass a closure "
                 "(Lightning does, except with precision='16-mixed': use 'bf16-mixed')"
             )
         loss = None

@@ -151,7 +151,7 @@ class SSAMF(SparseAscent):
             raise InputError("use_fisher finds entries by name: build SSAMF from model.named_parameters()")
         odd = [n for p, n in names.items() if n not in fisher or fisher[n].shape != p.shape]
         if odd:
-            raise InputError(f"the Fisher information lacks, or has in another shape, {listing(odd)}")
+            raise InputError(f"the Fisher information is missing or has another shape for {listing(odd)}")
         self.external_fisher = True
         self.squares.clear()
         self._renew(list(names), [fisher[n].to(p.device).float() for p, n in names.items()])
@@ -188,7 +188,7 @@ class SSAMD(SparseAscent):
             its cost.
         drop_rate: part of the mask, in [0, 1], that the first renewal exchanges.
         every: steps ≥ 1 between two renewals, the first of which follows the first perturbation.
-        seed: of the random choices.
+        seed: draws the random choices.
 
     Raises:
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.

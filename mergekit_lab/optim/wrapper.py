@@ -181,7 +181,7 @@ class WrappedOptimizer(Optimizer):
         """Raise `InputError` for hyper-parameters out of range. Called on construction and after loading."""
 
     def refuse_sharded_parameters(self) -> None:
-        """Raise `InputError` if parameters are sharded and this method cannot do with its part of them."""
+        """Raise `InputError` if parameters are sharded and this method needs them whole."""
         if not self.takes_sharded and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 f"{type(self).__name__} needs whole parameters, and fully_shard has left this process a part "
@@ -448,8 +448,8 @@ class WrappedOptimizer(Optimizer):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not contexts and distributed and torch.distributed.get_world_size() > 1:
             raise InputError(
-                f"{type(self).__name__}(sync_ascent=False) does not know the model whose gradients are not to "
-                "be synchronized: call optimizer.attach(model) with the DistributedDataParallel model"
+                f"{type(self).__name__}(sync_ascent=False) needs the model whose gradients it must not "
+                "synchronize: call optimizer.attach(model) with the DistributedDataParallel model"
             )
         return contexts  # type: ignore[return-value]
 

@@ -196,8 +196,8 @@ def _refuse_several(records: Sequence[Record], where: str) -> None:
     for record in records:
         if kept.setdefault((record.seed, record.task), record.evaluation_key) != record.evaluation_key:
             raise InputError(
-                f"{where}: {record.task}, seed {record.seed}, has several evaluations that differ in something "
-                "no dimension names: report over runs that are equal in it"
+                f"{where}: {record.task}, seed {record.seed}, has several evaluations that differ outside "
+                "the table's dimensions: report over fewer runs"
             )
 
 

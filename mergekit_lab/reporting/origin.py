@@ -101,4 +101,4 @@ def read_origin(folder: Path) -> Origin | None:
             tuple(printable(str(each)) for each in entry["devices"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / FILE}: not how a run was made ({error!r})") from None
+        raise InputError(f"{folder / FILE}: not an origin file ({error!r})") from None

@@ -236,5 +236,5 @@ def _parse_record(entry: object) -> Record:
             names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise InputError(f"field {name!r} is {value!r}, not {names}")
         if isinstance(value, str) and value != printable(value):
-            raise InputError(f"field {name!r} is {value!r}, which a terminal would obey instead of print")
+            raise InputError(f"field {name!r} is {value!r}, which holds control characters of a terminal")
     return Record(**entry)

@@ -110,13 +110,13 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
         log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
     elif not removes:
         raise InputError(
-            f"{len(folders)} artifacts in the store {store.root} are not sound: store.confirm=true removes "
+            f"{len(folders)} artifacts in the store {store.root} are damaged: store.confirm=true removes "
             f"them, and a run that wants them makes them again:\n{messages}"
         )
     else:
         for folder in folders:
             remove(store, folder)
-        log.info("removed %d artifacts that were not sound, of %d:\n%s", len(folders), len(chosen), messages)
+        log.info("removed %d damaged artifacts, of %d:\n%s", len(folders), len(chosen), messages)
 
 
 def _explain(run: Run, settings: StoreSettings) -> None:
@@ -134,7 +134,7 @@ def _explain(run: Run, settings: StoreSettings) -> None:
             continue
         artifact, parts = near
         if not parts:
-            log.info("%s: %s has the same content, and is of another schema than this version's", what,
+            log.info("%s: %s has the same content, but another version's schema", what,
                      artifact.key[:_SHORT])  # fmt: skip
             continue
         part = parts[0]
@@ -225,8 +225,8 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     except InputError as error:
         log.warning("%s", error)
     log.warning(
-        "its backbone is not that of this configuration: with the run's own (+experiment=NAME, backbone=NAME) "
-        "a configuration and a tokenizer would stand beside the weights"
+        "its backbone is not this configuration's: add the run's own options (+experiment=NAME, "
+        "backbone=NAME) to export configuration and tokenizer too"
     )
     return []
 

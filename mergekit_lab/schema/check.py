@@ -177,7 +177,7 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
     where = ".".join((*path, "_target_"))
     wanted = _classes(hint)
     if not wanted:
-        raise InputError(f"{where} is {abbreviate(node['_target_'])}: nothing is built at this place")
+        raise InputError(f"{where} is {abbreviate(node['_target_'])}: no class is allowed here")
     try:
         target = get_object(node["_target_"])
     except Exception as error:  # importing a user's module may raise anything

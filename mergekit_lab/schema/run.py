@@ -230,8 +230,8 @@ def check(cfg: DictConfig) -> None:
     for task, node in cfg.optimizer_of.items():
         if wants_fit(node):
             raise InputError(
-                f"optimizer_of.{task}.scale is 'fit', which one optimizer of all tasks can have: give it as a "
-                "number"
+                f"optimizer_of.{task}.scale is 'fit', which works only with one optimizer for all tasks: "
+                "give it as a number"
             )
         evaluations_a_step(node)
     TrainingSettings(**cfg.training).plan(evaluations_a_step(cfg.optimizer))

@@ -120,7 +120,9 @@ class FolderLock:
             (mine / self._mark.name).write_text(json.dumps(identify_process()))
             mine.rename(self.path)
         except NotADirectoryError:
-            raise InputError(f"{self.path} stands where a lock is kept, and is no folder: delete it") from None
+            raise InputError(
+                f"{self.path} is where the store keeps a lock, but not a folder: delete it"
+            ) from None
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
@@ -134,7 +136,9 @@ class FolderLock:
             try:
                 os.utime(self._mark)
             except FileNotFoundError:
-                log.warning("the lock of %s was taken for abandoned: was this process stopped?", self.what)
+                log.warning(
+                    "the lock of %s was taken over by another process: was this one suspended?", self.what
+                )
                 return
             except OSError as error:  # what is refused now may be granted in a while
                 log.warning("the lock of %s cannot be kept (%s)", self.what, error)

@@ -240,7 +240,7 @@ class Store:
                 except Exception:
                     if lock.held:
                         raise
-                    log.warning("%s %s was taken over by another process, and is waited for", kind, key)
+                    log.warning("%s %s was taken over by another process: waiting for it", kind, key)
                     continue
             artifact = self.find(kind, content)
             if artifact is None:
@@ -344,8 +344,8 @@ class Store:
         except OSError as error:
             if error.errno == errno.EXDEV:
                 raise InputError(
-                    f"{target.parent} lies on another file system than {out.parent}, and nothing can be "
-                    f"renamed into it: link the whole store {self.root}, not folders of it"
+                    f"{target.parent} is on another file system than {out.parent}, so renames fail: link "
+                    f"the whole store {self.root}, not its folders"
                 ) from None
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -401,7 +401,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def _nothing_known(path: Path, reason: str) -> InputError:
-    return InputError(f"{show_name(str(path))} cannot be read ({reason}): nothing is known of what is in it")
+    return InputError(f"{show_name(str(path))} cannot be read ({reason}), so its content is unknown")
 
 
 def _make_folder(folder: Path) -> None:
@@ -419,7 +419,7 @@ def _make_folder(folder: Path) -> None:
         if wrong is None:
             raise
         raise InputError(
-            f"{wrong} is no folder, and the store keeps one there: move it away, or set store.root=PATH"
+            f"{wrong} is not a folder, but the store keeps one there: move it away, or set store.root=PATH"
         ) from None
 
 

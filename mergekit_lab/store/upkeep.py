@@ -202,7 +202,7 @@ def adopt(store: Store, folder: Path) -> Artifact:
         digest, wanted = manifest.get("digest"), manifest_digest(manifest)
     except FileNotFoundError:
         raise InputError(
-            f"{folder} has no manifest.json: was it exported? Experts of others come with experts=…"
+            f"{folder} has no manifest.json: was it exported? For experts of others, set experts=…"
         ) from None
     except (*DAMAGE, AttributeError) as error:
         raise InputError(f"{path} cannot be used: {error!r}") from None

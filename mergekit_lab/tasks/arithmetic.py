@@ -65,7 +65,7 @@ class WordProblems(TextTask):
     Args:
         kind: quantities or stories.
         train_size, validation_size, test_size: samples, at least 1.
-        seed: of the problems.
+        seed: draws the problems.
     """
 
     name: str = "stories"

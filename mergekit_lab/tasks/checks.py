@@ -79,7 +79,7 @@ class DataCheck:
 
 
 def check_task(task: ImageTask) -> DataCheck:
-    """Decode every image of a task and say what there is, or why the data is of no use."""
+    """Decode every image of a task, and report what is there or what is wrong."""
     if not isinstance(task, HubImages):
         return _check_tensors(task)
     try:

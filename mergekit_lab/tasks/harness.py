@@ -103,8 +103,8 @@ class HarnessTask(Task):
         if self.name in manager.all_tags or (is_group and not (found.cfg or {}).get("aggregate_metric_list")):
             members = sorted(found.tags) or [str(each) for each in (found.cfg or {}).get("task", ())]
             raise InputError(
-                f"{self.name!r} is several tasks of lm-evaluation-harness without a score of their own: name "
-                f"them ({listing(members, 10)})"
+                f"{self.name!r} is a group of lm-evaluation-harness's tasks without a score: name its tasks "
+                f"({listing(members, 10)})"
             )
         return manager
 

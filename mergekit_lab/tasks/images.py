@@ -142,7 +142,7 @@ class HubImages(ImageTask):
         if self.source is None and self.root is not None:
             root = Path(self.root).expanduser()
             if not root.is_dir():
-                raise InputError(f"data_root is {self.root!r}, which is no folder")
+                raise InputError(f"data_root is {self.root!r}, which is not a folder")
             if (inside := root / self.name).is_dir():
                 return inside
         return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None

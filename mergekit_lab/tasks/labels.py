@@ -63,12 +63,14 @@ class Labeling:
         if named:
             other = listing(name for name in known if self.find_class(name) is None)
             raise InputError(
-                f"task {self._task!r}: the source tells {len(known)} classes by names, and not all of them are "
-                f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to a "
-                "file of one's own"
+                f"task {self._task!r}: the source names {len(known)} classes, and not all of them are "
+                f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to "
+                "your own file"
             )
         if len(pairs) > len(known):
-            raise InputError(f"task {self._task!r}: parts of the source number the same class names otherwise")
+            raise InputError(
+                f"task {self._task!r}: parts of the source give the same class names different numbers"
+            )
         return np.arange(max(len(self._classes), len(names)))
 
     def _checked(self, part: str) -> np.ndarray:

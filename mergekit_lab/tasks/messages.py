@@ -65,7 +65,7 @@ class Messages(TextTask):
     Args:
         kind: topic or tone; its answers are the task's `choices`, where these are null.
         train_size, validation_size, test_size: samples, at least 1.
-        seed: of the messages.
+        seed: draws the messages.
     """
 
     name: str = "topic"

@@ -41,9 +41,9 @@ def metric(*, mean: bool) -> Callable[[Metric], Metric]:
             predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] | None = None
         ) -> float:
             if not len(predictions):
-                raise InputError(f"{function.__name__} is of predictions, and there are none")
+                raise InputError(f"{function.__name__} needs predictions, and there are none")
             if reads_sources and sources is None:
-                raise InputError(f"{function.__name__} reads sources, too, the prompts: give them")
+                raise InputError(f"{function.__name__} also needs sources (the prompts)")
             counts = {"references": references} | ({} if sources is None else {"sources": sources})
             for kind, texts in counts.items():
                 if len(texts) != len(predictions):

@@ -135,7 +135,7 @@ def reading_parquet(file: Path) -> Iterator[None]:
         yield
     except (ArrowException, OSError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{file} is no readable parquet file ({reason}): was the copy cut short?") from None
+        raise InputError(f"{file} is not a readable parquet file ({reason}): was the copy cut short?") from None
 
 
 def _image_column(file: Path, schema: Any, wanted: str) -> str:
@@ -299,14 +299,14 @@ def _read_members(file: Path) -> Iterator[tuple[tarfile.TarInfo, str | None]]:
                 if ending != ".cls" and ending not in IMAGE_FILES:
                     continue
                 if not member.isreg() or member.issparse():
-                    raise InputError(f"{file}: {member.name} is no plain file, and must be one to be read")
+                    raise InputError(f"{file}: {member.name} must be a plain file")
                 held = opened.extractfile(member) if ending == ".cls" else None
                 yield member, None if held is None else held.read(64).decode("utf-8", "replace")
     except InputError:
         raise
     except (tarfile.TarError, OSError, ValueError) as error:
         raise InputError(
-            f"{file} is no readable web data set ({error}): expected a whole tar file, not compressed"
+            f"{file} is not a readable web data set ({error}): expected a whole tar file, not compressed"
         ) from None
 
 

@@ -63,7 +63,7 @@ class ImageSamples:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What is to be learned: three parts of samples. `ImageTask` and `TextTask` are the kinds there are.
+    """What a model learns: three parts of samples. The kinds are `ImageTask` and `TextTask`.
 
     A subclass is a frozen dataclass whose fields are its hyper-parameters, so equal tasks have equal data.
     """
@@ -101,7 +101,7 @@ class Task(ABC):
         return len(self.samples(part))
 
     def fingerprint(self) -> str:
-        """SHA-256 over everything of the task that a model is trained and scored with (64 hex digits)."""
+        """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
         return _fingerprint(self)
 
 
@@ -170,7 +170,7 @@ def digest_images(images: Tensor) -> list[bytes]:
 
 
 def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
-    """How many images of one part stand in another, for the three pairs of parts; all zero means no leak."""
+    """How many images two parts share, for the three pairs of parts; all zero means no leak."""
     seen = {part: set(digest_images(task.samples(part).images[:])) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
     return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}

@@ -60,9 +60,9 @@ class TextTask(Task):
     Args:
         name: of the task.
         metric: what scores it, one of `tasks.metrics.METRICS`.
-        choices: the answers there are, if the task is to choose among some; a model can then be asked for the
-            likeliest instead of for a text of its own.
-        max_new_tokens: of a text of its own.
+        choices: the possible answers, if the task has a fixed set; a model can then pick the likeliest instead
+            of generating.
+        max_new_tokens: the longest generated answer.
         templates: texts with one `{}` for a choice; an encoder's zero-shot head averages over them.
     """
 

@@ -30,12 +30,12 @@ _POOL = 50
 class StepBatches:
     """An iterable of exactly `steps` training batches, augmented, starting at any of them.
 
-        Every task is shuffled anew each time it has been gone through; its order depends on (seed, task, pass)
-        alone. Where an objective knows lengths, samples of about one length share a batch. With `world`
-        processes each takes its share of the same batch.
+        Every task is shuffled anew for each pass; its order depends only on (seed, task, pass). Where an
+        objective knows lengths, samples of about one length share a batch. With `world` processes each takes
+        its share of the same batch.
 
         Args:
-            objectives: by task; batches are of their training parts.
+            objectives: by task; batches come from their training parts.
             batch_size: samples a step over all tasks and processes; tasks take equal shares, at least one each.
             steps: how many batches there are; what `len` says, wherever iteration starts.
             seed: of the order.

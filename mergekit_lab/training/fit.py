@@ -29,13 +29,13 @@ from mergekit_lab.training.stopper import Stopped, Stopper
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What a fine-tuning gives.
+    """The result of a fine-tuning.
 
     Attributes:
         state: the state dict of what was trained, on the CPU.
         curve: points `{"step", "train_loss", "lr", "val_accuracy"}`, the last three where measured.
         val_accuracy: of `state`: the tasks' metric on validation, at most 1, mean over tasks.
-        step: at which `state` was taken.
+        step: the step at which `state` was taken.
     """
 
     state: dict[str, Tensor]
@@ -65,10 +65,10 @@ def finetune(
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
         settings: see `TrainingSettings`; planned, so that the budget is of steps or seconds.
-        seed: of the order of the data and of dropout.
-        resume: a folder for checkpoints. If it holds `last.ckpt` of this training that was cut, that goes on.
+        seed: decides the order of the data, and dropout.
+        resume: a folder for checkpoints. If it holds this training's `last.ckpt`, training goes on from there.
         identity: what is made, such as an artifact's key. A checkpoint of something else, or of other weights
-            than `model` has, is told and not gone on from.
+            than `model`'s, is reported and ignored.
         callbacks: further ones of Lightning's.
         trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
             "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.

@@ -90,7 +90,7 @@ def test_a_folder_of_it_has_the_same_names_logits_tokens_and_template(file, tmp_
     assert shown == ["<|user|>hi<|end|><|says|>"] * 2
     with pytest.raises(InputError, match="is there already"):
         write_folder(str(file), tmp_path / "out")
-    with pytest.raises(InputError, match="is a folder of transformers already"):
+    with pytest.raises(InputError, match="already a folder of transformers"):
         write_folder(str(tmp_path / "out"), tmp_path / "other")
 
 

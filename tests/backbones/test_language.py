@@ -111,7 +111,7 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
     monkeypatch.setattr(tok, "chat_template", TELLS_THE_DATE)
     assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
     for odd, complaint in (
-        (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "another one tomorrow"),
+        (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "shows the time"),
         (TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"), "does not show a user's message as it is"),
     ):
         monkeypatch.setattr(tok, "chat_template", odd)
@@ -235,7 +235,7 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
                 wanted = -functional.cross_entropy(logits, choice, reduction="sum")
                 torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
         packed = tiny_backbone(tmp_path, name, packing=True).objective(Colors())
-        with pytest.raises(InputError, match="would let one see another: set it to false"):
+        with pytest.raises(InputError, match="see each other: set it to false"):
             packed.loss(model, packed.training_batch(torch.arange(12)))
 
 
@@ -261,7 +261,7 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
 
     with pytest.raises(InputError, match=r"backbone.prompt is 'caht'; did you mean 'chat'"):
         tiny_backbone(folders["llama"], "llama", prompt="caht")
-    with pytest.raises(InputError, match="a seq2seq model reads a plain prompt"):
+    with pytest.raises(InputError, match="a seq2seq model needs"):
         LanguageModel(source="x", kind="seq2seq", prompt="chat")
     with pytest.raises(InputError, match=r"backbone\.packing=false"):
         LanguageModel(source="x", kind="seq2seq", prompt="plain", packing=True)

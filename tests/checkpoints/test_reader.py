@@ -228,7 +228,7 @@ def test_an_index_of_missing_shards_or_tensors_is_named(tmp_path, tensors) -> No
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "gone.safetensors"}})
     )
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match=r"not in .*gone\.safetensors"):
         open_checkpoint(tmp_path)
     write_tensors(tmp_path / "gone.safetensors", {"v": tensors["w"]})
     with pytest.raises(InputError, match=r"its files lack \(w\)"):
@@ -243,7 +243,7 @@ def test_paths_that_hold_nothing_readable_are_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"holds 0 \.safetensors files"):
         open_checkpoint(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(InputError, match="no checkpoint that can be read"):
+    with pytest.raises(InputError, match="not a readable checkpoint"):
         open_checkpoint(tmp_path / "notes.txt")
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     with pytest.raises(InputError, match="holds a list"):

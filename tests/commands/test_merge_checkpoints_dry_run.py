@@ -154,7 +154,7 @@ def all_subclasses(kind: type) -> list[type]:
         ("short", [], r"short lacks 9 tensors \(model.layers.1"),
         ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: give fishers=\[…\]"),
         ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no floating-point tensor"),
-        ("cars", ["merger=slerp"], "SLERP goes from one expert to another; it was given 1"),
+        ("cars", ["merger=slerp"], "SLERP takes exactly two experts, not 1"),
     ],
 )
 def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path, capsys) -> None:
@@ -171,7 +171,7 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     ("extra", "problem"),
     [
         ([], r"PROBLEM: the vocabularies differ in (.|\n)*embeddings=intersect (.|\n)*embeddings=base "),
-        (["embeddings=base", "tokenizer_from=nowhere"], "PROBLEM: tokenizer_from=nowhere is no folder"),
+        (["embeddings=base", "tokenizer_from=nowhere"], "PROBLEM: tokenizer_from=nowhere"),
     ],
 )
 def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:
@@ -208,7 +208,7 @@ COMPLEX = {**LAYER, "c": torch.zeros(2, dtype=torch.complex128)}
     [
         (TaskArithmetic(), LAYER, {"out": "full"}, "exists and is not empty"),
         (TaskArithmetic(), LAYER, {"out": "full/file/out"}, "is a file"),
-        (TaskArithmetic(), LAYER, {"out": "~"}, "is no place for a model"),
+        (TaskArithmetic(), LAYER, {"out": "~"}, "cannot hold a model"),
         (TaskArithmetic(), LAYER, {"device": "cuda:77"}, "is not there"),
         (TaskArithmetic(weights=[{"no*": 1.0}]), LAYER, {}, "pattern of weights"),
         (TaskArithmetic(), LAYER, {"include": "q*", "exclude": ["q*"]}, "there is nothing to merge"),

@@ -173,7 +173,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", "is no mergekit recipe"),
+        ("[1, 2]", "not a mergekit recipe"),
         ("merge_method: ties: x", "cannot be read"),
         ("models: []", "has no merge_method"),
         ("merge_method: moe\n" + TWO, "merge_method 'moe' is not supported"),
@@ -190,7 +190,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + TWO + "chat_template: chatml\n", "chat_template 'chatml' is not supported"),
         (START + TWO + "modules: {}\n", "modules other than default"),
         (START + "modules: {default: {models: []}, text: {models: []}}", "modules other than default"),
-        (START + TWO + "modules: {default: {models: []}}", "models stands in the module default and beside it"),
+        (START + TWO + "modules: {default: {models: []}}", "models is given twice"),
         (START + "modules: {default: {slicez: []}}", "key 'slicez' of the module default.*'slices'"),
         (START + "models: [{model: a+, parameters: {weight: 1}}]", r"'a\+' has no adapter after its \+"),
         (
@@ -217,7 +217,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "models: [{model: a, parameters: {weight: heavy}}]", "'heavy'; it must be a finite number"),
         (START + "models: [{model: a, parameters: {weight: [1, .nan]}}]", "must be a finite number"),
         (START + "models: [{model: a, parameters: {weight: 1%s}}]" % ("0" * 400), "must be a finite number"),
-        (START + "models: [{model: [a], parameters: {weight: 1}}]", r"model reference \['a'\] is no path"),
+        (START + "models: [{model: [a], parameters: {weight: 1}}]", r"model reference \['a'\] is not a path"),
         (START + "models: [{model: null, parameters: {weight: 1}}]", "model reference None has no path"),
         ("[" * 5000, "nested too deep"),
         (START + TWO + "name: 2001-13-45", "cannot be read as YAML .month must be"),
@@ -225,7 +225,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (f"name: {'x' * (1 << 20)}", "more than a megabyte"),
         (f"{BOMB}merge_method: *a9", "more than 200000 values once its aliases"),
         ("merge_method: [ties]", "merge_method .* is not supported"),
-        ("merge_method: linear\nmodels: [{model: true, parameters: {weight: 1}}]", "True is no path"),
+        ("merge_method: linear\nmodels: [{model: true, parameters: {weight: 1}}]", "True is not a path"),
         ("merge_method: linear\nmodels: [{model: ' ', parameters: {weight: 1}}]", "has no path"),
         (START + "models: 3", "models is 3; it must be a list"),
         (START + "slices: 3", "slices is 3; it must be a list"),
@@ -234,7 +234,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "slices: [{sources: [{model: a, layer_range: [0, x]}]}]", r"\[0, 'x'\]; it must be two"),
         (
             START + "parameters: {weight: 1}\nslices: [{sources: [{model: a, layer_range: [0, 9]}]}]",
-            "has 4 layers, and layers 0 to 9 are asked for",
+            "has 4 layers, and layers 0 to 9",
         ),
         (
             "merge_method: ties\nparameters: {weight: 1}\n"
@@ -508,7 +508,7 @@ def test_stages_are_made_by_name_and_a_dry_run_sees_their_shapes(folder, tmp_pat
     [
         ("name: x\n{0}---\nname: x\n{0}", "two documents have the name 'x'"),
         ("name: x\n{0}---\nname: y\n{0}", "one must be the result, and x, y are used by no other"),
-        ("name: x/y\n{0}---\n{0}", "'x/y' of a document is no plain name"),
+        ("name: x/y\n{0}---\n{0}", "'x/y' of a document"),
         (
             "name: x\n{1}[{{model: y}}]\n---\nname: y\n{1}[{{model: x}}]\n---\n{1}[{{model: x}}]",
             r"in a circle \(document 3, x, y",

@@ -330,8 +330,8 @@ def test_l1_rescaling_refuses_an_inner_method_that_surveys_the_model() -> None:
 
 
 def test_methods_of_so_many_experts_say_how_many_they_take() -> None:
-    refuse("from one expert to another; it was given 1", method=SLERP())
-    refuse("from one expert to another; it was given 3", experts=[state()] * 3, method=SLERP())
+    refuse("exactly two experts, not 1", method=SLERP())
+    refuse("exactly two experts, not 3", experts=[state()] * 3, method=SLERP())
     refuse("it needs at least two", method=ModelStock())
 
 

@@ -157,10 +157,10 @@ def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_p
         score_with_harness(backbone.model(), backbone.tokenizer(), HarnessTask("read", include_path=include))
     with pytest.raises(InputError, match="has no task 'pik'; did you mean 'pick'"):
         HarnessTask("pik", include_path=include).content()
-    with pytest.raises(InputError, match=r"'ai2_arc' is several tasks .* name them .arc_challenge, arc_easy"):
+    with pytest.raises(InputError, match=r"'ai2_arc' is a group .* name its tasks .arc_challenge, arc_easy"):
         HarnessTask("ai2_arc", include_path=include).content()
     write_task(tmp_path, "gone", output_type="multiple_choice")
-    with pytest.raises(InputError, match=r"cannot load 'gone' .*: its data come from"):
+    with pytest.raises(InputError, match=r"cannot load 'gone'"):
         load_harness_task(HarnessTask("gone", include_path=str(tmp_path)))
 
 

@@ -154,7 +154,7 @@ def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
     cfg, _ = composed([*RUN, *more])
     with pytest.raises(InputError, match=r"the data set tanganke/eurosta cannot be downloaded: .*404"):
         start(cfg, tmp_path / "run", {}, [])
-    with pytest.raises(InputError, match=r"published of OpenAI's weights, not of 'laion2b'"):
+    with pytest.raises(InputError, match=r"OpenAI's weights, not from 'laion2b'"):
         evaluated(tmp_path, "backbone.weights=laion2b")
     with pytest.raises(InputError, match=r"nobody/clip-vit-base-patch32_eurosat is neither.*status 404"):
         evaluated(tmp_path, "experts=hub:nobody")

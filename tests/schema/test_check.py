@@ -158,7 +158,7 @@ def test_a_target_that_makes_something_else_is_refused_before_it_is_called(node:
 
 def test_nothing_is_built_where_nothing_is_declared(theirs) -> None:
     for text in ("anything: {_target_: theirs.Stranger}", "anything: [{x: {_target_: theirs.silent}}]"):
-        with pytest.raises(InputError, match=r"anything.*_target_ is .*: nothing is built at this place"):
+        with pytest.raises(InputError, match=r"anything.*_target_ is .*: no class is allowed"):
             checked(f"{{group: {{}}, {text}}}")
     assert theirs == []
 

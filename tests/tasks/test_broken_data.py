@@ -43,7 +43,7 @@ def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Pa
     with (tmp_path / "test-0.parquet").open("r+b") as file:
         file.seek(20)
         file.write(b"\xff" * 2000)
-    with pytest.raises(InputError, match=r"test-0.parquet is no readable parquet file"):
+    with pytest.raises(InputError, match=r"test-0.parquet is not a readable"):
         published("eurosat", tmp_path).samples("test")
 
 
@@ -167,7 +167,7 @@ def test_a_member_that_is_no_file_is_named(kind: bytes, ending: str, tmp_path: P
     for part in ("train", "test"):
         add_to_tar(tmp_path / part / "0.tar", **{"cls": b"1", "png": encoded(3), ending: member})
     told = refusals("eurosat", tmp_path)
-    assert all(f"train/0.tar: odd.{ending} is no plain file" in line for line in told)
+    assert all(f"train/0.tar: odd.{ending} must be a plain file" in line for line in told)
 
 
 @pytest.mark.parametrize("label", [b"9" * 30, b"", b"forest", b"1e0"])
@@ -182,7 +182,7 @@ def test_a_compressed_archive_is_refused_and_not_taken_for_pictures(tmp_path: Pa
         (tmp_path / part).mkdir()
         with tarfile.open(tmp_path / part / "0.tar", "w:gz"):
             pass
-    assert all("0.tar is no readable web data set" in told for told in refusals("eurosat", tmp_path))
+    assert all("0.tar is not a readable" in told for told in refusals("eurosat", tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_pickle_in_a_data_set_is_refused_and_not_run(plant, tmp_path, monkeypa
     (tmp_path / "data").mkdir()
     for part in ("train", "test"):
         plant(tmp_path / "data", part)
-    with pytest.raises(InputError, match=r"no readable|cannot be decoded|check_data"):
+    with pytest.raises(InputError, match=r"not a readable|cannot be decoded|check_data"):
         published("eurosat", tmp_path / "data").samples("test")
     assert not Path("exploded").exists()
 

@@ -256,9 +256,7 @@ def test_wrong_sources_are_refused_with_the_way_out(tmp_path: Path) -> None:
     ):
         eurosat(source=str(tmp_path / "b")).samples("test")
     (tmp_path / "b" / "train-0.parquet").write_bytes(b"PAR1 cut")
-    with pytest.raises(
-        InputError, match=r"train-0.parquet is no readable parquet file .*was the copy cut short"
-    ):
+    with pytest.raises(InputError, match=r"train-0.parquet is not a readable .*was the copy cut short"):
         eurosat(source=str(tmp_path / "b")).samples("train")
 
 

@@ -127,7 +127,7 @@ def test_lists_that_do_not_fit_and_empty_ones_are_refused(name: str) -> None:
 
 
 def test_a_metric_of_sources_asks_for_them() -> None:
-    with pytest.raises(InputError, match="sari reads sources, too"):
+    with pytest.raises(InputError, match="sari also needs sources"):
         METRICS["sari"](["a"], ["a"])
 
 

@@ -93,7 +93,7 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
     for number, document in enumerate(documents or [None], start=1):
         if not isinstance(document, dict) or "merge_method" not in document:
             which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
-            raise InputError(f"{which} is no mergekit recipe: it has no merge_method")
+            raise InputError(f"{which} is not a mergekit recipe: it has no merge_method")
     if len(documents) == 1:
         return _Reader(documents[0], str(file), {}).recipe(text, seed)
     return _read_stages(documents, file, text, seed, folder)
@@ -109,7 +109,7 @@ def _read_stages(
         if name in named:
             raise InputError(f"{file}: two documents have the name {name!r}")
         if document.get("name") and Path(name).name != name:
-            raise InputError(f"{file}: the name {name!r} of a document is no plain name")
+            raise InputError(f"{file}: the name {name!r} of a document is not a plain name")
         named[name] = document
     sources: dict[str, Any] = {name: name for name in named}
     needs = {name: _Reader(document, str(file), sources).used() for name, document in named.items()}
@@ -175,7 +175,7 @@ class _Reader:
         module = self.known(modules["default"], keys, "the module default")
         rest = {key: value for key, value in content.items() if key != "modules"}
         if twice := [key for key in module if rest.get(key) is not None]:
-            raise InputError(f"{self.where}: {twice[0]} stands in the module default and beside it")
+            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and beside it")
         return {**rest, **module}
 
     def refuse(self, what: str, hint: str = "") -> None:
@@ -242,7 +242,7 @@ class _Reader:
     def source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
         self.known(node, keys, "a model")
         if "model" not in node:
-            raise InputError(f"{self.where}: a model has no model")
+            raise InputError(f"{self.where}: an entry of models has no `model`")
         name, model = self.model(node["model"])
         return _Source(name, model, *layers, self.parameters(node, name))
 
@@ -274,7 +274,7 @@ class _Reader:
             path = str(node.get("path") or "")
             return f"{path}@{node['revision']}" if path and node.get("revision") else path
         if isinstance(node, bool) or not isinstance(node, str | int | float | None):
-            raise InputError(f"{self.where}: the model reference {abbreviate(node)} is no path")
+            raise InputError(f"{self.where}: the model reference {abbreviate(node)} is not a path")
         return str(node or "").strip()
 
     def recipe(self, text: str, seed: int) -> Recipe:
@@ -344,8 +344,7 @@ class _Reader:
         if self.merge_method in BASE_IS_FIRST:
             if len(others) != 1:
                 raise InputError(
-                    f"{self.where}: {self.merge_method} is between base_model and one other model, not "
-                    f"{len(others)}"
+                    f"{self.where}: {self.merge_method} takes base_model and one other model, not {len(others)}"
                 )
             return own, [own, *others]
         return own, self.counted(others)
