@@ -208,7 +208,8 @@ def _add(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tens
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
     if abs(scale) > _VERY_LARGE and merged.numel():
-        if abs(scale) * float(torch.linalg.vector_norm(merged, math.inf)) > torch.finfo(merged.dtype).max:
+        largest = abs(scale) * float(torch.linalg.vector_norm(merged, math.inf))
+        if largest > torch.finfo(merged.dtype).max:
             raise InputError(
                 f"the merged weights overflow {merged.dtype} at a coefficient of {scale:g}: lower it"
             )
