@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,13 @@ from mergekit_lab.errors import InputError
 
 _LARGEST = 1 << 20
 """Bytes of a file; ours have a few thousand, and YAML takes seconds for a megabyte."""
-_MOST_NODES = 200_000
-"""Of a file once its aliases are written out. Our largest configuration has some hundred."""
+_MOST_NODES = 20_000
+"""Of a file once its aliases are written out. Our largest configuration has some hundred, and OmegaConf takes
+seconds for as many as this."""
 _DEEPEST = 64
 """Levels of a file; our configurations have fewer than ten."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""For what is only looked at: libyaml's, if it is there, takes a tenth of the time."""
 UNMADE = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What PyYAML raises of text that it cannot make into values: `2001-13-45` and `!!bool 7` get past its own."""
 
@@ -26,7 +28,7 @@ def read_yaml_text(file: Path) -> str:
 
     Raises:
         InputError: it is no file or no text in UTF-8, is larger than a megabyte or nested deeper than any
-            configuration, contains itself, or has more than 200,000 values once its aliases are written out, as
+            configuration, contains itself, or has more than 20,000 values once its aliases are written out, as
             OmegaConf and messages do.
         OSError: it cannot be read.
     """
@@ -78,17 +80,20 @@ def _check_size(text: str, who: str) -> None:
         )
 
 
-def _measure(text: str) -> tuple[int, int]:
+def _measure(text: str, loader: Any = _LOADER) -> tuple[int, int]:
     """How many lists and mappings of a YAML text lie in each other, and how many values it has; up to where it
     cannot be read, or is too much."""
     depth = deepest = nodes = 0
-    with suppress(yaml.YAMLError):
-        for event in yaml.parse(text, yaml.SafeLoader):
+    try:
+        for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             deepest = max(deepest, depth)
             nodes += isinstance(event, yaml.NodeEvent)
             if deepest > _DEEPEST or nodes > _MOST_NODES:
                 break
+    except yaml.YAMLError:
+        if loader is not yaml.SafeLoader:  # libyaml gives up before it says how deep a text is nested
+            return _measure(text, yaml.SafeLoader)
     return deepest, nodes
 
 
@@ -105,7 +110,7 @@ def _count_nodes(text: str) -> float:
         return sizes[id(node)]
 
     try:
-        documents = list(yaml.compose_all(text, yaml.SafeLoader))
+        documents = list(yaml.compose_all(text, _LOADER))
         return sum(count(node) for node in documents if node is not None)
     except yaml.YAMLError:
         return 0

@@ -24,6 +24,10 @@ _PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
+_IN_MEMORY = re.compile(
+    r"\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(?!(?:weight|bias)$)([^.]+)(?=\.(?:weight|bias)$|$)"
+)
+"""A part as a model in memory calls it, with its adapter's name, as in a state dict that peft did not save."""
 
 
 @dataclass
@@ -52,6 +56,12 @@ class AdapterContent:
                 f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
             )
         content = cls(stacks=tuple(_parameters(label, config)))
+        adapters = {found[2] for name in tensors if (found := _IN_MEMORY.search(name))}
+        if len(adapters) > 1:
+            raise InputError(
+                f"{label}: its file holds several adapters ({listing(adapters)}): save one of them, "
+                "`model.save_pretrained(folder, selected_adapters=[name])`"
+            )
         for name in tensors:
             if not name.startswith(_PREFIX):
                 raise InputError(f"{label}: the adapter's tensor {name!r} does not start with {_PREFIX!r}")
@@ -63,7 +73,7 @@ class AdapterContent:
         return content
 
     def _sort(self, label: str, tensors: Checkpoint, name: str) -> None:
-        inner = name.removeprefix(_PREFIX)
+        inner = _IN_MEMORY.sub(r".\1", name.removeprefix(_PREFIX))
         ending = next((end for end in _PARTS if inner.endswith(f".{end}")), None)
         if ending and self.stacks:
             module = inner.removesuffix(f".{ending}")

@@ -57,6 +57,10 @@ _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Where trainers put a model's weights: Lightning and many others, plain torch, timm, DeepSpeed."""
 
 
+_QUANTIZATION = "_quantization_metadata"
+"""Where ComfyUI says in a header how layers are quantized, whatever their tensors are called."""
+
+
 def is_index(file: Path) -> bool:
     """Whether a file is called as an index is, a variant's (`model.safetensors.index.fp16.json`) too."""
     return _INDEX.fullmatch(file.name) is not None
@@ -95,6 +99,11 @@ class Safetensors(Checkpoint):
         self._tied: dict[str, str] | None = None
         specs: dict[str, TensorSpec] = {}
         for file, handle in self._handles.items():
+            if _QUANTIZATION in (handle.metadata() or {}):
+                raise InputError(
+                    f"{label} is quantized, as {file.name} says under {_QUANTIZATION!r} (ComfyUI): give the "
+                    "weights that it was made of"
+                )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 view = handle.get_slice(name)
                 dtype = parse_dtype(label, name, view.get_dtype())

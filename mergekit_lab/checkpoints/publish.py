@@ -18,12 +18,14 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergekit_lab.errors import InputError, listing
@@ -154,6 +156,9 @@ def _take_lock(lock: int) -> bool:
     return True
 
 
+_MAKING = re.compile(r"\.[0-9a-f]{12}\.making")
+_FORGOTTEN = 3600.0
+"""Seconds after which an empty folder that has not come to its name is nobody's."""
 _LONGEST = 150
 """Bytes of a name that hidden siblings repeat; what is longer is cut, and told apart by a hash."""
 
@@ -184,6 +189,10 @@ def _put_back(out: Path) -> None:
 
 def _clear_leftovers(out: Path) -> None:
     """Delete what merges that were killed left beside `out`, if it is sure that they were."""
+    for making in out.parent.glob(".*.making"):  # as it is for a moment, and empty
+        with suppress(OSError):
+            if _MAKING.fullmatch(making.name) and time.time() - making.stat().st_mtime > _FORGOTTEN:
+                making.rmdir()
     for path in [*_find_siblings(out, ".old"), *_find_siblings(out, ".partial")]:
         partial = path.with_suffix(".partial")
         if path.exists() and (not partial.exists() or _is_abandoned(partial)):

@@ -24,7 +24,7 @@ _CONFIGS = ("quantization_config", "compression_config")
 _NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|invperm)$")
 """Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
 _NO_SCALE = re.compile(
-    r"bias|^(?!.*scale).*(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$"
+    r"bias|^(?!.*scale|weight_).*(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$"
 )
 """What ordinary modules have beside a weight."""
 _MARKER = re.compile(
@@ -63,8 +63,10 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
     def is_quantized(name: str) -> bool:
         spec, wide = specs[name], len(specs[name].shape) > 1
         called_weight = "weight" in name.rpartition(".")[2]
-        if spec.dtype in _WIDE or (spec.dtype in _INTEGERS and wide and called_weight):
-            return wide and called_weight
+        if called_weight and spec.dtype not in _FLOAT8:  # also of one axis, as SpQR packs them
+            return True
+        if spec.dtype in _WIDE:
+            return False
         if (configured and wide) or (spec.dtype in _FLOAT8 and name.startswith(marked)):
             return not _MARKER.search(name)
         near = _near(name, specs, modules) if wide or spec.dtype in _FLOAT8 else ()

@@ -27,7 +27,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 """The size of a file at which the next one begins, as on the hub."""
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
-_MOST_AT_ONCE = 1 << 30
+_MOST_AT_ONCE = 1 << 26
 _METADATA = {"format": "pt"}
 
 
@@ -118,14 +118,15 @@ class _File:
 
     def __init__(self, path: Path, shard: Shard, metadata: Mapping[str, str]) -> None:
         head, self._offsets = _lay_out(shard.specs, metadata)
+        self._path, self._size = path, len(head) + shard.nbytes
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.ftruncate(self._file, len(head) + shard.nbytes)
-        _write_at(self._file, memoryview(head), 0)
+        os.ftruncate(self._file, self._size)
+        self._write_at(memoryview(head), 0)
 
     def write(self, name: str, tensor: Tensor) -> None:
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            _write_at(self._file, flat.view(torch.uint8).numpy().data, self._offsets[name])
+            self._write_at(flat.view(torch.uint8).numpy().data, self._offsets[name])
 
     def close(self, sync: bool = True) -> None:
         try:
@@ -134,11 +135,14 @@ class _File:
         finally:
             os.close(self._file)
 
-
-def _write_at(file: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(file, content[done : done + _MOST_AT_ONCE], offset + done)
+    def _write_at(self, content: memoryview, offset: int) -> None:
+        """The file has its size from the start: where it is cut meanwhile, what is written next would leave
+        zeros before it."""
+        done = 0
+        while done < len(content):
+            if os.fstat(self._file).st_size != self._size:
+                raise InputError(f"{self._path} was cut by another program while it was written")
+            done += os.pwrite(self._file, content[done : done + _MOST_AT_ONCE], offset + done)
 
 
 class ShardedWriter:

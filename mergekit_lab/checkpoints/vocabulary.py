@@ -231,7 +231,7 @@ def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
     moved = {token for token, row in base.items() if own.get(token, row) != row}
     kinds = {"only there": more, "only in the base": less, "in other rows": moved}
     said = [f"{len(names)} {where} ({listing(names, 4)})" for where, names in kinds.items() if names]
-    return f"; tokens: {', '.join(said)}"
+    return f"; tokens: {', '.join(said)}" if said else ""
 
 
 def _lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
+from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
@@ -275,6 +276,8 @@ class _Opener:
         if not isinstance(source, Adapter):
             opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
             adapter = adapter_of(opened)
+            if adapter is not None and base is not None:
+                self.notes += _doubt_base(name, adapter.info.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
                 self.notes.append(
                     f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
@@ -389,6 +392,25 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
     found: torch.dtype = getattr(torch, dtype)
     return found
+
+
+def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
+    """A warning where an adapter says that it was trained on a model of another name, wherever that lay."""
+    known = [str(read_config(base.folder).get("_name_or_path") or ""), str(base.folder or "")]
+    mine = [called for each in known if (called := _last_name(each))]
+    if not _last_name(wanted) or not mine or _last_name(wanted) in mine:
+        return []
+    return [
+        f"warning: the adapter {name} was trained on {wanted!r}, and the base is called {mine[0]!r}: are they "
+        "the same weights?"
+    ]
+
+
+def _last_name(model: str) -> str:
+    """What a model is called, of a hub id, a path, or its place in the hub's cache."""
+    parts = [part for part in model.casefold().split("/") if part]
+    cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
+    return (cached or parts or [""])[-1]
 
 
 def _called(source: Any) -> str:

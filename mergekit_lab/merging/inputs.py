@@ -140,6 +140,9 @@ def list_patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
+_HEAD = "lm_head.weight"
+
+
 def is_selected(name: str, include: str | Sequence[str] | None, exclude: str | Sequence[str]) -> bool:
     """Whether a tensor of this name is included and not excluded."""
     wanted = include is None or any(fnmatchcase(name, pattern) for pattern in list_patterns(include))
@@ -171,7 +174,15 @@ def select_tensors(
     floating |= {name for expert in experts for name in expert if name not in specs}
     for pattern in (*(include or ()), *exclude):
         if not any(fnmatchcase(name, pattern) for name in floating):
-            raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base")
+            tied_head = fnmatchcase(_HEAD, pattern) or fnmatchcase(f"model.{_HEAD}", pattern)
+            raise InputError(
+                f"the pattern {pattern!r} matches no floating-point tensor of the base"
+                + (
+                    ", which stores no head: where that is the embedding, name the embedding"
+                    if tied_head
+                    else ""
+                )
+            )
 
     def match(names: Sequence[str], patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

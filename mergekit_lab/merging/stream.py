@@ -195,10 +195,24 @@ def _store(name: str, out: Tensor, values: Tensor) -> None:
     out.copy_(values)
 
 
+_VERY_LARGE = 1e4
+"""A coefficient from which the sum is looked at. Below, it overflows only where weights of 1e34 come in."""
+
+
 def _add(base: Tensor, merged: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`base + scale·merged`, in `base`'s own memory; in float64 where the result is kept so."""
+    """`base + scale·merged`, in `base`'s own memory; in float64 where the result is kept so.
+
+    Raises:
+        InputError: a very large scale takes a finite task vector beyond what is computed in.
+    """
     if dtype == torch.float64:
         base, merged = base.double(), merged.double()
+    if abs(scale) > _VERY_LARGE and merged.numel():
+        largest = abs(scale) * float(torch.linalg.vector_norm(merged, math.inf))
+        if largest > torch.finfo(merged.dtype).max:
+            raise InputError(
+                f"the merged weights overflow {merged.dtype} at a coefficient of {scale:g}: lower it"
+            )
     return base.add_(merged, alpha=scale)
 
 

@@ -21,6 +21,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
+from mergekit_lab.ranges import FASTEST
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
 from mergekit_lab.schema.store import StoreSettings
@@ -307,10 +308,17 @@ def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterabl
 
 
 def _built_alone(node: DictConfig) -> Optimizer:
-    """The optimizer of a configuration, on a parameter of its own."""
+    """The optimizer of a configuration, on a parameter of its own.
+
+    Raises:
+        ValueError: a setting of torch's own is so large that a step would overflow; ours say so themselves.
+    """
     made: Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
         [("weight", torch.nn.Parameter(torch.zeros(1)))]
     )
+    for name, value in made.param_groups[0].items():
+        if isinstance(value, int | float) and not abs(value) <= FASTEST:
+            raise ValueError(f"{name} is {value:g}; it must be at most {FASTEST:g}")
     return made
 
 
@@ -322,7 +330,7 @@ def evaluations_a_step(node: DictConfig) -> Fraction:
     try:
         return gradient_evaluations(_built_alone(node))
     except (ValueError, TypeError) as error:
-        raise InputError(f"the optimizer cannot be built: {error}") from None
+        raise InputError(f"the optimizer cannot be built: {str(error).splitlines()[0]}") from None
 
 
 def wants_fit(node: DictConfig) -> bool:

@@ -214,7 +214,7 @@ class Store:
             InputError: a folder cannot be read, so that nothing can be said of what is in it.
         """
         for kind in list_folder(self.root):
-            if kind.name.isidentifier() and kind.name not in NO_KINDS and not os.path.isfile(kind):
+            if kind.name.isidentifier() and kind.name not in NO_KINDS:
                 yield from (folder for folder in list_folder(kind) if not folder.name.startswith("."))
 
     def obtain(

@@ -208,6 +208,30 @@ def test_attention_of_a_peft_that_was_not_seen_is_refused(tmp_path) -> None:
         open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
 
 
+def test_the_names_of_a_model_in_memory_are_read_as_those_that_peft_saves(tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "embed_tokens"], use_dora=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += 0.1 * torch.randn(parameter.shape) if "lora_" in name else 0
+    before, state = open_checkpoint(llama().state_dict()), model.state_dict()
+    model.save_pretrained(tmp_path)
+    saved = dict(open_checkpoint(tmp_path, "expert", base=before))
+    own = {name: value.clone() for name, value in state.items() if "lora_" in name}
+    file = tmp_path / "adapter_model.safetensors"
+    assert own.keys().isdisjoint(load_file(file))
+    write_tensors(file, own)
+    read = open_checkpoint(tmp_path, "expert", base=before)
+    assert all(torch.equal(read[name], value) for name, value in saved.items())
+    assert not torch.equal(
+        read["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+    )
+    write_tensors(file, own | {name.replace("default", "two"): value for name, value in own.items()})
+    with pytest.raises(InputError, match=r"several adapters \(default, two\): save one of them"):
+        open_checkpoint(tmp_path, "expert", base=before)
+
+
 def test_an_adapter_of_another_size_is_refused(tmp_path) -> None:
     before, _ = adapted(llama, {"target_modules": ["q_proj"]}, tmp_path)
     wide = {n: t.repeat(2, 1) if "q_proj" in n else t for n, t in before.items()}

@@ -292,6 +292,19 @@ def test_a_killed_process_leaves_nothing_that_looks_finished_and_the_next_one_cl
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
+def test_an_empty_folder_that_never_came_to_its_name_is_cleared(tmp_path) -> None:
+    """A kill falls between the making of a folder and its renaming; what just began may still be somebody's."""
+    old, new, full = (tmp_path / f".{digit * 12}.making" for digit in "abc")
+    for folder in (old, new, full):
+        folder.mkdir()
+    (full / "somebody's").write_text("")
+    for folder in (old, full):
+        os.utime(folder, (0, 0))
+    with make_folder(tmp_path / "out"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"out", new.name, full.name}
+
+
 def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
     with make_folder(tmp_path / "out") as folder:

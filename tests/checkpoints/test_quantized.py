@@ -58,6 +58,9 @@ QUANTIZED = {
     "marked as a whole": {"unet.a.q.weight": (F8, 32, 16), "unet.scaled_fp8": (F8, 2)},
     "marked by Transformer Engine": {"q.weight": (F8, 32, 16), "q._extra_state": (U8, 300)},
     "marked by ModelOpt": {"q.weight": (F8, 32, 16), "q.weight_quantizer._amax": (F32,)},
+    "SpQR": {"q.dense_weights": (I64, 64), "q.row_offsets": (I32, 9), "q.in_perm": (I64, 8)},
+    "packed on one axis": {"q.weight": (I32, 64)},
+    "called like a bias of the weight": {"q.weight": (F8, 32, 16), "q.weight_b": (F32,)},
     "an unknown one": {"q.nibbles": (U8, 32, 16), "q.stretch": (BF16, 32)},
 }
 PLAIN = {
@@ -97,6 +100,13 @@ def test_numbers_that_need_a_scale_are_refused_by_name(layout, tmp_path) -> None
     weight = next(iter(layout))
     with pytest.raises(InputError, match=rf"cars is quantized \(\d tensors: .*{weight}"):
         refuse_quantized(open_with(layout, tmp_path))
+
+
+def test_what_a_header_says_is_believed(tmp_path) -> None:
+    metadata = {"_quantization_metadata": '{"layers": {"q": {"format": "float8_e4m3fn"}}}'}
+    write_tensors(tmp_path / "model.safetensors", {"q.weight": torch.zeros(4, 4).to(F8)}, metadata)
+    with pytest.raises(InputError, match="cars is quantized"):
+        open_checkpoint(tmp_path, "cars")
 
 
 @pytest.mark.parametrize("layout", PLAIN.values(), ids=PLAIN)

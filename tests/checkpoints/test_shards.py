@@ -1,6 +1,7 @@
 """Files planned from headers, filled in any order, are what safetensors itself would read."""
 
 import json
+import os
 import random
 import threading
 
@@ -113,6 +114,21 @@ def test_what_was_not_announced_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"1 tensors were not written \(w\)"):
         write("v")
     write("vw")
+
+
+@pytest.mark.parametrize("first", ["w", "v"])
+def test_a_file_that_is_cut_while_it_is_written_is_no_success(first: str, tmp_path) -> None:
+    """What is written afterwards would give it its size again, with zeros before."""
+    tensors = {"w": torch.ones(500), "v": torch.ones(7)}
+
+    def write() -> None:
+        with ShardedWriter(tmp_path, specs_of(tensors)) as writer:
+            writer.write(first, tensors.pop(first))
+            os.truncate(tmp_path / "model.safetensors", 100)
+            writer.write(*tensors.popitem())
+
+    with pytest.raises(InputError, match="was cut by another program while it was written"):
+        write()
 
 
 def test_tensors_that_lie_oddly_in_memory_are_written_as_they_read(tmp_path) -> None:

@@ -147,6 +147,9 @@ def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tm
             reconcile(base, [other])
         assert reconcile(base, [other], "base").exclude == (EMBED, HEAD)
     assert reconcile(base, [base]).notes == ()
+    wide = write_tensors_of(llama(vocabulary=40), tmp_path / "wide", [f"t{n}" for n in range(36)])
+    with pytest.raises(InputError, match=r"'wide' has 40 rows \(36 in the base\)\n"):
+        reconcile(base, [open_checkpoint(wide, "wide")])
 
 
 def test_as_many_rows_with_other_tokens_are_matched_by_token(folders, tmp_path) -> None:

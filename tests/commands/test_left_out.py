@@ -1,5 +1,7 @@
 """What is not merged need not be in the experts: the eyes of a text expert, heads, parts for training."""
 
+import json
+
 import pytest
 import torch
 from checkpoints.models import llama, qwen2_vl, siglip, tuned
@@ -119,10 +121,15 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
     with pytest.raises(InputError, match=r"has 1 tensors the base lacks \(score\.weight\)"):
         merge(*inputs, device="cpu")
     save_file(llama().state_dict(), tmp_path / "a" / "model.safetensors")
-    out = merge(*inputs, device="cpu", exclude=["score.*"])
-    assert "a: its adapter was read, the model beside that (model.safetensors) was not" in (
-        (out / "mergekit_lab.json").read_text()
-    )
+    file = tmp_path / "a/adapter_config.json"
+    for wanted, known in (("/moved/Base/", True), ("org/other", False)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": wanted}))
+        out = merge(*inputs, device="cpu", exclude=["score.*"], overwrite=True)
+        record = (out / "mergekit_lab.json").read_text()
+        assert "a: its adapter was read, the model beside that (model.safetensors) was not" in record
+        assert (
+            "the adapter a was trained on 'org/other', and the base is called 'base'" in record
+        ) is not known
 
 
 BODY = {"layers.0.w": torch.ones(4, 4), "layers.1.w": torch.ones(4, 4)}

@@ -359,6 +359,15 @@ def test_a_result_that_its_dtype_cannot_hold_is_refused() -> None:
     refuse("'w' overflows torch.float16: set dtype", base=large, experts=[large], dtype=torch.float16)
 
 
+@pytest.mark.parametrize("method", [TaskArithmetic(coefficient=3e38), TSVM(coefficient=-1e38)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_coefficient_that_overflows_is_refused_not_stored(method: Method, dtype) -> None:
+    base, far = {"w": torch.zeros(4, 6)}, {"w": torch.eye(4, 6) * 40}
+    refuse(
+        "overflow torch.float32 at a coefficient of", base=base, experts=[far, far], method=method, dtype=dtype
+    )
+
+
 def test_what_stays_the_bases_is_no_less_checked_for_overflow() -> None:
     large = state(w=torch.full((3, 2), 1e5), mask=torch.tensor([0.0, -torch.inf]))
     refuse(
@@ -418,6 +427,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 def test_a_model_without_anything_to_merge_is_refused() -> None:
     refuse("nothing to merge", exclude=["*"])
     refuse("matches no floating-point tensor", exclude=["ids"])
+    refuse("no head: where that is the embedding, name the embedding", exclude=["lm_head.*"])
 
 
 def test_patterns_reach_tied_weights_under_any_of_their_names() -> None:

@@ -123,6 +123,8 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("runs={a:1}", r"runs is {'a': 1}; it must be of type str"),
         ("training.lr=nan", "training.lr is nan; it must be finite"),
         ("optimizer.base.betas=[0.9,1.5]", "the optimizer cannot be built: Invalid beta"),
+        ("optimizer.base.lr=3e38", "lr is 3e.38; it must be at most 1e.30"),
+        ("optimizer._partial_=3", r"the optimizer cannot be built: .* got <class 'int'>$"),
         ("optimizer.base.betas=[]", r"optimizer.base.betas is \[\]; it must be of type tuple"),
         ("optimizer.base.lr=abc", r"optimizer.base.lr is 'abc'; it must be of type float"),
         ("optimizer.base.weight_decay=inf", "optimizer.base.weight_decay is inf; it must be finite"),

@@ -314,6 +314,10 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
     (tmp_path / "experts/.nfs0001").write_text("")
     assert [artifact.key for artifact in Store(tmp_path).artifacts()] == [made.key]
     assert list(unreadable(Store(tmp_path))) == []
+    (tmp_path / "fits").write_text("a file in a kind's place")
+    for look in (Store(tmp_path).artifacts, lambda: unreadable(Store(tmp_path))):
+        with pytest.raises(InputError, match=r"fits cannot be read \(Not a directory\)"):
+            list(look())
 
 
 @pytest.mark.parametrize("make", STRANGE)
