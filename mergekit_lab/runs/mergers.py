@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import merging
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging import Method
 from mergekit_lab.schema.check import build, without_null_coefficient
 from mergekit_lab.schema.run import Search
@@ -76,12 +76,37 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     content, is_open = without_null_coefficient(plain)
     method = build(content, Method)
     method.check(tasks)
-    searched = is_open and bool(search.coefficients)
+    searched = is_open and search.takes_place
     if searched and method.by_task:
         raise InputError(
             f"mergers.{label}: {type(method).__name__} makes a model for every task, and a coefficient is "
             "searched for one model of all: give merger.coefficient=1"
         )
+    if searched and search.method == "cma_es":
+        _check_weighable(label, method, content, tasks)
     for fields in search.variants(content) if searched else ():
         build({**content, **fields}, Method).check(tasks)
     return Merger(label, method, content, searched)
+
+
+def weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that give a method these weights: its own, or those of its inner method."""
+    inner = content.get("inner")
+    return {"inner": {**inner, **weight_fields(inner, weights)}} if inner else {"weights": dict(weights)}
+
+
+def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tasks: tuple[str, ...]) -> None:
+    """Refuse a method whose weights cannot be searched, each candidate a merge."""
+    name = type(method).__name__
+    if not method.elementwise or method.side_inputs:
+        why = f"reads {listing(method.side_inputs)}" if method.side_inputs else "takes whole tensors apart"
+        raise InputError(
+            f"mergers.{label}: {name} {why} for every candidate of search.method=cma_es: leave it out "
+            f"(merger=task_arithmetic, ties, dare), or set mergers.{label}.coefficient=1"
+        )
+    if method.weights is not None or getattr(getattr(method, "inner", None), "weights", None) is not None:
+        raise InputError(
+            f"mergers.{label}: its weights are given, and search.method=cma_es is to find them: leave them "
+            f"null, or set mergers.{label}.coefficient=1"
+        )
+    build({**content, **weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)

@@ -156,7 +156,9 @@ def _samples(run: Run) -> dict[str, Any]:
 
 
 def _searches(run: Run) -> dict[str, list[dict[str, Any]]]:
-    result = {}
+    result: dict[str, list[dict[str, Any]]] = {}
+    if run.search.method == "cma_es":  # of many weights there is no curve
+        return result
     for label, merger in run.mergers.items():
         artifact = run.find(search_node(run, label)) if merger.searched else None
         if artifact:

@@ -1,4 +1,4 @@
-"""The choice of a merger's coefficient, and of fields searched with it, on validation.
+"""The choice of a merger's coefficient, and of fields searched with it, or of its weights, on validation.
 
 Artifacts declared here: `searches`.
 """
@@ -6,21 +6,25 @@ Artifacts declared here: `searches`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from mergekit_lab.evaluation import Candidate, choose_best, score, search_grid, search_halving
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.evaluation import Candidate, choose_best, score, search_cma_es, search_grid, search_halving
 from mergekit_lab.evaluation.search import Score
+from mergekit_lab.merging import merge_state_dicts
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
-from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import Merger, weight_fields
 from mergekit_lab.runs.models import evaluation_node, expert_model
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.run import Run
+from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.store.store import Workspace
 
 
@@ -58,17 +62,17 @@ def read_coefficient(run: Run, merger: Merger) -> float | None:
 
 
 def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
-    """Merge once a variant, at coefficient 1; every candidate is one pass of arithmetic and its evaluation."""
+    """Every candidate is one pass of arithmetic and its evaluation: of a grid, merge once a variant, at 1."""
     experts = {
         task: float(run.obtain(evaluation_node(run, expert_model(run, task), task, "validation")).info["value"])
         for task in run.experts
     }
-    curve: list[Candidate] = []
-    for fields in run.search.variants(merger.content):
+    curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
+    for fields in () if curve else run.search.variants(merger.content):
         score_at = _scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
-        grid = run.search.coefficients
+        grid = run.search.coefficients or []
         if run.search.method == "halving":
             candidates = search_halving(grid, experts, score_at, refine=run.search.refine, reached=reached)
         else:
@@ -88,6 +92,43 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
 
 
+def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:
+    """Candidates of weights by expert and pattern of layers. Base and experts are on the device once."""
+    how = run.search
+    base = _move(run.base_state, run.device)
+    models = {t: _move(open_checkpoint(run.need(expert_node(run, t)).file(MODEL)), run.device) for t in experts}
+    names = [name for name, tensor in base.items() if tensor.is_floating_point()]
+    patterns = list(how.layers or ())
+    if any(not any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+        patterns.append("*")
+
+    def weigh(point: Sequence[float]) -> dict[str, Any]:
+        rows = [point[start : start + len(patterns)] for start in range(0, len(point), len(patterns))]
+        by_pattern = {t: dict(zip(patterns, row, strict=True)) for t, row in zip(experts, rows, strict=True)}
+        weights = by_pattern if how.layers else {t: row["*"] for t, row in by_pattern.items()}
+        return weight_fields(merger.content, weights)
+
+    def score_at(point: Sequence[float]) -> Score:
+        method = merger.with_fields(weigh(point)).at(1.0)
+        run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
+        return _score_model(run)
+
+    turns = track(range(how.trials), f"weights of {merger.label}", disable=not run.cfg.progress, transient=True)
+    curve = search_cma_es(
+        len(experts) * len(patterns), experts, score_at, turns=turns, low=how.low, high=how.high,
+        population=how.population, seed=how.seed, log=workspace.resume / "trials.jsonl",
+    )  # fmt: skip
+    return [replace(candidate, fields=weigh(candidate.fields["point"])) for candidate in curve]
+
+
+def _move(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The state on a device, its tied weights still one."""
+    held = dict(state.items())  # or the next tensor could have the address of one that is gone
+    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
+    moved = {key: held[name].to(device) for name, key in keys.items()}
+    return {name: moved[key] for name, key in keys.items()}
+
+
 def _scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
     """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
     floating = {n: t for n, t in unit.items() if t.is_floating_point()}
@@ -97,17 +138,22 @@ def _scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
     def score_at(alpha: float) -> Score:
         candidate = {n: (base[n] + alpha * delta[n]).to(floating[n].dtype) for n in floating}
         run.model.load_state_dict(dict(unit) | candidate)
-        return lambda task, share: (
-            score(
-                run.model,
-                run.objective(task),
-                "validation",
-                index=_first(run.tasks[task].count("validation"), share),
-                batch_size=run.cfg.evaluation_batch_size,
-            ).value
-        )
+        return _score_model(run)
 
     return score_at
+
+
+def _score_model(run: Run) -> Score:
+    """The validation scores of the run's model as it is."""
+    return lambda task, share: (
+        score(
+            run.model,
+            run.objective(task),
+            "validation",
+            index=_first(run.tasks[task].count("validation"), share),
+            batch_size=run.cfg.evaluation_batch_size,
+        ).value
+    )
 
 
 def _first(count: int, share: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from mergekit_lab.backbones import Backbone, Linearized, LoRA, Parametrization
 from mergekit_lab.errors import InputError
+from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
@@ -79,32 +80,63 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Search:
-    """How a coefficient that is null is chosen.
+    """How a coefficient that is null is chosen, or weights in its place.
 
     Args:
-        coefficients: the grid that validation decides over; empty takes each method's own default.
+        coefficients: the grid that validation decides over; empty takes each method's own default. All but
+            cma_es need it.
         method: "grid" goes through it; "halving" begins with it on a part of the validation samples, keeps the
-            better half, and then refines around the best.
+            better half, and then refines around the best; "cma_es" finds a weight for each expert and pattern
+            of layers, at coefficient 1.
         prune: leave a candidate that cannot win any more: the same choice, but gaps in the curve.
         patience: end a grid after so many worse candidates in a row; null goes through all.
         refine: how often halving halves its steps around the best.
         fields: `{field: [values]}` of methods that are searched together with the coefficient, where a method
             has the field; null for none.
+        layers: of cma_es, as all that follow: patterns of tensor names (`"*.attn.*"`). The first that matches
+            counts; tensors that none matches have a weight of their own. Empty: one weight an expert.
+        low, high: the range of every weight; the search begins in its middle.
+        trials: candidates.
+        population: candidates a generation; null takes `4 + 3 ln(weights)`.
+        seed: of the draws.
     """
 
-    coefficients: list[float]
-    method: Literal["grid", "halving"] = "grid"
+    coefficients: list[float] | None = None
+    method: Literal["grid", "halving", "cma_es"] = "grid"
     prune: bool = True
     patience: Annotated[int, Ge(1)] | None = None
     refine: Annotated[int, Ge(0)] = 2
     fields: dict[str, Annotated[list[Any], MinLen(1)]] | None = None
+    layers: list[str] | None = None
+    low: float = 0.0
+    high: float = 1.0
+    trials: Annotated[int, Ge(1)] = 100
+    population: Annotated[int, Ge(3)] | None = None
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
 
     def __post_init__(self) -> None:
-        if self.method == "halving" and len(self.coefficients) == 1:
+        others = _OF_GRIDS if self.method == "cma_es" else _OF_CMA_ES
+        for each in fields(self):
+            if each.name in others and getattr(self, each.name) != each.default:
+                raise InputError(f"search.{each.name} is nothing that search.method={self.method} reads")
+        if self.method == "cma_es":
+            import_optuna()
+            if not self.low < self.high:
+                raise InputError(f"search.low is {self.low}; it must be below search.high, {self.high}")
+        elif self.coefficients is None:
+            raise InputError(f"search.method={self.method} needs search.coefficients; [] searches none")
+        elif self.method == "halving" and len(self.coefficients) == 1:
             raise InputError("search.method=halving needs two or more search.coefficients to begin with")
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether anything is searched."""
+        return self.method == "cma_es" or bool(self.coefficients)
 
     def content(self) -> dict[str, Any]:
         """What of it decides a choice, for the names of results."""
+        if self.method == "cma_es":
+            return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
         found: dict[str, Any] = {"grid": self.coefficients}
         if self.method != "grid":
             found |= {"search": self.method, "refine": self.refine}
@@ -114,8 +146,12 @@ class Search:
 
     def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""
-        fields = {name: values for name, values in (self.fields or {}).items() if name in method}
-        return [dict(zip(fields, values, strict=True)) for values in product(*fields.values())]
+        searched = {name: values for name, values in (self.fields or {}).items() if name in method}
+        return [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
+
+
+_OF_GRIDS = ("coefficients", "prune", "patience", "refine", "fields")
+_OF_CMA_ES = ("layers", "low", "high", "trials", "population", "seed")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Searches find what the whole grid would find, and do less."""
 
+import sys
+
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.evaluation import Candidate, choose_best, search_grid, search_halving
+from mergekit_lab.evaluation import Candidate, choose_best, search_cma_es, search_grid, search_halving
 
 EXPERTS = {"a": 0.8, "b": 0.9, "c": 1.0}
 
@@ -93,3 +95,48 @@ def test_refining_stays_within_the_range_of_the_grid(peak: float) -> None:
     curve = search_halving([0.0, 1.0, 2.0], {"a": 1.0}, lambda alpha: lambda *_: 1 / (1 + abs(alpha - peak)))
     assert all(0 <= c.coefficient <= 2 for c in curve)
     assert choose_best(curve).coefficient == (0.0 if peak < 0 else 2.0)
+
+
+OPTIMUM = (0.2, 0.9, 0.5)
+
+
+def near_optimum(point):
+    distance = sum((x - best) ** 2 for x, best in zip(point, OPTIMUM, strict=True))
+    return lambda *_: 1 / (1 + distance)
+
+
+def test_cma_es_begins_in_the_middle_and_finds_the_optimum() -> None:
+    curve = search_cma_es(3, {"a": 1.0}, near_optimum, turns=range(120), seed=3)
+    assert curve[0].fields["point"] == [0.5, 0.5, 0.5]
+    assert choose_best(curve).fields["point"] == pytest.approx(OPTIMUM, abs=0.02)
+
+
+def test_cma_es_that_was_killed_equals_one_that_was_not_and_measures_nothing_twice(tmp_path) -> None:
+    log, asked = tmp_path / "trials.jsonl", []
+
+    def at(point):
+        asked.append(point)
+        if len(asked) == 17:
+            raise KeyboardInterrupt
+        return near_optimum(point)
+
+    def search(log, at=at):
+        return search_cma_es(3, {"a": 0.5, "b": 1.0}, at, turns=range(40), population=6, seed=1, log=log)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(log)
+    log.write_bytes(log.read_bytes()[:-9])  # the last line was cut, too
+    resumed = search(log)
+    assert resumed == search(None, near_optimum)
+    assert len(asked) == 17 + 40 - 15
+    assert search(log) == resumed
+    assert len(asked) == 17 + 40 - 15
+    assert all(0.0 <= x <= 1.0 for each in resumed for x in each.fields["point"])
+
+
+def test_cma_es_says_what_it_lacks(monkeypatch) -> None:
+    with pytest.raises(InputError, match="two weights or more"):
+        search_cma_es(1, {"a": 1.0}, near_optimum, turns=range(3))
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    with pytest.raises(InputError, match=r"needs optuna and cmaes .*pip install 'mergekit_lab\[evolve\]'"):
+        search_cma_es(2, {"a": 1.0}, near_optimum, turns=range(3))

@@ -1,4 +1,4 @@
-"""AdaMerging in a run: its coefficients are learned once, from inputs alone, and the model is made of them."""
+"""What a run finds before it merges: coefficients learned from inputs alone, weights searched on validation."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from composing import TINY, composed
+from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
-from mergekit_lab.merging import AdaMerging, Learning, TaskArithmetic, merge_state_dicts
+from mergekit_lab.merging import DARE, AdaMerging, Learning, TaskArithmetic, merge_state_dicts
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
+from mergekit_lab.runs.mergers import build_mergers
+from mergekit_lab.schema.run import Search
 
 LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
 
@@ -97,3 +100,57 @@ def test_what_cannot_be_is_refused_before_any_work(override: str, match: str, tm
 def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> None:
     with pytest.raises(InputError, match="learns its weights from a model"):
         merge_state_dicts({"w": torch.ones(2)}, [{"w": torch.zeros(2)}], AdaMerging(learn=Learning(steps=3)))
+
+
+def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(finished, tmp_path) -> None:
+    folder, store = finished
+    tiny = [each for each in TINY if not each.startswith("search.")]
+    how = ["search=evolve", "search.trials=5", "search.low=0.1", "search.layers=['*ln_*','*.mlp.*']"]
+    cfg, choices = composed([*tiny, *how, f"store.root={store}", "joint=false", "merger=dare", "stage=merge"])
+    start(cfg, tmp_path, choices, how)
+    info = artifact(store, "searches")[1]["info"]
+    weights = info["fields"]["inner"]["weights"]
+    assert {tuple(by_pattern) for by_pattern in weights.values()} == {("*ln_*", "*.mlp.*", "*")}
+    assert info["curve"][0]["fields"]["inner"]["weights"]["digits"] == dict.fromkeys(weights["digits"], 0.55)
+    assert info["normalized"] == max(point["normalized"] for point in info["curve"])
+    merged = {
+        json.loads(p.read_text())["info"]["method"]: p.parent
+        for p in (store / "merged").glob("*/manifest.json")
+    }
+    stored = open_checkpoint(next(place for method, place in merged.items() if "DARE" in method))
+    records = read_records(folder / "records.jsonl")
+    experts = {r.task: store / "experts" / r.model_key for r in records if r.kind == "expert"}
+    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
+    made = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(stored[name], value) for name, value in made.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("TSVM", {}, "mergers.x: TSVM takes whole tensors apart for every candidate"),
+        ("EpiMer", {}, "mergers.x: EpiMer reads fisher for every candidate"),
+        ("SCE", {}, "weights is"),
+        ("TIES", {"weights": [0.2, 0.6]}, "mergers.x: its weights are given"),
+    ],
+)
+def test_a_method_whose_weights_cannot_be_searched_is_refused_by_name(name, settings, match: str) -> None:
+    node = OmegaConf.create({"_target_": f"mergekit_lab.merging.{name}", "coefficient": None, **settings})
+    assert build_mergers({"x": node}, Search([1.0]), ("a", "b"))["x"].searched
+    with pytest.raises(InputError, match=match):
+        build_mergers({"x": node}, Search(method="cma_es"), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"method": "cma_es", "patience": 3}, "search.patience is nothing that search.method=cma_es reads"),
+        ({"coefficients": [1.0], "trials": 3}, "search.trials is nothing that search.method=grid reads"),
+        ({"method": "cma_es", "high": -1.0}, r"search.low is 0.0; it must be below search.high, -1.0"),
+        ({"method": "halving"}, "search.method=halving needs search.coefficients"),
+    ],
+)
+def test_keys_that_a_search_does_not_read_are_refused(settings, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Search(**settings)
