@@ -101,8 +101,8 @@ def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tas
     if not method.elementwise or method.side_inputs:
         why = f"reads {listing(method.side_inputs)}" if method.side_inputs else "takes whole tensors apart"
         raise InputError(
-            f"mergers.{label}: {type(method).__name__} {why} for every candidate of search.method=cma_es: leave "
-            f"it out (merger=task_arithmetic, ties, dare), or {way_out}"
+            f"mergers.{label}: {type(method).__name__} {why} for every candidate of search.method=cma_es: "
+            f"leave it out (merger=task_arithmetic, ties, dare), or {way_out}"
         )
     if method.weights is not None or getattr(getattr(method, "inner", None), "weights", None) is not None:
         raise InputError(
