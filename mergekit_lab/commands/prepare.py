@@ -149,12 +149,19 @@ def plan_output(
     base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
 ) -> Plan:
     """How a model with the base's tensors is written, so that the base's library loads it: transformers without
-    second names of tied weights, open_clip in one file."""
+    second names of tied weights, open_clip in one file, diffusers under its own name."""
     library = find_library(base)
     specs = plan_specs(base, dtype, left_out if library is TRANSFORMERS else ())
     if library is not None and not library.sharded:
         max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
-    return Plan(specs, max_shard_bytes, (library or TRANSFORMERS).stem)
+    stem = (library or TRANSFORMERS).stem
+    if library is TRANSFORMERS and _DIFFUSERS_KEY in read_config(base.folder):
+        stem = "diffusion_pytorch_model"
+    return Plan(specs, max_shard_bytes, stem)
+
+
+_DIFFUSERS_KEY = "_class_name"
+"""In a `config.json` of diffusers, which looks for no `model.safetensors`."""
 
 
 def prepare(

@@ -97,16 +97,16 @@ def weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -> dic
 
 def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tasks: tuple[str, ...]) -> None:
     """Refuse a method whose weights cannot be searched, each candidate a merge."""
-    name = type(method).__name__
+    way_out = "give it a coefficient (merger.coefficient=1, mergers.NAME.coefficient=1)"
     if not method.elementwise or method.side_inputs:
         why = f"reads {listing(method.side_inputs)}" if method.side_inputs else "takes whole tensors apart"
         raise InputError(
-            f"mergers.{label}: {name} {why} for every candidate of search.method=cma_es: leave it out "
-            f"(merger=task_arithmetic, ties, dare), or set mergers.{label}.coefficient=1"
+            f"mergers.{label}: {type(method).__name__} {why} for every candidate of search.method=cma_es: "
+            f"leave it out (merger=task_arithmetic, ties, dare), or {way_out}"
         )
     if method.weights is not None or getattr(getattr(method, "inner", None), "weights", None) is not None:
         raise InputError(
             f"mergers.{label}: its weights are given, and search.method=cma_es is to find them: leave them "
-            f"null, or set mergers.{label}.coefficient=1"
+            f"null, or {way_out}"
         )
     build({**content, **weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)

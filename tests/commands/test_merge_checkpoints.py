@@ -384,3 +384,23 @@ def test_batch_norms_statistics_are_merged_or_stay_and_its_counter_is_the_bases(
         merged["1.running_var"], wanted if buffers == "merge" else states[0]["1.running_var"]
     )
     assert merged["1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 40], ids=["one file", "shards"])
+def test_a_folder_of_diffusers_is_written_under_the_name_that_it_looks_for(tmp_path, shard_bytes: int) -> None:
+    states = {
+        name: {"a": torch.full((8,), value), "b": torch.ones(8)} for name, value in (("base", 0.0), ("x", 2.0))
+    }
+    for name, state in states.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"_class_name": "UNet2DModel", "sample_size": 8})
+        )
+        write_tensors(tmp_path / name / "diffusion_pytorch_model.safetensors", state)
+    out = tmp_path / "out"
+    mergekit_lab.merge(tmp_path / "base", [tmp_path / "x"], out, METHOD_OF_ONE, max_shard_bytes=shard_bytes)
+    weights = {file.name for file in out.iterdir() if "safetensors" in file.name}
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    assert (index in weights) if shard_bytes == 40 else weights == {"diffusion_pytorch_model.safetensors"}
+    assert all(name.startswith("diffusion_pytorch_model") for name in weights)
+    assert torch.equal(open_checkpoint(out)["a"], torch.full((8,), 1.0))
