@@ -107,7 +107,7 @@ def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> N
     assert "are as they were published" in caplog.text
     (weights,) = (folder / "store/experts").glob("*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(InputError, match=rf"not sound: .*\n.*{weights.parent.name} is damaged"):
+    with pytest.raises(InputError, match=rf"are damaged: .*\n.*{weights.parent.name} is damaged"):
         command(folder, "store.action=verify")
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(fo
     before = sorted(store.root.rglob("*"))
     with pytest.raises(InputError, match=r"3 artifacts .* are damaged: store.confirm=true removes them"):
         command(folder, "store.action=verify")
-    with pytest.raises(InputError, match=r"1 artifacts .* are not sound"):
+    with pytest.raises(InputError, match=r"1 artifacts .* are damaged"):
         command(folder, "store.action=verify", "store.confirm=true", "store.kind=fishers", "dry_run=true")
     assert sorted(store.root.rglob("*")) == before
     command(folder, "store.action=verify", "store.confirm=true", f"store.key={unread.key[:9]}")
