@@ -22,6 +22,8 @@ _ADDED = ("experiment", "protocol", "shipped", "task", "task/clip")
 """Groups of which a run takes nothing unless it is added."""
 _SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
+_WITH_VALUE = {*_CONFIG_DIR, "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--experimental-rerun"}
+"""Options of Hydra whose value may follow as the next word."""
 _SEARCH_PATH = "hydra.searchpath="
 _TIMES = re.compile(r"\s*[×*]\s*|\s+x\s+")
 WELCOME = """\
@@ -91,9 +93,10 @@ def translate(arguments: list[str]) -> list[str]:
     becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
     says `command: diagnose`. A paper's figure with `suite=glyphs8` gets the option that its `shipped` names,
     `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
-    `optimizer x merger` and `optimizer*merger` are the same).
+    `optimizer x merger` and `optimizer*merger` are the same), and no option between two settings.
     """
-    read = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in arguments]
+    settings, options = _part_options(arguments)
+    read = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings] + options
     read += _shipped(read)
     for position, each in enumerate(read):
         name = each.removeprefix(_EXPERIMENT).removeprefix("stage=")
@@ -102,6 +105,18 @@ def translate(arguments: list[str]) -> list[str]:
         if each.startswith(_EXPERIMENT) and (command := _command_of(name, read)):
             return [f"--config-name={command}", *read]
     return read
+
+
+def _part_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings (`key=value`), and options with what belongs to them (`--config-dir FOLDER`)."""
+    settings: list[str] = []
+    options: list[str] = []
+    before = ""
+    for each in arguments:
+        is_value = before in _WITH_VALUE or (before in ("--info", "-i") and "=" not in each)
+        (options if each.startswith("-") or is_value else settings).append(each)
+        before = "" if is_value else each
+    return settings, options
 
 
 def _command_of(experiment: str, arguments: list[str]) -> str | None:

@@ -48,6 +48,23 @@ def test_a_papers_figure_on_glyphs_gets_what_it_names(arguments: list[str], adde
     assert translate(arguments) == [*arguments, *added]
 
 
+def test_settings_may_follow_options() -> None:
+    mixed = [
+        "-m",
+        "+experiment=mine",
+        "--config-dir",
+        "D",
+        "--info",
+        "plugins",
+        "seed=1",
+        "--cfg=job",
+        "joint=false",
+    ]
+    settings = ["+experiment=mine", "seed=1", "joint=false"]
+    assert translate(mixed) == [*settings, "-m", "--config-dir", "D", "--info", "plugins", "--cfg=job"]
+    assert translate(["--info", "seed=1"]) == ["seed=1", "--info"]
+
+
 @pytest.mark.parametrize(
     "written", ["--config-dir={}", "hydra.searchpath=[file://{}]", "hydra.searchpath=[{}]"]
 )

@@ -27,7 +27,7 @@ _PARTS = {
 _IN_MEMORY = re.compile(
     r"\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(?!(?:weight|bias)$)([^.]+)(?=\.(?:weight|bias)$|$)"
 )
-"""A part as a model in memory calls it, with its adapter's name, as in a state dict that peft did not save."""
+"""A part as a model in memory calls it, with its adapter's name; peft's own saving leaves that out."""
 
 
 @dataclass

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _FORGOTTEN = 3600.0
 """Seconds without a sign of life, by the file system's own clock, after which what lies among locks may go."""
+_PATIENCE = 5.0
+"""Seconds of waiting after which it is said: workers that share what they make wait for moments all the time."""
 _MARK_BYTES = 1 << 12
 
 
@@ -66,8 +68,8 @@ class FolderLock:
         waits = False
         while not self._take():
             now = time.monotonic()
-            if not waits and now - begun > 0.5:
-                log.info("waiting for the process that makes %s", self.what)
+            if not waits and now - begun > _PATIENCE:
+                log.info("another process makes %s; waiting for it", self.what)
                 waits = True
             marks = _read_marks(self.path)
             if marks != seen:
