@@ -19,8 +19,7 @@ demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways
 
 test: .venv/dev  ## install what tests need, and run all of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 \
-		-m "not alone and not beside" --strict-skips
-	$(BIN)/python -m pytest -m "alone and not beside" --durations 5 --strict-skips
+		-m "not beside" --strict-skips
 
 test-beside: .venv/beside/ready  ## compare with mergekit and lm-eval, and sweep with Ray, in an environment that has them
 	OMP_NUM_THREADS=1 .venv/beside/bin/python -m pytest -n 2 -m beside --durations 5 --strict-skips \

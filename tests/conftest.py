@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import re
 
 import pytest
@@ -5,6 +7,18 @@ import torch
 from pictures import save_one_pixel
 from tiny import TinyEncoder
 from torch import Tensor
+
+from hydra_plugins.mergekit_lab.local_launcher import MODULES
+from mergekit_lab.runs.train import IMPORTS
+
+gc.disable()  # imports and collection make a million objects, which stay
+
+
+def pytest_collection_finish() -> None:
+    multiprocessing.set_forkserver_preload([*MODULES, *IMPORTS])
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture

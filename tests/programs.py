@@ -1,9 +1,11 @@
 """Programs in processes of their own, without the seconds that their imports take.
 
 One process imports what a run needs. Each program runs in a fork of it, with its own folder, environment,
-output and exit code.
+output and exit code. The server that a program's workers are forked from is a second fork of it, a twin that
+waits until `multiprocessing` would start one, and that knows nothing of what the program has done since.
 """
 
+import atexit
 import functools
 import json
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _SERVER = """
-import atexit, json, os, runpy, sys
+import atexit, gc, json, multiprocessing.util, os, runpy, signal, socket, sys
 sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
@@ -24,9 +26,38 @@ import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph
 import mergekit_lab.commands.merge_checkpoints
 import matplotlib.figure
 sys.path.insert(0, sys.argv[1])
-import pictures
+import composing, pictures
 sys.path.pop(0)
 matplotlib.figure.Figure.savefig = pictures.save_one_pixel
+composing.composed([])
+composing.HydraConfig.instance().cfg = None
+composing.GlobalHydra.instance().clear()
+composing.ConfigRepository.load_config = composing.load_once
+spawn = multiprocessing.util.spawnv_passfds
+def make_twin():
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        command, passed, *_ = socket.recv_fds(theirs, 65536, 2)
+        if command:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            theirs.close()
+            numbers = ", ".join(map(str, passed))
+            exec(f"from multiprocessing.forkserver import main; main({numbers}, {command.decode()}")
+        os._exit(0)
+    theirs.close()
+    def start(path, arguments, passed):
+        begun, _, rest = arguments[-1].partition(", ".join(map(str, passed)) + ", ")
+        if not begun.endswith("forkserver import main; main("):
+            return spawn(path, arguments, passed)
+        multiprocessing.util.spawnv_passfds = spawn
+        socket.send_fds(ours, [rest.encode()], passed)
+        ours.close()
+        return pid
+    multiprocessing.util.spawnv_passfds = start
+gc.collect()
+gc.freeze()
 answers = os.fdopen(os.dup(1), "w")
 for line in os.fdopen(os.dup(0)):
     request = json.loads(line)
@@ -47,6 +78,7 @@ for line in os.fdopen(os.dup(0)):
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    make_twin()
     sys.argv = ["mergekit_lab", *request["arguments"]]
     code = 0
     try:
@@ -64,6 +96,7 @@ for line in os.fdopen(os.dup(0)):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+os._exit(0)
 """
 """Where the console works, a fork ends without taking its modules down, which costs two seconds."""
 
@@ -71,7 +104,9 @@ for line in os.fdopen(os.dup(0)):
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _SERVER, str(Path(__file__).parent)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # it ends when nobody can ask any more
+    return server
 
 
 def _ask(request: dict[str, Any]) -> None:

@@ -1,14 +1,14 @@
 """A job that fails or dies stops no other; processes that work together end together."""
 
-import multiprocessing
-import subprocess
-import sys
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import employ, rank, work
+from jobs import rank, work
+from programs import start_program
 
 from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
@@ -47,12 +47,12 @@ def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -
     assert time.monotonic() - begun < 30
 
 
-def test_what_workers_are_forked_from_has_touched_no_gpu() -> None:
+def test_what_workers_are_forked_from_has_touched_no_gpu(tmp_path) -> None:
     """CUDA does not work in a fork of a process that has as much as counted its devices."""
     lines = f"import os, torch, open_clip, {', '.join(local_launcher.MODULES)}\n"
     lines += "if os.fork() == 0: os._exit(torch.cuda._is_in_bad_fork())\n"
     lines += "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
-    assert subprocess.run([sys.executable, "-c", lines]).returncode == 0
+    assert start_program(tmp_path, code=lines).wait().returncode == 0
 
 
 class Told:
@@ -99,12 +99,13 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
     told = tmp_path / "worker"
-    parent = multiprocessing.get_context("spawn").Process(target=employ, args=(str(tmp_path),))
-    parent.start()
+    lines = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    lines += f"import jobs; jobs.employ({str(tmp_path)!r})"
+    parent = start_program(tmp_path, code=lines)
     try:
         wait_until(lambda: told.exists() and told.read_text() != "")
         assert alive(int(told.read_text()))
     finally:
-        parent.kill()
-        parent.join()
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
     wait_until(lambda: not alive(int(told.read_text())))

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _FORGOTTEN = 3600.0
 """Seconds without a sign of life, by the file system's own clock, after which what lies among locks may go."""
 _PATIENCE = 5.0
-"""Seconds of waiting after which it is said: workers that share what they make wait for moments all the time."""
+"""Seconds of waiting before it is said: workers that share what they make often wait for a moment."""
 _MARK_BYTES = 1 << 12
 
 

@@ -33,7 +33,6 @@ from mergekit_lab.store.upkeep import (
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
 KEY = content_key(CONTENT)
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["mergekit_lab.store", "safetensors.torch"])
 
 
 def weights(fill: float = 1.0):

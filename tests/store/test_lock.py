@@ -16,7 +16,6 @@ from mergekit_lab.owners import identify_process
 from mergekit_lab.store.lock import FolderLock, is_held
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["mergekit_lab.store"])
 ELSEWHERE = {"host": "far", "boot": "x", "namespace": 1, "pid": 1, "started": "5"}
 
 

@@ -22,7 +22,9 @@ from optim.problems import (
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each process saw; started once, because starting takes most of the time."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(distributed.work, (folder,), distributed.WORLD)
+    torch.multiprocessing.start_processes(
+        distributed.work, (folder,), distributed.WORLD, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(distributed.WORLD)]
 
 
