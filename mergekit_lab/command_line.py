@@ -96,8 +96,8 @@ def translate(arguments: list[str]) -> list[str]:
     `optimizer x merger` and `optimizer*merger` are the same), and no option between two settings.
     """
     settings, options = _part_options(arguments)
-    read = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings] + options
-    read += _shipped(read)
+    settings = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings]
+    read = [*settings, *_shipped([*settings, *options]), *options]
     for position, each in enumerate(read):
         name = each.removeprefix(_EXPERIMENT).removeprefix("stage=")
         if name != each and name in COMMANDS:

@@ -71,7 +71,7 @@ def test_a_merge_runs_with_what_the_page_installs(tmp_path: Path) -> None:
 
 def test_the_page_names_every_extra_and_every_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = PAGE.split("## What an extra adds")[1].split("##")[0]
+    extras = PAGE.split("## What does an extra add?")[1].split("##")[0]
     assert set(re.findall(r"`(\w+)`", extras)) == set(project["optional-dependencies"])
     pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert f"| {', '.join(pythons)} | supported |" in PAGE

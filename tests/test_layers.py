@@ -76,6 +76,19 @@ def test_a_file_imports_only_what_its_room_may(file: Path) -> None:
             assert here in ONLY_IN[top], f"{top} may be imported only in {ONLY_IN[top]}"
 
 
+def test_tests_import_nothing_private() -> None:
+    private = [
+        f"{file.name}: {alias.name}"
+        for file in Path(__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith(("mergekit_lab", "hydra_plugins"))
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert private == []
+
+
 def test_wandb_stands_in_files_that_are_named_for_it() -> None:
     users = [f for f in PACKAGE.rglob("*.py") if any(m.startswith("wandb") for m in imports(f))]
     assert users

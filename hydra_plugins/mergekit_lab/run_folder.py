@@ -65,7 +65,7 @@ def _take(folder: Path, named: bool) -> None:
             "run_dir=PATH"
         ) from None
     if not there:
-        atexit.register(_remove_empty, folder, named)
+        atexit.register(remove_empty, folder, named)
     _lock(folder)
 
 
@@ -81,7 +81,7 @@ def _lock(folder: Path) -> None:
         os.close(held)
 
 
-def _remove_empty(folder: Path, named: bool) -> None:
+def remove_empty(folder: Path, named: bool) -> None:
     """Remove a folder in which nothing is but, where nobody named it, the log of what came of nothing."""
     with suppress(OSError):
         if not named and {file.name for file in folder.iterdir()} <= {"log.txt", ".hydra"}:

@@ -47,7 +47,7 @@ def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
         fields["pipeline_tag"] = tag[1]
     elif library is OPEN_CLIP:
         fields["pipeline_tag"] = "zero-shot-image-classification"
-    said = _read_header(prepared.origin.folder)
+    said = read_header(prepared.origin.folder)
     return fields | {name: said[name] for name in _CARRIED if said.get(name)}
 
 
@@ -142,7 +142,7 @@ def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
     return next((each for each in _PIPELINES if str(names[0]).endswith(each[0])), None)
 
 
-def _read_header(folder: Path | None) -> Mapping[str, Any]:
+def read_header(folder: Path | None) -> Mapping[str, Any]:
     """The header of the card in a model's folder; empty where there is none that can be read."""
     file = None if folder is None else folder / "README.md"
     if file is None or not file.is_file():

@@ -83,7 +83,7 @@ def score_with_harness(
         size = _ROWS_ON_CPU
 
     def evaluate(size: int | str) -> Any:
-        return _evaluate(model, tokenizer, task, size, precision, progress)
+        return run_harness(model, tokenizer, task, size, precision, progress)
 
     if isinstance(size, int):
         found, _ = fit_memory(
@@ -92,12 +92,13 @@ def score_with_harness(
         )  # fmt: skip
     else:
         found = evaluate(size)
-    return _read(task, found)
+    return read_results(task, found)
 
 
-def _evaluate(
+def run_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, size: int | str, precision: str, progress: bool
 ) -> Any:
+    """What the harness itself returns; `size` is its batch size, a number or "auto"."""
     with _quiet(progress):
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -121,7 +122,8 @@ def _evaluate(
         )
 
 
-def _read(task: HarnessTask, found: Any) -> HarnessScores:
+def read_results(task: HarnessTask, found: Any) -> HarnessScores:
+    """The scores in what the harness returned."""
     larger_is_better = found["higher_is_better"].get(task.name) or {}
     logged = found["samples"].get(task.name) or ()
     metrics: dict[str, float] = {}

@@ -19,7 +19,7 @@ from mergekit_lab.reporting.records import Failure, Record, Timing, printable, r
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
-_READ = (
+FILES_READ = (
     *("failure.json", "records.jsonl", "timings.json", "curves.json", "searches.json"),
     *(CONFIG, SAMPLES, PUBLISHED),
 )
@@ -65,7 +65,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
     """A run's files, or why its folder has none that can be read. Never raises."""
     name = str(folder)
     try:
-        for file in _READ:
+        for file in FILES_READ:
             if is_stream(folder / file):  # whoever reads one may wait without end, or fill the memory
                 raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():

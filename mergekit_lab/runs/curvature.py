@@ -120,7 +120,7 @@ def _compute(
     by_moment = kind == "fisher" and settings.estimate == "first_moment"
 
     def compute(chunk: int) -> dict[str, Tensor]:
-        batches = _batches(run, kind, task, count, run.training.batch_size if by_moment else chunk)
+        batches = list_batches(run, kind, task, count, run.training.batch_size if by_moment else chunk)
         if kind == "gram":
             return input_grams(whole, batches)
         if by_moment:
@@ -169,7 +169,7 @@ def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[st
     def gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run.model.load_state_dict(state)
         total: dict[str, Tensor] = {}
-        for batch in _batches(run, MASK, task, count, run.training.batch_size):
+        for batch in list_batches(run, MASK, task, count, run.training.batch_size):
             moments = first_moment(whole, [batch], causal=objective.causal, beta=0.0, chunk=settings.chunk)
             for own, parameter in run.model.named_parameters():
                 if inside + own in moments:
@@ -190,7 +190,7 @@ def _chain_grams(
 
     def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
         def batches(task: str) -> Iterator[Batch]:
-            return _batches(run, "gram", task, settings.count(run.tasks[task].count("train")), chunk)
+            return list_batches(run, "gram", task, settings.count(run.tasks[task].count("train")), chunk)
 
         run.model.load_state_dict(run.base_state)
         return chained_grams(run.model, opened, batches, method, wholes)
@@ -208,7 +208,7 @@ def find_prefix(whole: nn.Module, model: nn.Module) -> str:
     return f"{name}." if name else ""
 
 
-def _batches(run: Run, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
+def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
     """The first `count` training samples of the run's shuffle, on its device.
 
     For Grams, in which every row of a batch counts, texts come one by one: then none is padded.

@@ -80,7 +80,7 @@ class Plan:
         for kind in sorted(depths, key=depths.__getitem__):
             names = [name for name, node in self.nodes.items() if node.kind == kind]
             missing = [self.nodes[name] for name in names if name not in self.made]
-            guesses = [_seconds(node, artifacts) for node in missing]
+            guesses = [estimate_seconds(node, artifacts) for node in missing]
             known = [guess for guess in guesses if guess is not None]
             open_ended = open_ended or len(known) < len(guesses)
             total += sum(known)
@@ -134,7 +134,7 @@ def _depth(node: Node) -> int:
     return 1 + max((_depth(each) for each in node.needs), default=0)
 
 
-def _seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
+def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
     """The median of like artifacts: of the same kind, and of the same backbone and optimizer as far as there
     are any; a training's is scaled by its gradients: steps, and how many each takes with its optimizer."""
     like = [r for r in artifacts if r.kind == node.kind and "wall_seconds" in r.info]

@@ -193,7 +193,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
         results = _read_results(store, artifact)
-        (folder / "README.md").write_text(_card(artifact, bool(companions), out.name, results))
+        (folder / "README.md").write_text(make_card(artifact, bool(companions), out.name, results))
     log.info("%s %s is in %s%s", artifact.kind, artifact.key, out,
              f", with {', '.join(companions)}" if companions else "")  # fmt: skip
     if settings.push_to is not None:
@@ -231,7 +231,8 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     return []
 
 
-def _card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[str, float]) -> str:
+def make_card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[str, float]) -> str:
+    """The README of an exported model, in the form of the hub."""
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
     from mergekit_lab.checkpoints import escape_markdown, write_results
 

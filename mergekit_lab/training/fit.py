@@ -146,7 +146,7 @@ def _trainer(
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None
     if options.setdefault("enable_progress_bar", True):
-        callbacks = [*callbacks, _Progress(clocked)]
+        callbacks = [*callbacks, Progress(clocked)]
     if options.get("strategy") == "fsdp":
         options["strategy"] = Sharded(options["devices"])
     try:
@@ -230,7 +230,7 @@ class _Ended(Callback):
         self.step = trainer.global_step
 
 
-class _Progress(RichProgressBar):
+class Progress(RichProgressBar):
     """Counts steps of the whole training, also of one that goes on, and shows the loss that was recorded last.
 
     A clock does not know the last step; of epochs a run has but one.

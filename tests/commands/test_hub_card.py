@@ -11,7 +11,7 @@ from composing import merge_command
 from language import save_tiny
 from safetensors.torch import load_file, save_file
 
-from mergekit_lab.commands.hub_card import _read_header, write_recipe
+from mergekit_lab.commands.hub_card import read_header, write_recipe
 from mergekit_lab.merging import TIES
 
 CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- other\n---\n# Base\n"
@@ -34,7 +34,7 @@ def inputs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("header", ["date: 2001-13-45", "x: !!bool 7"])
 def test_a_card_whose_header_is_no_yaml_says_nothing(header: str, tmp_path) -> None:
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{header}\n---\n")
-    assert _read_header(tmp_path) == {}
+    assert read_header(tmp_path) == {}
 
 
 def blocks(card: str, language: str) -> list[str]:

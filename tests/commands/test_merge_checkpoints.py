@@ -169,7 +169,7 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in wanted.items())
     assert "the base is the model for open_clip; model.safetensors beside it" in _card(out)
     assert "| base | base/open_clip_model.safetensors |" in _card(out)
-    with pytest.raises(InputError, match=r"shares few names with the base.*give base=.*open_clip_model"):
+    with pytest.raises(InputError, match=r"shares few names with the base.*base=.*open_clip_model"):
         mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD_OF_ONE)
 
 

@@ -25,7 +25,7 @@ from mergekit_lab.reporting import (
     write_report,
 )
 from mergekit_lab.reporting.html import say_cache, say_duration
-from mergekit_lab.reporting.run_files import _READ, RunFiles, read_run
+from mergekit_lab.reporting.run_files import FILES_READ, RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
 SEARCHES = {"merger0": [{"coefficient": 0.1, "normalized": 0.7, "chosen": True}]}
@@ -366,7 +366,7 @@ def test_a_run_whose_file_is_damaged_is_a_failure_with_a_reason(tmp_path, writte
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written):
-    for name in _READ:
+    for name in FILES_READ:
         folder = shutil.copytree(written.records.parent, tmp_path / name)
         (folder / name).unlink(missing_ok=True)
         make(folder / name)

@@ -155,13 +155,13 @@ def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with
 
 
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
-    from mergekit_lab.runs.curvature import _batches
+    from mergekit_lab.runs.curvature import list_batches
     from mergekit_lab.runs.run import Run
 
     cfg, choices = composed([*TINY, f"store.root={tmp_path}"])
     context = Run(cfg, tmp_path, choices)
-    few = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 6, 4)])
-    more = torch.cat([x for x, _ in _batches(context, "fisher", "digits", 20, 7)])
+    few = torch.cat([x for x, _ in list_batches(context, "fisher", "digits", 6, 4)])
+    more = torch.cat([x for x, _ in list_batches(context, "fisher", "digits", 20, 7)])
     assert torch.equal(few, more[:6])
     assert not torch.equal(few, context.tasks["digits"].samples("train").images[:6] / 255)
 

@@ -10,7 +10,7 @@ from composing import TINY, composed
 from omegaconf import OmegaConf, open_dict
 
 import mergekit_lab
-from hydra_plugins.mergekit_lab.run_folder import RunFolder, _remove_empty
+from hydra_plugins.mergekit_lab.run_folder import RunFolder, remove_empty
 from mergekit_lab.command_line import answer, explain_stop, list_options, translate
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_duration
@@ -19,10 +19,10 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import conf_dir
-from mergekit_lab.runs.plan import Plan, _seconds
+from mergekit_lab.runs.plan import Plan, estimate_seconds
 from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.training.fit import _Progress
+from mergekit_lab.training.fit import Progress
 from mergekit_lab.training.module import FinetuneModule
 
 
@@ -88,7 +88,7 @@ def test_what_makes_no_results_makes_no_folder(overrides, tmp_path, monkeypatch)
 def test_a_folder_that_holds_the_log_of_a_mistake_alone_goes(left, named, stays, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / left).write_text("")
-    _remove_empty(tmp_path / "run", named)
+    remove_empty(tmp_path / "run", named)
     assert (tmp_path / "run").exists() == stays
 
 
@@ -127,7 +127,7 @@ def test_a_plan_prices_a_training_by_its_gradients_and_says_minutes() -> None:
         {"training": {"steps": 10}, "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True)}
         for cfg in (composed([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
-    assert _seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
+    assert estimate_seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
     assert [format_duration(s) for s in (45, 1788, 9000)] == ["45 s", "30 min", "2.5 h"]
 
 
@@ -184,7 +184,7 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
 
 
 def test_the_bar_counts_the_whole_training_and_shows_the_loss() -> None:
-    bar = _Progress(clocked=False)
+    bar = Progress(clocked=False)
     bar._trainer = SimpleNamespace(max_steps=60, global_step=50)  # type: ignore[assignment]
     assert bar.total_train_batches == 60
     module = FinetuneModule(torch.nn.Linear(1, 1), {}, torch.optim.SGD, steps=60)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError
 from mergekit_lab.evaluation import load_harness_task, score_with_harness
-from mergekit_lab.evaluation.harness import _evaluate, _read
+from mergekit_lab.evaluation.harness import read_results, run_harness
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import build_table, read_records
 from mergekit_lab.runs.run import Run
@@ -146,8 +146,9 @@ def test_settings_mean_what_they_mean_to_the_harness(inputs, how) -> None:
     ours = score_with_harness(backbone.model(), backbone.tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
     assert ours.metrics["acc_norm"] == told["results"]["pick"]["acc_norm,none"]
-    found = _evaluate(backbone.model(), backbone.tokenizer(), task, "auto", "float32", progress=False)
-    assert _read(task, found).samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
+    found = run_harness(backbone.model(), backbone.tokenizer(), task, "auto", "float32", progress=False)
+    samples = read_results(task, found).samples
+    assert samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
 
 @beside_harness
@@ -214,7 +215,7 @@ def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -
         "samples": {"t": [{"filter": "none", "acc": acc, "bleu": ("a", "b")} for acc in (1.0, 0.0)]},
         "n-samples": {"t": {"original": 9, "effective": 2}},
     }  # fmt: skip
-    scores = _read(HarnessTask("t"), found)
+    scores = read_results(HarnessTask("t"), found)
     assert scores.metrics == {"bleu": 0.4, "acc": 0.5, "f1,all": 0.25}
     assert (scores.samples, scores.count) == ({"acc": [1.0, 0.0]}, 2)
 

@@ -22,7 +22,7 @@ from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.programs import start
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run
-from mergekit_lab.runs.store import _card
+from mergekit_lab.runs.store import make_card
 from mergekit_lab.store import Artifact, Store, content_key
 
 
@@ -248,7 +248,7 @@ def test_an_export_s_card_shows_names_as_they_are_and_nothing_of_them_is_markup(
     name = "<script>alert(1)</script> [x](javascript:alert(1)) `c` **b** |"
     content = {"task": f"{name}\n```\n{name}"}
     made = Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z")
-    card = _card(made, False, name, {})
+    card = make_card(made, False, name, {})
     tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.partition("---\n# ")[2])
     inline = [child.type for token in tokens for child in token.children or ()]
     assert set(inline) == {"text"}
