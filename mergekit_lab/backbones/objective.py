@@ -78,7 +78,8 @@ class Objective(nn.Module, ABC):
     def augment(self, batch: Batch, seed: int) -> Batch:
         """A training batch with what chance adds to it, on its device; a function of its arguments alone.
 
-        Called once a step, ahead of it and in another thread. A method that evaluates twice sees one batch twice.
+        Called once a step, ahead of it and in another thread: a method that evaluates twice sees the same
+        batch twice.
         """
         return batch
 
