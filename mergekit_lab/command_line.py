@@ -123,8 +123,8 @@ def _command_of(experiment: str, arguments: list[str]) -> str | None:
     """The command that an experiment in a user's folder is for."""
     for folder in _config_dirs(arguments):
         file = folder / "experiment" / f"{experiment}.yaml"
-        if file.is_file() and (found := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
-            return found[1]
+        if file.is_file() and (match := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
+            return match[1]
     return None
 
 
@@ -135,8 +135,8 @@ def _shipped(arguments: Iterable[str]) -> list[str]:
         return []
     names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
     files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
-    found = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
-    return [f"+shipped={match[1]}" for match in found if match]
+    matches = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
+    return [f"+shipped={match[1]}" for match in matches if match]
 
 
 def check_config_files(arguments: list[str]) -> None:

@@ -149,7 +149,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.schema.run import check, with_chosen_merger
 
         shared: dict[str, Any] = {}
-        found = {}
+        runs = {}
         for number, overrides in enumerate(jobs):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
@@ -162,10 +162,10 @@ class ComparisonSweeper(BasicSweeper):
                 config = settle(config)
                 check(config)
                 config = with_chosen_merger(config, said)
-                found[number] = Run(config, Path(), choices, shared)
+                runs[number] = Run(config, Path(), choices, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")
-        return found
+        return runs
 
     def _print_plan(self, arguments: list[str]) -> None:
         from mergekit_lab.runs.plan import Plan
@@ -199,16 +199,16 @@ class ComparisonSweeper(BasicSweeper):
                 *jobs[numbers[work.job]],
                 "stage=[finetune,curvature]",
                 *([] if work.only is None else [f"only=[{work.only}]"]),
-                f"hydra.sweep.subdir={SHARED}/{place}",
+                f"hydra.sweep.subdir={SHARED}/{number}",
             ]
-            for place, work in enumerate(works)
+            for number, work in enumerate(works)
         ]
         try:
             self.launcher.launch(trainings, initial_job_idx=0)
         except Exception:  # as submitit has it for a process that died
             log.exception("not all trainings have returned")
-        for place, work in enumerate(works):
-            job = f"{SHARED}/{place}"
+        for number, work in enumerate(works):
+            job = f"{SHARED}/{number}"
             for node in list_unmade(runs[numbers[work.job]], work):
                 message = f"{node.label} ({node.kind} {node.key}) could not be made in {job}, once for all jobs"
                 give_up(node.name, f"{message} of this sweep that need it: {self._reason(job)}", self._given_up)

@@ -136,8 +136,8 @@ class ImageObjective(Objective):
         if self._is_resident(part):
             assert self._resident is not None
             return self._resident[index.to(self._resident.device)]
-        if self._reader is not None and (found := self._reader.next(index)) is not None:
-            return found
+        if self._reader is not None and (images := self._reader.next(index)) is not None:
+            return images
         return self.task.samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:

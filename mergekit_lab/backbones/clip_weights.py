@@ -75,8 +75,8 @@ class ClipWeights:
         """What open_clip knows of the name; empty if it is no tag of the architecture."""
         from open_clip.pretrained import get_pretrained_cfg
 
-        found: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
-        return found
+        tag: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
+        return tag
 
     def find_missing(self) -> str | None:
         """What would have to be downloaded, or None.

@@ -149,7 +149,7 @@ class CausalObjective(TextObjective):
 
     Attributes:
         packed: by packing, how many samples stand in how many rows of training so far.
-        padded: by `fix_shape`, how many tokens stand at how many places of training so far.
+        padded: by `fix_shape`, how many tokens stand at how many positions of training so far.
     """
 
     causal = True
@@ -209,8 +209,8 @@ class CausalObjective(TextObjective):
         length = labels.shape[1] - 1 + extra
         used = functional.pad(used, (0, extra), value=False)
         count = min(round_up(int(used.sum())), length)
-        tokens, places = self.padded
-        self.padded = (tokens + int(batch["attention_mask"].sum()), places + len(labels) * (length + 1))
+        tokens, positions = self.padded
+        self.padded = (tokens + int(batch["attention_mask"].sum()), positions + len(labels) * (length + 1))
         columns = (~used).to(torch.uint8).argsort(stable=True)[:count].sort().values
         return {
             "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),
@@ -357,12 +357,12 @@ class Seq2SeqObjective(TextObjective):
 
 def _shift(model: nn.Module, labels: Tensor) -> Tensor:
     """What a decoder reads where `labels` are wanted of it, as the model itself shifts them."""
-    found: Tensor = unwrap_model(model).prepare_decoder_input_ids_from_labels(labels=labels)
-    return found
+    shifted: Tensor = unwrap_model(model).prepare_decoder_input_ids_from_labels(labels=labels)
+    return shifted
 
 
 def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some positions of every row, `[N, len(used), V]`; others are left out where possible."""
     keeps = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
-    found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
-    return found if keeps else found[:, used]
+    logits: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
+    return logits if keeps else logits[:, used]

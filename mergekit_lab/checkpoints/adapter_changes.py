@@ -123,7 +123,7 @@ def _pattern_key(content: AdapterContent, module: str, target: str) -> str:
 
 def _parameters_of(label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent) -> dict[str, str]:
     """Which parameter each of the nested wrappers of a module adapts, by shapes."""
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for outer, modules in content.nested.items():
         if len(modules) == 1 and placed.targets[modules[0]].endswith(".weight"):
             continue
@@ -139,8 +139,8 @@ def _parameters_of(label: str, tensors: Checkpoint, placed: Placed, content: Ada
                 f"{label}: nothing tells which of ({listing(names)}) each of the {len(modules)} adapters of "
                 f"{outer!r} changes: merge it with peft and give the saved model"
             )
-        found.update(zip(modules, ways[0], strict=True))
-    return found
+        parameters.update(zip(modules, ways[0], strict=True))
+    return parameters
 
 
 def part_ties(

@@ -56,7 +56,7 @@ class AdapterContent:
                 f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
             )
         content = cls(stacks=tuple(_parameters(label, config)))
-        adapters = {found[2] for name in tensors if (found := _IN_MEMORY.search(name))}
+        adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
                 f"{label}: its file holds several adapters ({listing(adapters)}): save one of them, "
@@ -98,18 +98,18 @@ class AdapterContent:
 
     def wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
         """What is looked for in the base: modules by their name, whole tensors by theirs."""
-        found = {}
+        wanted = {}
         for module, parts in self.modules.items():
             outer = re.sub(r"(\.base_layer)+$", "", module)
             stacks = [f"{outer}.{name}" for name in self.stacks]
             names = (f"{outer}.weight", f"{outer}.in_proj_weight", *stacks)
-            found[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
+            wanted[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
         for inner, name in {**self.copies, **self.plain}.items():
-            found[f"={inner}"] = Wanted(
+            wanted[f"={inner}"] = Wanted(
                 (inner,),
                 lambda shape, n=name: shape[1:] == tensors.specs[n].shape[1:],  # type: ignore[misc]
             )
-        return found
+        return wanted
 
 
 def _parameters(label: str, config: Mapping[str, Any]) -> list[str]:

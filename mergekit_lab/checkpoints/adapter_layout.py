@@ -52,7 +52,7 @@ def stored_transposed(
     square = [name for name in single if name not in known]
     seen = {**_by_biases(base), **known} if square else known
     conv1d = read_config(base.folder).get("model_type") in _CONV1D_MODELS
-    found = {name for name, transposed in known.items() if transposed}
+    names = {name for name, transposed in known.items() if transposed}
     for name in square:
         alike = {transposed for other, transposed in seen.items() if _kind(other) == _kind(name)}
         votes = (
@@ -65,8 +65,8 @@ def stored_transposed(
                 "saved model"
             )
         if True in votes:
-            found.add(name)
-    return found | _stacks_transposed(label, base, stacks, version)
+            names.add(name)
+    return names | _stacks_transposed(label, base, stacks, version)
 
 
 def _stacks_transposed(label: str, base: Checkpoint, layouts: Mapping[str, Layout], version: str) -> set[str]:
@@ -98,10 +98,10 @@ def conv1d_weights(base: Checkpoint) -> frozenset[str]:
     Square ones are where others of their kind are, or where others are at all and their name is Conv1D's.
     """
     known = _by_biases(base)
-    found = {name for name, transposed in known.items() if transposed}
-    kinds = {_kind(name) for name in found} | (_CONV1D if found else set())
+    names = {name for name, transposed in known.items() if transposed}
+    kinds = {_kind(name) for name in names} | (_CONV1D if names else set())
     square = {name for name, spec in base.specs.items() if len(spec.shape) == 2 and len(set(spec.shape)) == 1}
-    return frozenset(found | {name for name in square if name.endswith(".weight") and _kind(name) in kinds})
+    return frozenset(names | {name for name in square if name.endswith(".weight") and _kind(name) in kinds})
 
 
 def _kind(name: str) -> str:
@@ -110,10 +110,10 @@ def _kind(name: str) -> str:
 
 def _by_biases(base: Checkpoint) -> dict[str, bool]:
     """Layouts of the base's own matrices: a bias has one entry an output."""
-    found = {}
+    transposed = {}
     for name, spec in base.specs.items():
         bias = base.specs.get(name.removesuffix("weight") + "bias")
         matrix = name.endswith(".weight") and len(spec.shape) == 2 and len(set(spec.shape)) == 2
         if matrix and bias and len(bias.shape) == 1:
-            found[name] = bias.shape != spec.shape[:1]
-    return found
+            transposed[name] = bias.shape != spec.shape[:1]
+    return transposed

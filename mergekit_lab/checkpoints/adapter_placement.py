@@ -153,8 +153,8 @@ def _by_prefix(
     options = {}
     for drop, add in _prefixes(base, wanted.values()):
         names = _without(wanted, drop)
-        found = _found(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
-        targets = {key: add + name for key, name in found.items()}
+        names_by_key = _found(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
+        targets = {key: add + name for key, name in names_by_key.items()}
         fitting = sum(name not in base or wanted[k].fits(base.specs[name].shape) for k, name in targets.items())
         options[drop, add] = (fitting, targets)
     most = max((fitting for fitting, _ in options.values()), default=0)

@@ -104,16 +104,16 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if base.specs.keys() == expert.specs.keys() or not expert.specs:
         return expert
     wanted = {_usual(name): name for name in base}
-    found = {name: _usual(name) for name in expert}
-    drop, add = _prefixes(base, expert, found, wanted)
-    placed = {name: add + usual.removeprefix(drop) for name, usual in found.items()}
+    usuals = {name: _usual(name) for name in expert}
+    drop, add = _prefixes(base, expert, usuals, wanted)
+    placed = {name: add + usual.removeprefix(drop) for name, usual in usuals.items()}
     new = {
         name: name if name in base and not (drop or add) else wanted.get(at, at) for name, at in placed.items()
     }
     if len(set(new.values())) < len(new) or all(name == at for name, at in new.items()):
         return expert
     if drop:
-        others = [name for name, usual in found.items() if not usual.startswith(drop)]
+        others = [name for name, usual in usuals.items() if not usual.startswith(drop)]
         but = f" but {listing(others)}" if others else ""
         say(f"{expert.label}: the prefix {drop!r} of every name{but} is left out")
     if add:
@@ -135,12 +135,12 @@ def _usual(name: str) -> str:
 
 
 def _prefixes(
-    base: Checkpoint, expert: Checkpoint, found: Mapping[str, str], wanted: Mapping[str, str]
+    base: Checkpoint, expert: Checkpoint, usuals: Mapping[str, str], wanted: Mapping[str, str]
 ) -> tuple[str, str]:
     """What to leave out before every name, or to put there, so that most of the base's names are met.
 
     Args:
-        found: the expert's names, each in its usual spelling.
+        usuals: the expert's names, each in its usual spelling.
         wanted: the base's names by their usual spelling.
 
     Raises:
@@ -149,11 +149,13 @@ def _prefixes(
 
     def met(option: tuple[str, str]) -> tuple[int, int]:
         """How many names are met, and how many of these with their shape."""
-        pairs = ((name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in found.items())
+        pairs = (
+            (name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in usuals.items()
+        )
         shapes = [expert.specs[n].shape == base.specs[at].shape for n, at in pairs if at is not None]
         return len(shapes), sum(shapes)
 
-    usual = set(found.values())
+    usual = set(usuals.values())
     if usual <= wanted.keys():
         return "", ""
     dropped = [(head, "") for head in _heads(usual, len(usual) // 2 + 1)]
@@ -164,8 +166,8 @@ def _prefixes(
     if options["", ""][0] == best[0]:
         return "", ""
     alike = [option for option, score in options.items() if score == best]
-    if len(alike) == 1 or 2 * best[0] < len(found):
-        return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
+    if len(alike) == 1 or 2 * best[0] < len(usuals):
+        return alike[0] if 2 * best[0] >= len(usuals) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else None
     told = choose_prefix([add for _, add in alike], kind, architecture_of(base), base)

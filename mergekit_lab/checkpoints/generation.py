@@ -83,8 +83,8 @@ def _said(folder: Path) -> str:
 
 
 def _ends(folder: Path) -> set[int]:
-    found = _token_ids(folder).get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
+    ids = _token_ids(folder).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
     return {row for row in listed if type(row) is int}
 
 
@@ -100,13 +100,13 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     parts = [_read(folder / GENERATION_CONFIG), config, config.get("text_config")]
     known = [part for part in parts if isinstance(part, dict)]
-    found = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
-    if None in found.values():
+    ids = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
+    if None in ids.values():
         tokens, special = read_tokens(folder) or {}, _read(folder / "tokenizer_config.json")
-        for key in (key for key, value in found.items() if value is None):
+        for key in (key for key, value in ids.items() if value is None):
             token = special.get(key.removesuffix("_id"))
-            found[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
-    return {key: value for key, value in found.items() if value is not None}
+            ids[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
+    return {key: value for key, value in ids.items() if value is not None}
 
 
 def _template(folder: Path | None) -> Any:

@@ -131,13 +131,13 @@ class Architecture:
 
     def parts_in(self, names: Iterable[str]) -> dict[str, str]:
         """`parts`, also by what stands before their tensors in a file with these names."""
-        found = dict(self.parts)
+        parts = dict(self.parts)
         for target, made in self.made_of(names).items():
             for head, kind in self.parts.items():
                 rest = target.removeprefix(head)
                 if target.startswith(head) and made.name and made.name.endswith(f".{rest}"):
-                    found.setdefault(made.name.removesuffix(rest), kind)
-        return found
+                    parts.setdefault(made.name.removesuffix(rest), kind)
+        return parts
 
 
 def _made(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
@@ -265,11 +265,11 @@ def choose_prefix(
     if kind is None:
         return None
     parts = {} if whole is None else whole.parts_in(names)
-    found = [prefix for prefix in prefixes if parts.get(prefix) == kind]
+    fitting = [prefix for prefix in prefixes if parts.get(prefix) == kind]
     if kind not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
         usual = getattr(getattr(transformers, kind, None), "base_model_prefix", None)
-        found = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
-    return found[0] if len(found) == 1 else None
+        fitting = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:

@@ -127,13 +127,15 @@ def compare_configs(
     labels = next((names for c in (base, *experts.values()) if (names := _label_names(c))), [])
     for name, expert in experts.items():
         related = 2 * len(base.keys() & expert.keys()) >= len(expert)  # others are refused by their names
-        found = _mismatches(base, expert) if related else []
+        mismatches = _mismatches(base, expert) if related else []
         own = _label_names(expert) if any(head in expert for head in heads) else []
         if own and own != labels:
             key = "id2label" if "id2label" in read_config(_folder(expert)) else "label_names"
-            found.append(Mismatch(key, labels, own, "what a head's rows stand for"))
-        refused = [m for m in found if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)]
-        noted = [m for m in found if m not in refused]
+            mismatches.append(Mismatch(key, labels, own, "what a head's rows stand for"))
+        refused = [
+            m for m in mismatches if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)
+        ]
+        noted = [m for m in mismatches if m not in refused]
         if refused:
             decides = listing(dict.fromkeys(m.decides or "" for m in refused))
             keys = ",".join(dict.fromkeys(m.key.split(".")[-1] for m in refused))
@@ -206,26 +208,26 @@ def _as_transformers_reads(folder: Path) -> dict[str, Any] | None:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
-        found: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        config: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
     except Exception:  # a configuration from elsewhere can make transformers raise anything
         return None
     finally:
         transformers.logging.set_verbosity(verbosity)
-    return found
+    return config
 
 
 def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions as transformers 5 writes them."""
-    found = {
+    newer = {
         key: _with_newer_keys(value) if key in _PARTS and isinstance(value, Mapping) else value
         for key, value in config.items()
     }
-    scaling = found.pop("rope_scaling", None)
-    rope = {"rope_theta": found.pop("rope_theta", None), **(scaling if isinstance(scaling, Mapping) else {})}
+    scaling = newer.pop("rope_scaling", None)
+    rope = {"rope_theta": newer.pop("rope_theta", None), **(scaling if isinstance(scaling, Mapping) else {})}
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
-    found.setdefault("rope_parameters", rope)
-    return found
+    newer.setdefault("rope_parameters", rope)
+    return newer
 
 
 def _comparable(base: dict[str, Any], expert: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -244,22 +246,22 @@ def _comparable(base: dict[str, Any], expert: dict[str, Any]) -> tuple[dict[str,
 
 def _parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configurations of models within a larger one, by their keys."""
-    found = {key: value for key, value in config.items() if isinstance(value, Mapping)}
-    return {key: dict(value) for key, value in found.items() if key in _PARTS or "model_type" in value}
+    nested = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    return {key: dict(value) for key, value in nested.items() if key in _PARTS or "model_type" in value}
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and not _IGNORED.search(str(key)):
-            found |= _flat(value, f"{before}{key}.")
+            flat |= _flat(value, f"{before}{key}.")
         elif value is not None:
-            found[f"{before}{key}"] = value
-    return found
+            flat[f"{before}{key}"] = value
+    return flat
 
 
 def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "") -> list[Mismatch]:
-    found = []
+    mismatches = []
     for key in dict.fromkeys([*base, *expert]):
         last = key.split(".")[-1]
         if _IGNORED.search(last) or base.get(key) == expert.get(key):
@@ -269,8 +271,8 @@ def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "
             decides = None if part else "what the model is"
         else:
             decides = next((why for why, (keys, _) in _DECIDING.items() if re.search(keys, key)), None)
-        found.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
-    return found
+        mismatches.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
+    return mismatches
 
 
 def _label_names(checkpoint: Checkpoint) -> list[str]:

@@ -53,7 +53,7 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
         and spec.numel > 1
         and not _NO_WEIGHT.search(name.rpartition(".")[2])
     ]
-    marked = tuple({name[: found.start(2)] for name in specs if packed and (found := _MARKER.search(name))})
+    marked = tuple({name[: match.start(2)] for name in specs if packed and (match := _MARKER.search(name))})
     scales: dict[tuple[str, ...], list[str]] = {}
     for name in specs if packed else ():
         if _SCALE.search(name):

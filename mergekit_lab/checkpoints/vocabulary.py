@@ -63,7 +63,7 @@ def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized
     """
     every = (base, *experts)
     sizes = [{s.shape[0] for n, s in c.specs.items() if is_vocabulary_name(n) and s.shape} for c in every]
-    found = []
+    names = []
     for name, spec in base.specs.items():
         shapes = [c.specs[name].shape for c in every if name in c.specs]
         if not spec.shape or not could_be_vocabulary(name) or len({(len(s), s[1:]) for s in shapes}) > 1:
@@ -72,8 +72,8 @@ def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized
             c.specs[name].shape[0] in rows for c, rows in zip(every, sizes, strict=True) if name in c.specs
         ]
         if all(sized) and (len(set(shapes)) > 1 or not resized):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
@@ -156,10 +156,10 @@ def _refuse_contradictions(
 ) -> None:
     """Refuse experts of which one at least has not the rows of a base that has no tokenizer."""
     rows: dict[int, str] = {}
-    places: dict[str, int] = {}
+    row_of: dict[str, int] = {}
     for expert, own in zip(experts, tokens, strict=True):
         for token, row in (own or {}).items():
-            if rows.setdefault(row, token) != token or places.setdefault(token, row) != row:
+            if rows.setdefault(row, token) != token or row_of.setdefault(token, row) != row:
                 raise InputError(
                     f"the tokenizer of {expert.label!r} has {token!r} in row {row}, unlike another "
                     f"expert's, and {base.label} has no tokenizer to decide: put the base's tokenizer files "
@@ -321,19 +321,19 @@ class _Rows:
         if position not in self._maps:
             checkpoint = (self.base, *self.experts)[position]
             own, size = self.tokens[position], checkpoint.specs[self.names[0]].shape[0]
-            found = torch.full((self.rows,), -1)
+            rows = torch.full((self.rows,), -1)
             if own is None or self.wanted is None:
-                found[: min(size, self.rows)] = torch.arange(min(size, self.rows))
+                rows[: min(size, self.rows)] = torch.arange(min(size, self.rows))
             else:
                 pairs = [(row, own[token]) for token, row in self.wanted.items() if token in own]
                 pairs = [(row, mine) for row, mine in pairs if row < self.rows and mine < size]
                 if pairs:
-                    found[torch.tensor([row for row, _ in pairs])] = torch.tensor([mine for _, mine in pairs])
+                    rows[torch.tensor([row for row, _ in pairs])] = torch.tensor([mine for _, mine in pairs])
                 if position == 0:
                     named = set(self.wanted.values())
                     spare = [r for r in range(min(size, self.rows)) if r not in named]
-                    found[spare] = torch.tensor(spare, dtype=torch.int64)
-            self._maps[position] = found
+                    rows[spare] = torch.tensor(spare, dtype=torch.int64)
+            self._maps[position] = rows
         return self._maps[position]
 
     def start(self, name: str) -> Tensor:

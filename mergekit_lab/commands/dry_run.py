@@ -155,12 +155,12 @@ def _side_problems(prepared: Prepared, merged: Sequence[str]) -> list[str]:
 def _merged_names(prepared: Prepared, result: Report) -> list[str]:
     try:
         ties, experts = assume_ties(prepared.base), prepared.experts.values()
-        found = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
+        selected = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
     except InputError as error:
         result.problems.append(str(error))
         return []
-    result.problems += _problem(prepared.method.check_tensors, found)
-    return list(found)
+    result.problems += _problem(prepared.method.check_tensors, selected)
+    return list(selected)
 
 
 def _room(out: Path | None, written: int, result: Report) -> str:

@@ -265,7 +265,7 @@ def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
     from mergekit_lab.commands.dry_run import report
 
-    found = report(prepared, out, overwrite, format)
-    print(found.text())
-    if not found.works:
+    result = report(prepared, out, overwrite, format)
+    print(result.text())
+    if not result.works:
         raise InputError("the merge would not work: see the problems above")

@@ -356,10 +356,10 @@ def _tokenizer_folder(
     return folder
 
 
-def _tokenizer_source(wanted: str | Path | None, found: Path | None, opened: Mapping[str, Checkpoint]) -> str:
+def _tokenizer_source(wanted: str | Path | None, folder: Path | None, opened: Mapping[str, Checkpoint]) -> str:
     if wanted is not None:
         return str(wanted) if str(wanted) in {*opened, "base"} else _called(wanted)
-    return next((name for name, expert in opened.items() if found and expert.folder == found), "base")
+    return next((name for name, expert in opened.items() if folder and expert.folder == folder), "base")
 
 
 def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
@@ -397,8 +397,8 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     if dtype not in FLOATING:
         raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    value: torch.dtype = getattr(torch, dtype)
+    return value
 
 
 def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:

@@ -229,8 +229,8 @@ def _account(notes: Notes) -> list[str]:
     anything else where it holds."""
     numbers: dict[str, list[float]] = {}
     others: dict[str, list[str]] = {}
-    for tensor, found in notes.items():
-        for key, value in found.items():
+    for tensor, values in notes.items():
+        for key, value in values.items():
             if isinstance(value, int | float):
                 numbers.setdefault(key, []).append(value)
             else:
@@ -287,7 +287,7 @@ def _card(
 
 def _fields(method: Any) -> dict[str, Any]:
     """A method's hyper-parameters as plain values; nested methods as mappings, a coefficient as it is used."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for item in dataclasses.fields(method):
         value = getattr(method, item.name)
         if dataclasses.is_dataclass(value):
@@ -295,5 +295,5 @@ def _fields(method: Any) -> dict[str, Any]:
         if item.name == "coefficient" and value is None:
             value = method.scale
         if item.repr:
-            found[item.name] = value
-    return found
+            fields[item.name] = value
+    return fields

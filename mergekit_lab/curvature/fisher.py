@@ -136,8 +136,8 @@ class _Estimate:
             value = log_likelihood(*compute_logits(self.model, batch, self.causal))
         if not value.requires_grad:
             return dict.fromkeys(names)
-        found = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)
-        return dict(zip(names, found, strict=True))
+        gradients = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)
+        return dict(zip(names, gradients, strict=True))
 
     def _add_one_by_one(self, batch: Batch, names: Iterable[str]) -> None:
         for at in range(count_samples(batch)):

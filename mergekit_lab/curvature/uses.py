@@ -87,8 +87,10 @@ class Convolution(Use):
     options: dict[str, Any]
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        found = torch.bmm(self.g[start:stop].to(dtype).flatten(2), self._patches(self.x[start:stop].to(dtype)))
-        return found.view(-1, *self.shape)
+        gradients = torch.bmm(
+            self.g[start:stop].to(dtype).flatten(2), self._patches(self.x[start:stop].to(dtype))
+        )
+        return gradients.view(-1, *self.shape)
 
     def _patches(self, x: Tensor) -> Tensor:
         """`[n, L, C·h·w]`; tiles are cut by a view, as `unfold` goes sample by sample."""
@@ -154,8 +156,8 @@ class Local(Use):
             return gradient
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
-            found: Tensor = vmap(one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
-        return found.to(dtype)
+            gradients: Tensor = vmap(one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
+        return gradients.to(dtype)
 
 
 @dataclass

@@ -86,13 +86,13 @@ def score_with_harness(
         return run_harness(model, tokenizer, task, size, precision, progress)
 
     if isinstance(size, int):
-        found, _ = fit_memory(
+        results, _ = fit_memory(
             evaluate, size, what=f"evaluating {task.name}", setting="suite.batch_size",
             way_out="take a smaller model, or set device=cpu",
         )  # fmt: skip
     else:
-        found = evaluate(size)
-    return read_results(task, found)
+        results = evaluate(size)
+    return read_results(task, results)
 
 
 def run_harness(
@@ -122,14 +122,14 @@ def run_harness(
         )
 
 
-def read_results(task: HarnessTask, found: Any) -> HarnessScores:
+def read_results(task: HarnessTask, results: Any) -> HarnessScores:
     """The scores in what the harness returned."""
-    larger_is_better = found["higher_is_better"].get(task.name) or {}
-    logged = found["samples"].get(task.name) or ()
+    larger_is_better = results["higher_is_better"].get(task.name) or {}
+    logged = results["samples"].get(task.name) or ()
     metrics: dict[str, float] = {}
     samples: dict[str, list[float]] = {}
     left_out = []
-    for key, value in found["results"][task.name].items():
+    for key, value in results["results"][task.name].items():
         name, comma, kept_by = key.partition(",")
         if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
@@ -149,7 +149,7 @@ def read_results(task: HarnessTask, found: Any) -> HarnessScores:
             f"{task.name}: records hold what is at most 1 and better when larger, and lm-evaluation-harness "
             f"measures {listing(left_out)} here"
         )
-    counts = found["n-samples"]
+    counts = results["n-samples"]
     return HarnessScores(metrics, samples, sum(counts[name]["effective"] for name in counts))
 
 

@@ -224,7 +224,7 @@ def search_cma_es(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    space = {str(place): optuna.distributions.FloatDistribution(low, high) for place in range(size)}
+    space = {str(position): optuna.distributions.FloatDistribution(low, high) for position in range(size)}
     study.enqueue_trial(dict.fromkeys(space, (low + high) / 2))
     curve: list[Candidate] = []
     for _ in turns:

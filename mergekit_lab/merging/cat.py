@@ -111,9 +111,9 @@ class CAT(ScaledMethod):
             conflict = torch.zeros_like(deltas[k])
             for i in _others(k, deltas):
                 conflict += (squares[k] - penalty * squares[i]) * deltas[i].square()
-            values, places = conflict.topk(min(self.rank, len(conflict)))
+            values, entries = conflict.topk(min(self.rank, len(conflict)))
             for i in _others(k, deltas):
-                kept[i, places[values > 0]] = 0
+                kept[i, entries[values > 0]] = 0
         return (deltas * kept).sum(dim=0)
 
 

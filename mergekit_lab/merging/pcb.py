@@ -121,5 +121,5 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
 def _balance(deltas: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """`exp(T·s²)·tanh(δ_t·Σδ)`, shaped like `deltas` `[T, n]`."""
     low, high = low.to(deltas), high.to(deltas)
-    place = deltas.abs().clamp_(low, high).sub_(low).div_((high - low).where(high > low, 1))
-    return place.square_().mul_(len(deltas)).exp_().mul_((deltas * deltas.sum(dim=0)).tanh_())
+    share = deltas.abs().clamp_(low, high).sub_(low).div_((high - low).where(high > low, 1))
+    return share.square_().mul_(len(deltas)).exp_().mul_((deltas * deltas.sum(dim=0)).tanh_())

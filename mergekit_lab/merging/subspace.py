@@ -211,10 +211,10 @@ class _Coordinates(Computed):
 
 def plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
     """The experts as adapters that only add `B·A` to weights of linear layers; nothing unless all are."""
-    found = {name: adapter_of(expert) for name, expert in experts.items()}
+    adapters = {name: adapter_of(expert) for name, expert in experts.items()}
     plain = {
         name: folded
-        for name, folded in found.items()
+        for name, folded in adapters.items()
         if folded is not None and folded.is_plain and set(folded) == set(experts[name])
     }
     return plain if len(plain) == len(experts) else {}

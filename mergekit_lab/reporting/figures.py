@@ -205,8 +205,8 @@ def _draw_plane(
     axes.set_aspect("equal")
     if panel.points:
         outline = withStroke(linewidth=2, foreground="black")
-        places = [(x, y, name) for name, (x, y) in panel.points.items()]
-        drawing.place_labels(axes, places, color="white", fontsize=8, path_effects=[outline])
+        points = [(x, y, name) for name, (x, y) in panel.points.items()]
+        drawing.place_labels(axes, points, color="white", fontsize=8, path_effects=[outline])
 
 
 def spread_levels(values: Sequence[float]) -> list[float]:
@@ -215,8 +215,8 @@ def spread_levels(values: Sequence[float]) -> list[float]:
     Values that are not finite do not count.
     """
     ordered = sorted(filter(math.isfinite, values)) or [0.0]
-    found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
-    return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
+    levels = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
+    return levels if len(levels) > 1 else [ordered[0], ordered[0] + 1.0]
 
 
 def _space_evenly(levels: Sequence[float]) -> Any:

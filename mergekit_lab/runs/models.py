@@ -137,18 +137,18 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
     measured, backbone = run.tasks[task], model.backbone or run.backbone
     if isinstance(measured, HarnessTask):
         assert isinstance(backbone, LanguageModel)
-        found = score_with_harness(
+        answers = score_with_harness(
             loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
         )
         np.savez(
             workspace.out / SAMPLES_OF_METRICS,
-            **{n: _to_smallest_type(np.array(v)) for n, v in found.samples.items()},
+            **{n: _to_smallest_type(np.array(v)) for n, v in answers.samples.items()},
         )
         return {
-            "value": next(iter(found.metrics.values())),
-            "metric": next(iter(found.metrics)),
-            "metrics": dict(found.metrics),
-            "samples": found.count,
+            "value": next(iter(answers.metrics.values())),
+            "metric": next(iter(answers.metrics)),
+            "metrics": dict(answers.metrics),
+            "samples": answers.count,
             "peak_memory_bytes": peak_memory(run.device),
         }
     objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)

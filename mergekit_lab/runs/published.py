@@ -55,19 +55,19 @@ def read_protocol(run: Run, name: str) -> Protocol:
 @cache
 def _list_tables() -> dict[str, list[str]]:
     """The tables that each shipped experiment sets beside its results."""
-    found = {}
+    tables = {}
     for file in (conf_dir() / "experiment").glob("*.yaml"):
         content: Any = OmegaConf.load(file)
-        found[file.stem] = list(content.get("published") or ())
-    return found
+        tables[file.stem] = list(content.get("published") or ())
+    return tables
 
 
 def settings_hold(run: Run, when: str) -> bool:
     """Whether `key=value …` are the run's settings; `key?=value` is asked only where the run has the key."""
     for pair in when.split():
         key, _, value = pair.partition("=")
-        found = read_setting(run, key.removesuffix("?"))
-        if not (is_equal(found, value) or (key.endswith("?") and found is None)):
+        setting = read_setting(run, key.removesuffix("?"))
+        if not (is_equal(setting, value) or (key.endswith("?") and setting is None)):
             return False
     return True
 

@@ -57,11 +57,11 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
     inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
-    places = list(dict.fromkeys((inside, plain, folder)))
-    for path in (within / f"{name}{suffix}" for within in places for name in names for suffix in _SUFFIXES):
+    folders = list(dict.fromkeys((inside, plain, folder)))
+    for path in (within / f"{name}{suffix}" for within in folders for name in names for suffix in _SUFFIXES):
         if path.exists():
             return str(_find_finetuned(path) or path)
-    for path in (path for within in places if within.is_dir() for path in sorted(within.iterdir())):
+    for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
         if _plain(path.name).removesuffix("val") in map(_plain, names) and (file := _find_finetuned(path)):
             return str(file)
     raise InputError(

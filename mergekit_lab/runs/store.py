@@ -203,12 +203,12 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
 def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
     """What the store's evaluations of a model on test parts say: values by `task/metric`."""
     return {
-        f"{found.content['task']}/{metric}": value
-        for found in store.artifacts()
-        if found.kind == "evaluations"
-        and found.content.get("model") == artifact.key
-        and found.content.get("part") == "test"
-        for metric, value in found.info.get("metrics", {}).items()
+        f"{each.content['task']}/{metric}": value
+        for each in store.artifacts()
+        if each.kind == "evaluations"
+        and each.content.get("model") == artifact.key
+        and each.content.get("part") == "test"
+        for metric, value in each.info.get("metrics", {}).items()
     }
 
 

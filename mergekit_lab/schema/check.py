@@ -193,18 +193,18 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
 
 def _classes(hint: Any) -> tuple[type, ...]:
     """The classes that may be made where this type is declared."""
-    found: list[type] = []
+    classes: list[type] = []
     for option in options_of(hint):
         origin, arguments = get_origin(option), get_args(option)
         if origin is Target and get_origin(arguments[0]) is Literal:
-            found += [get_class(name) for name in get_args(arguments[0])]
+            classes += [get_class(name) for name in get_args(arguments[0])]
         elif origin is Target:
-            found += _classes(arguments[0])
+            classes += _classes(arguments[0])
         elif origin is Callable and arguments:
-            found += _classes(arguments[-1])
+            classes += _classes(arguments[-1])
         elif inspect.isclass(option) and option is not Any and option.__module__ != "builtins":
-            found.append(option)
-    return tuple(found)
+            classes.append(option)
+    return tuple(classes)
 
 
 def _returned_class(target: Any) -> type | None:
@@ -247,11 +247,11 @@ def _origin(key: str, name: str) -> str:
 def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
     kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
-    found = len(kept) < len(node)
+    any_left_out = len(kept) < len(node)
     if isinstance(kept.get("inner"), dict):
         kept["inner"], inner_found = without_null_coefficient(kept["inner"])
-        found = found or inner_found
-    return kept, found
+        any_left_out = any_left_out or inner_found
+    return kept, any_left_out
 
 
 def list_stages(cfg: DictConfig) -> list[str]:

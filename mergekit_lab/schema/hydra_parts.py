@@ -94,11 +94,11 @@ def _wanted(path: tuple[str, ...]) -> str | None:
 
 def _is_right(target: str, path: tuple[str, ...]) -> bool:
     try:
-        found = get_object(target)
+        made = get_object(target)
     except Exception:  # importing what a configuration names can raise anything
         return False
-    if not inspect.isclass(found):
+    if not inspect.isclass(made):
         return False
     if path[0] == "callbacks":
-        return len(path) == 3 and issubclass(found, Callback)
-    return found.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(found, _LOGGING)
+        return len(path) == 3 and issubclass(made, Callback)
+    return made.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(made, _LOGGING)

@@ -137,12 +137,12 @@ class Search:
         """What of it decides a choice, for the names of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
-        found: dict[str, Any] = {"grid": self.coefficients}
+        content: dict[str, Any] = {"grid": self.coefficients}
         if self.method != "grid":
-            found |= {"search": self.method, "refine": self.refine}
+            content |= {"search": self.method, "refine": self.refine}
         elif self.patience is not None:
-            found["patience"] = self.patience
-        return found
+            content["patience"] = self.patience
+        return content
 
     def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""

@@ -302,6 +302,6 @@ class Pictures:
         positions = torch.arange(len(self))[index]
         out = [torch.empty(0, 3, self.side, self.side)]
         for some in positions.split(256) if len(positions) else ():
-            found = self.packed(some)
-            out.append(found.windows(center_boxes(torch.from_numpy(found.sizes)), self.side))
+            packed = self.packed(some)
+            out.append(packed.windows(center_boxes(torch.from_numpy(packed.sizes)), self.side))
         return torch.cat(out).round().to(torch.uint8)

@@ -88,7 +88,7 @@ def _disjoint(task: type[GlyphTask]) -> Pairs:
         for label, options in enumerate(candidates[part]):
             for pair in options:
                 labels.setdefault(digest(*pair) or "", set()).add(label)
-    taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
+    taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
     parts: Pairs = {}
     for part in reversed(PARTS):
         kept = []
@@ -235,9 +235,9 @@ class Accents(GlyphTask):
     def candidates(cls) -> Pairs:
         rows: list[list[int]] = [[] for _ in cls.classes]
         for code in (*range(0xC0, 0x250), *range(0x1E00, 0x1F00)):
-            found = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
-            if found and found[1].lower() in cls.classes:
-                rows[cls.classes.index(found[1].lower())].append(code)
+            match = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
+            if match and match[1].lower() in cls.classes:
+                rows[cls.classes.index(match[1].lower())].append(code)
         return _by_family(rows)
 
 

@@ -28,13 +28,13 @@ _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 def _read(package: str, file: str, distribution: str, task: str) -> tuple[Tensor, Tensor]:
     """Pixels `[N, P]` and labels of a file that comes inside a package, which would take seconds to import."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         raise InputError(
             f"task {task!r} takes its images from {distribution}, which is missing: "
             "pip install mergekit_lab[demo]"
         )
-    rows = torch.from_numpy(np.loadtxt(Path(found.origin).parent / file, delimiter=","))
+    rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / file, delimiter=","))
     return rows[:, :-1], rows[:, -1].long()
 
 
@@ -48,8 +48,8 @@ def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Te
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for label in range(classes):
-        found = (labels == label).nonzero().squeeze(1)
-        rows.append(found[torch.randperm(len(found), generator=generator)])
+        rows_of_label = (labels == label).nonzero().squeeze(1)
+        rows.append(rows_of_label[torch.randperm(len(rows_of_label), generator=generator)])
     start = [0] * classes
     parts: dict[Part, Tensor] = {}
     for part in PARTS:

@@ -103,8 +103,8 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequ
     """
     from torchmetrics.functional.text import rouge_score
 
-    found = rouge_score(list(predictions), list(references), rouge_keys="rougeL")
-    return float(found["rougeL_fmeasure"])
+    scores = rouge_score(list(predictions), list(references), rouge_keys="rougeL")
+    return float(scores["rougeL_fmeasure"])
 
 
 @metric(mean=True)

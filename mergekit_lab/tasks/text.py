@@ -285,8 +285,8 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
             if line.strip():
                 yield json.loads(line)
     elif file.suffix == ".json":
-        found = json.loads(file.read_text(encoding="utf-8"))
-        yield from found if isinstance(found, list) else [found]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        yield from content if isinstance(content, list) else [content]
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 

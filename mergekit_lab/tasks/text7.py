@@ -370,9 +370,9 @@ def prepare(samples: Iterable[Sample], question: str, longest: int = 1500, seed:
     for text, answer in samples:
         answers.setdefault(text[:longest], set()).add(answer)
     classes: dict[str, list[str]] = {}
-    for text, found in answers.items():
-        if len(found) == 1:
-            classes.setdefault(min(found), []).append(text)
+    for text, labels in answers.items():
+        if len(labels) == 1:
+            classes.setdefault(min(labels), []).append(text)
     draw = Random(seed)
     for name in sorted(classes):
         draw.shuffle(classes[name])

@@ -103,7 +103,7 @@ class Replay:
         fixed: Batches = {
             task: {name: inputs[task, name] for name in part}
             if isinstance(part, Mapping)
-            else tuple(inputs[task, place] for place in range(len(part)))  # type: ignore[misc]
+            else tuple(inputs[task, position] for position in range(len(part)))  # type: ignore[misc]
             for task, part in batch.items()
         }
         counted, generators = {}, []

@@ -152,8 +152,8 @@ class PerTensor(Method):
         method = self.by_tensor[name]
         if method.elementwise and not self.elementwise:
             flat = deltas.reshape(len(deltas), -1)
-            found = method.survey_tensor(name, base.numel(), lambda: iter([(base.reshape(-1), flat, site)]))
-            merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=found)).view(base.shape)
+            surveyed = method.survey_tensor(name, base.numel(), lambda: iter([(base.reshape(-1), flat, site)]))
+            merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=surveyed)).view(base.shape)
         else:
             merged = method.merge(name, base, deltas, site)
         return merged if method.scale == 1 else merged * method.scale

@@ -92,28 +92,28 @@ class RecipeParameters:
 
     def _locate(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
         """The slice that a tensor lies in, and `t` there."""
-        place = split_layer(name)
-        if place is None:
+        parsed = split_layer(name)
+        if parsed is None:
             return self.slices[0 if stands_before_layers(name) else -1], 0.0
-        part = next(part for part in self.slices if place.layer < part.stop or part.stop < 0)
-        length = (layers[place.stack] if part.stop < 0 else part.stop) - part.first
-        return part, (place.layer - part.first) / (length - 1) if length > 1 else 1.0
+        part = next(part for part in self.slices if parsed.layer < part.stop or part.stop < 0)
+        length = (layers[parsed.stack] if part.stop < 0 else part.stop) - part.first
+        return part, (parsed.layer - part.first) / (length - 1) if length > 1 else 1.0
 
 
 def _name_in(part: LayerSlice, model: str, name: str) -> str:
     """What a model calls the tensor `name` of the result."""
-    place = split_layer(name)
-    if place is None or model not in part.starts:
+    parsed = split_layer(name)
+    if parsed is None or model not in part.starts:
         return name
-    return place.at(place.layer - part.first + part.starts[model])
+    return parsed.at(parsed.layer - part.first + part.starts[model])
 
 
 def _layer_counts(names: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
-        place = split_layer(name)
-        if place:
-            counts[place.stack] = max(counts.get(place.stack, 0), place.layer + 1)
+        parsed = split_layer(name)
+        if parsed:
+            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
     return counts
 
 
@@ -169,8 +169,8 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
 def _number(value: bool | int | float | str, key: str) -> bool | int | float:
     """A number as it is, or from a text: YAML takes `1e-1` for one."""
     try:
-        found = value if isinstance(value, bool) else float(value)
+        number = value if isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
-        found = math.nan
-    require(abs(found) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
-    return found
+        number = math.nan
+    require(abs(number) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
+    return number

@@ -202,10 +202,10 @@ class _Reader:
 
     def items(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
-        found = node.get(key) or []
-        if not isinstance(found, list):
-            raise InputError(f"{self.where}: {key} is {abbreviate(found)}; it must be a list")
-        return found
+        items = node.get(key) or []
+        if not isinstance(items, list):
+            raise InputError(f"{self.where}: {key} is {abbreviate(items)}; it must be a list")
+        return items
 
     @cached_property
     def slices(self) -> list[_Slice]:
@@ -216,7 +216,7 @@ class _Reader:
             sources = [self.source(node, keys) for node in self.items(self.content, "models")]
             return [_Slice(base, sources, {})]
         keys = {"model", "layer_range", "parameters"}
-        found = []
+        slices = []
         for node in self.items(self.content, "slices"):
             self.known(node, {"sources", "parameters", "base_model"}, "a slice")
             own = self.model(node["base_model"]) if node.get("base_model") else base
@@ -228,8 +228,8 @@ class _Reader:
                 raise InputError(
                     f"{self.where}: the sources of a slice have {listing(map(str, lengths))} layers"
                 )
-            found.append(_Slice(own, sources, self.parameters(node, "a slice")))
-        return found
+            slices.append(_Slice(own, sources, self.parameters(node, "a slice")))
+        return slices
 
     def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
         given = node.get("layer_range")
@@ -374,7 +374,7 @@ class _Reader:
 
     def layers(self, labels: Sequence[str], columns: list[list[_Source | None]]) -> list[LayerSlice]:
         """What the slices say of the result's layers; a model that is not in one has no weight there."""
-        found, first = [], 0
+        slices, first = [], 0
         for number, part in enumerate(self.slices):
             held = {label: column[number] for label, column in zip(labels, columns, strict=True)}
             by_model = {label: s.parameters if s else {"weight": 0.0} for label, s in held.items()}
@@ -382,9 +382,9 @@ class _Reader:
                 return [LayerSlice(0, -1, {}, by_model)]
             stop = first + part.sources[0].stop - part.sources[0].first
             starts = {label: s.first for label, s in held.items() if s}
-            found.append(LayerSlice(first, stop, part.parameters, by_model, starts))
+            slices.append(LayerSlice(first, stop, part.parameters, by_model, starts))
             first = stop
-        return found
+        return slices
 
     def notes(self) -> list[str]:
         unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
@@ -412,9 +412,9 @@ class _Reader:
 
 def _short(names: Iterable[str]) -> dict[str, str]:
     """The last part of each path, numbered where two have the same."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for full in names:
         name = "+".join(Path(part).name for part in full.split("+"))
-        taken = name in found.values()
-        found[full] = f"{name}-{len(found)}" if taken else name
-    return found
+        taken = name in labels.values()
+        labels[full] = f"{name}-{len(labels)}" if taken else name
+    return labels

@@ -129,13 +129,13 @@ def chosen_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str
         rule = "a list of pairs, each a list of two tasks: [[a,b],…]; or null"
         require(shaped, "analysis.pairs", pairs, rule)
     given = [tuple(run.tasks)[:2]] if pairs is None else [tuple(pair) for pair in pairs]
-    found = []
+    chosen = []
     for pair in given:
         check_tasks(run, pair, "analysis.pairs")
         if len(pair) != 2 or pair[0] == pair[1]:
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
-        found.append((pair[0], pair[1]))
-    return found
+        chosen.append((pair[0], pair[1]))
+    return chosen
 
 
 def every_pair(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -159,7 +159,7 @@ def grid(low: float, high: float, points: int) -> list[float]:
 def normalized(
     values: Mapping[str, Sequence[float]], own: Mapping[str, float]
 ) -> tuple[list[float], list[str]]:
-    """The mean over tasks of `value / expert's value` at each of A places, and the tasks it leaves out.
+    """The mean over tasks of `value / expert's value` at each of A points, and the tasks it leaves out.
 
     As in a record, a task whose expert does not score above 0 has no such value.
 
