@@ -131,7 +131,7 @@ class ImageObjective(Objective):
         if self.head.is_cuda and not self._is_resident(part):
             self._reader = _Reader(self.task.samples(part).images, chunks, self.head.device)
 
-    def _images(self, part: Part, index: Tensor) -> Tensor:
+    def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
         if self._is_resident(part):
             assert self._resident is not None
@@ -150,7 +150,7 @@ class ImageObjective(Objective):
             self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
         return self._resident is not None
 
-    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+    def _compute_logits(self, model: nn.Module, images: Tensor) -> Tensor:
         device = self.head.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
             features = model(images)
@@ -158,10 +158,10 @@ class ImageObjective(Objective):
             return features.to(self.head.dtype) @ self.head.T
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
-        return self._logits(model, self._images(part, index)).argmax(dim=-1)
+        return self._compute_logits(model, self._read_images(part, index)).argmax(dim=-1)
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
-        logits = self._logits(model, self._images(part, index))
+        logits = self._compute_logits(model, self._read_images(part, index))
         labels = self.task.samples(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         return Assessment(loss, len(labels), logits.argmax(dim=-1))

@@ -89,8 +89,8 @@ class ClipWeights:
         known = REPOSITORIES.get((self.architecture, self.name))
         tag = {"hf_hub": f"{known}/"} if known else self.tag()
         if not tag:
-            raise self._unknown()
-        if _cached(tag) is None:
+            raise self._make_error()
+        if _find_cached(tag) is None:
             origin = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
             return f"weights {self.name!r} of {self.architecture} ({origin}), or backbone.weights=FILE"
         return None
@@ -113,9 +113,9 @@ class ClipWeights:
             return path
         if path.is_dir():
             return _in_folder(path)
-        raise self._unknown()
+        raise self._make_error()
 
-    def _unknown(self) -> InputError:
+    def _make_error(self) -> InputError:
         from open_clip import list_pretrained, list_pretrained_tags_by_model
 
         own = list_pretrained_tags_by_model(register_architecture(self.architecture))
@@ -157,7 +157,7 @@ class ClipWeights:
         if not self.local or self.tag():
             return False
         file = self.file()
-        return _image_tower_alone(file, file.stat().st_mtime_ns)
+        return _has_image_tower_alone(file, file.stat().st_mtime_ns)
 
     def published_name(self) -> str:
         """What they are published as; of a local file, what the configuration beside it says."""
@@ -199,7 +199,7 @@ class ClipWeights:
 
     def _download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
-        if (cached := _cached(tag)) is not None:
+        if (cached := _find_cached(tag)) is not None:
             return cached
         repository = tag.get("hf_hub", "").rpartition("/")[0]
         cause = explain_unreachable()
@@ -240,7 +240,7 @@ def is_quick_gelu(architecture: str) -> bool:
     return bool(config.get("quick_gelu", False))
 
 
-def _cached(tag: dict[str, Any]) -> Path | None:
+def _find_cached(tag: dict[str, Any]) -> Path | None:
     """A tag's file in the cache, without asking the network."""
     repository, _, filename = tag.get("hf_hub", "").rpartition("/")
     if repository:
@@ -281,5 +281,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def _image_tower_alone(file: Path, modified: int) -> bool:
+def _has_image_tower_alone(file: Path, modified: int) -> bool:
     return is_image_tower(open_checkpoint(file))

@@ -58,7 +58,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     return config
 
 
-def by_pattern(
+def match_patterns(
     label: str, config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]
 ) -> dict[str, Any]:
     """What `config[key]`, a mapping from pattern to number, says of each module; else `config[default]`.

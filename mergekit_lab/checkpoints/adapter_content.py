@@ -55,7 +55,7 @@ class AdapterContent:
             raise InputError(
                 f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
             )
-        content = cls(stacks=tuple(_parameters(label, config)))
+        content = cls(stacks=tuple(_read_parameters(label, config)))
         adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
@@ -96,7 +96,7 @@ class AdapterContent:
                 raise InputError(f"{label}: {self.plain[inner]} and {name} are one tensor with two values")
             self.plain[inner] = name
 
-    def wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
+    def list_wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
         """What is looked for in the base: modules by their name, whole tensors by theirs."""
         wanted = {}
         for module, parts in self.modules.items():
@@ -112,7 +112,7 @@ class AdapterContent:
         return wanted
 
 
-def _parameters(label: str, config: Mapping[str, Any]) -> list[str]:
+def _read_parameters(label: str, config: Mapping[str, Any]) -> list[str]:
     """The last parts of the names in `target_parameters`, in the order in which peft nests them."""
     names = config.get("target_parameters") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, is_vocabulary_name
-from mergekit_lab.checkpoints.tokens import other_tokenizer, read_tokens
+from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
+from mergekit_lab.checkpoints.tokens import digest_other_tokenizer, read_tokens
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
@@ -49,13 +49,15 @@ class Reconciled:
     notes: tuple[str, ...] = ()
 
 
-def vocabulary_rows(checkpoint: Checkpoint) -> int | None:
+def count_vocabulary_rows(checkpoint: Checkpoint) -> int | None:
     """Rows of a model's embedding; None where no tensor is called one."""
     specs = [s for n, s in checkpoint.specs.items() if is_vocabulary_name(n) and s.dtype.is_floating_point]
     return max((spec.shape[0] for spec in specs if len(spec.shape) == 2), default=None)
 
 
-def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized: bool = True) -> list[str]:
+def list_vocabulary_names(
+    base: Checkpoint, experts: Iterable[Checkpoint], *, resized: bool = True
+) -> list[str]:
     """Names of the base's tensors with one row a token.
 
     Args:
@@ -66,7 +68,7 @@ def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized
     names = []
     for name, spec in base.specs.items():
         shapes = [c.specs[name].shape for c in every if name in c.specs]
-        if not spec.shape or not could_be_vocabulary(name) or len({(len(s), s[1:]) for s in shapes}) > 1:
+        if not spec.shape or not can_be_vocabulary(name) or len({(len(s), s[1:]) for s in shapes}) > 1:
             continue
         sized = [
             c.specs[name].shape[0] in rows for c, rows in zip(every, sizes, strict=True) if name in c.specs
@@ -76,9 +78,9 @@ def vocabulary_names(base: Checkpoint, experts: Iterable[Checkpoint], *, resized
     return names
 
 
-def _rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
+def _read_rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
     """Row of each token that has one: a tokenizer may know more tokens than its model."""
-    tokens, rows = read_tokens(checkpoint.folder), vocabulary_rows(checkpoint)
+    tokens, rows = read_tokens(checkpoint.folder), count_vocabulary_rows(checkpoint)
     if tokens is None or rows is None:
         return tokens
     return {token: row for token, row in tokens.items() if row < rows}
@@ -104,25 +106,25 @@ def reconcile(
     """
     if choice is not None and choice not in CHOICES:
         raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
-    if choice is None and not any(map(is_merged, vocabulary_names(base, experts, resized=False))):
+    if choice is None and not any(map(is_merged, list_vocabulary_names(base, experts, resized=False))):
         return Reconciled(base, tuple(experts))
-    same = _reconciled(base, experts, choice, tokenizer, is_merged)
-    return replace(same, notes=(*same.notes, *_unread(base, experts)))
+    same = _choose_vocabulary(base, experts, choice, tokenizer, is_merged)
+    return replace(same, notes=(*same.notes, *_list_unread(base, experts)))
 
 
-def _reconciled(
+def _choose_vocabulary(
     base: Checkpoint,
     experts: Sequence[Checkpoint],
     choice: str | None,
     tokenizer: Path | None,
     is_merged: Callable[[str], bool],
 ) -> Reconciled:
-    names = [n for n in vocabulary_names(base, experts) if choice is not None or is_merged(n)]
-    tokens = [_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
+    names = [n for n in list_vocabulary_names(base, experts) if choice is not None or is_merged(n)]
+    tokens = [_read_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
     if tokens[0] is None and choice != "base":
         _refuse_contradictions(base, experts, tokens[1:])
     for position, expert in enumerate(experts, 1):
-        if tokens[position] is None and vocabulary_rows(expert) == vocabulary_rows(base):
+        if tokens[position] is None and count_vocabulary_rows(expert) == count_vocabulary_rows(base):
             tokens[position] = tokens[0]
     differ = any(own is not None and own != tokens[0] for own in tokens[1:])
     if (
@@ -131,24 +133,24 @@ def _reconciled(
         and tokens[0] is not None
         and (choice is not None or not _are_in(tokens[0], tokens))
     ):
-        names = vocabulary_names(base, experts, resized=False)
+        names = list_vocabulary_names(base, experts, resized=False)
     if not names:
-        return Reconciled(base, tuple(experts), notes=_lacking(experts, tokens))
+        return Reconciled(base, tuple(experts), notes=_list_lacking(experts, tokens))
     _check_one_size(names, (base, *experts))
     if choice is None:
-        raise InputError(_choices(base, experts, names, tokens))
+        raise InputError(_say_choices(base, experts, names, tokens))
     if choice == "base":
         own = dict.fromkeys(names)
         views = tuple(
-            View(e, {n: base.specs[n] if n in own else s for n, s in e.specs.items()}, _same(base, names))
+            View(e, {n: base.specs[n] if n in own else s for n, s in e.specs.items()}, _keep_same(base, names))
             for e in experts
         )
         note = f"{listing(names)}: left out of the merge, the base's own"
-        return Reconciled(base, views, tuple(names), notes=(note,), side=_blank_sides(base, names))
+        return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
     if choice == "intersect":
-        plan = _Rows(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
-        return plan.reconciled(None)
-    return _padded(base, tuple(experts), names, tokens, tokenizer)
+        plan = _RowMap(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
+        return plan.reconcile(None)
+    return _pad(base, tuple(experts), names, tokens, tokenizer)
 
 
 def _refuse_contradictions(
@@ -174,11 +176,11 @@ def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> 
             raise InputError(f"{checkpoint.label!r} has vocabularies of several sizes ({sizes}): not supported")
 
 
-def _same(base: Checkpoint, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+def _keep_same(base: Checkpoint, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
     return {name: partial(base.__getitem__, name) for name in names}
 
 
-def _blank_sides(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:
+def _make_side_blanking(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:
     def fit(position: int, side: Checkpoint) -> Checkpoint:
         specs = {
             n: TensorSpec(base.specs[n].shape, s.dtype) if n in names else s for n, s in side.specs.items()
@@ -199,7 +201,7 @@ def _are_in(base: dict[str, int], tokens: Sequence[dict[str, int] | None]) -> bo
     return all(own is None or own.items() <= base.items() for own in tokens)
 
 
-def _choices(
+def _say_choices(
     base: Checkpoint,
     experts: Sequence[Checkpoint],
     names: Sequence[str],
@@ -209,7 +211,7 @@ def _choices(
     for expert, own in zip(experts, tokens[1:], strict=True):
         changed = [name for name in names if expert.specs[name].shape != base.specs[name].shape]
         if changed or (own is not None and own != tokens[0]):
-            lines.append(f"  {_describe(expert, base, names[0])}{_differing(own, tokens[0])}")
+            lines.append(f"  {_describe(expert, base, names[0])}{_say_difference(own, tokens[0])}")
     matched = (
         "their string" if all(t is not None for t in tokens) else "their row, as tokenizer files are missing"
     )
@@ -224,7 +226,7 @@ def _choices(
     return "\n".join(lines)
 
 
-def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
+def _say_difference(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
     if own is None or base is None:
         return ""
     more, less = own.keys() - base.keys(), base.keys() - own.keys()
@@ -234,26 +236,27 @@ def _differing(own: dict[str, int] | None, base: dict[str, int] | None) -> str:
     return f"; tokens: {', '.join(said)}" if said else ""
 
 
-def _lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
+def _list_lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:
     return tuple(
-        f"warning: {expert.label!r} has as many rows{_differing(own, tokens[0])}: rows are merged by number"
+        f"warning: {expert.label!r} has as many rows{_say_difference(own, tokens[0])}: rows are merged by "
+        "number"
         for expert, own in zip(experts, tokens[1:], strict=True)
         if own is not None and tokens[0] is not None and own != tokens[0]
     )
 
 
-def _unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
+def _list_unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
     """Tokenizers that are not compared because their files hold no list of tokens that is read here."""
-    wanted = other_tokenizer(base.folder)
+    wanted = digest_other_tokenizer(base.folder)
     return [
         f"warning: the tokenizer of {expert.label!r} is another file than the base's, and its tokens are not "
         "compared (save it as tokenizer.json with transformers): rows are merged by number"
         for expert in experts
-        if other_tokenizer(expert.folder) not in (None, wanted)
+        if digest_other_tokenizer(expert.folder) not in (None, wanted)
     ]
 
 
-def _padded(
+def _pad(
     base: Checkpoint,
     experts: tuple[Checkpoint, ...],
     names: list[str],
@@ -265,11 +268,11 @@ def _padded(
         largest = max(every, key=lambda c: c.specs[names[0]].shape[0])
         rows = largest.specs[names[0]].shape[0]
         folder = tokenizer or (None if largest is base else largest.folder)
-        return _Rows(base, experts, names, [None] * len(every), rows, None).reconciled(folder)
+        return _RowMap(base, experts, names, [None] * len(every), rows, None).reconcile(folder)
     known = [own for own in tokens if own is not None]
     union = set().union(*known)
     if tokenizer is not None:
-        wanted = _wanted(tokenizer, every, known)
+        wanted = _choose_tokens(tokenizer, every, known)
         nowhere = wanted.keys() - union
         if nowhere:
             raise InputError(
@@ -278,11 +281,11 @@ def _padded(
         rows = max(
             max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == tokenizer), 0
         )
-        return _Rows(base, experts, names, tokens, rows, wanted).reconciled(tokenizer)
+        return _RowMap(base, experts, names, tokens, rows, wanted).reconcile(tokenizer)
     for checkpoint, own in zip(every, known, strict=True):
         if own.keys() >= union:
             rows = checkpoint.specs[names[0]].shape[0]
-            return _Rows(base, experts, names, tokens, rows, own).reconciled(
+            return _RowMap(base, experts, names, tokens, rows, own).reconcile(
                 None if checkpoint is base else checkpoint.folder
             )
     raise InputError(
@@ -292,7 +295,9 @@ def _padded(
     )
 
 
-def _wanted(tokenizer: Path, every: Sequence[Checkpoint], known: Sequence[dict[str, int]]) -> dict[str, int]:
+def _choose_tokens(
+    tokenizer: Path, every: Sequence[Checkpoint], known: Sequence[dict[str, int]]
+) -> dict[str, int]:
     """The result's tokens: a model's own are those that have a row there."""
     for checkpoint, own in zip(every, known, strict=True):
         if checkpoint.folder == tokenizer:
@@ -304,7 +309,7 @@ def _wanted(tokenizer: Path, every: Sequence[Checkpoint], known: Sequence[dict[s
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowMap:
     """Which row of each checkpoint is which row of the result."""
 
     base: Checkpoint
@@ -344,11 +349,11 @@ class _Rows:
         out[have] = values[self.map(0)[have]]
         if not bool(have.all()):
             if name not in self._new:
-                self._new[name] = self._mean(name, ~have)
+                self._new[name] = self._average(name, ~have)
             out[~have] = self._new[name].to(out.dtype)
         return out
 
-    def _mean(self, name: str, at: Tensor) -> Tensor:
+    def _average(self, name: str, at: Tensor) -> Tensor:
         shape = (int(at.sum()), *self.base.specs[name].shape[1:])
         total, count = torch.zeros(shape), torch.zeros(shape[0], *[1] * (len(shape) - 1))
         for position, expert in enumerate(self.experts, 1):
@@ -359,7 +364,7 @@ class _Rows:
                 count[has] += 1
         return total / count.clamp(min=1)
 
-    def moved(self, position: int, name: str) -> Tensor:
+    def move(self, position: int, name: str) -> Tensor:
         """An expert's tensor with the result's rows; the base's where one of the two has none."""
         out = self.start(name)
         both = (self.map(position) >= 0) & (self.map(0) >= 0)
@@ -368,7 +373,7 @@ class _Rows:
         out[both] = values[self.map(position)[both]].to(out.dtype)
         return out
 
-    def side(self, position: int, checkpoint: Checkpoint) -> Checkpoint:
+    def move_side(self, position: int, checkpoint: Checkpoint) -> Checkpoint:
         """A side input shaped like the expert's tensors: nothing is known of rows that the expert lacks."""
         names = [n for n in self.names if n in checkpoint]
 
@@ -379,24 +384,24 @@ class _Rows:
             out[both] = values[self.map(position + 1)[both]]
             return out
 
-        return View(checkpoint, self._specs(checkpoint, names), {n: partial(read, n) for n in names})
+        return View(checkpoint, self._make_specs(checkpoint, names), {n: partial(read, n) for n in names})
 
-    def _specs(self, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorSpec]:
+    def _make_specs(self, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorSpec]:
         changed = {n: checkpoint.specs[n] for n in names}
         resized = {n: TensorSpec((self.rows, *s.shape[1:]), s.dtype) for n, s in changed.items()}
         return {name: resized.get(name, spec) for name, spec in checkpoint.specs.items()}
 
     def _view(self, checkpoint: Checkpoint, read: Mapping[str, Callable[[], Tensor]]) -> Checkpoint:
-        specs = self._specs(checkpoint, read)
+        specs = self._make_specs(checkpoint, read)
         for name in read:
             kinds = (self.base.specs[name].dtype, checkpoint.specs[name].dtype)
             specs[name] = TensorSpec(specs[name].shape, torch.promote_types(*kinds))
         return View(checkpoint, specs, read)
 
-    def reconciled(self, tokenizer: Path | None) -> Reconciled:
+    def reconcile(self, tokenizer: Path | None) -> Reconciled:
         base = self._view(self.base, {n: partial(self.start, n) for n in self.names})
         experts = tuple(
-            self._view(expert, {n: partial(self.moved, position, n) for n in self.names})
+            self._view(expert, {n: partial(self.move, position, n) for n in self.names})
             for position, expert in enumerate(self.experts, 1)
         )
         by = "row" if self.wanted is None or None in self.tokens else "token"
@@ -418,4 +423,4 @@ class _Rows:
                     "still the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
-        return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))
+        return Reconciled(base, experts, (), rows, tokenizer, self.move_side, tuple(notes))

@@ -21,22 +21,22 @@ from mergekit_lab.checkpoints import (
     Library,
     Reconciled,
     TensorSpec,
-    adapter_of,
     align,
     arrange_layers,
     compare_configs,
-    computed_buffers,
+    count_vocabulary_rows,
     describe_tokenizer,
+    find_adapter,
     find_library,
     find_other_weights,
     find_parts_with_weights,
     find_source,
+    list_computed_buffers,
     open_checkpoint,
     plan_specs,
     read_tokens,
     reconcile,
     untie,
-    vocabulary_rows,
 )
 from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
@@ -245,7 +245,7 @@ def prepare(
         dtype=dtype,
         include=include,
         exclude=exclude,
-        kept=[*same.exclude, *_floating(origin, computed_buffers(origin)), *_statistics(origin, buffers)],
+        kept=[*same.exclude, *_floating(origin, list_computed_buffers(origin)), *_statistics(origin, buffers)],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
@@ -282,7 +282,7 @@ class _Opener:
             return self.arrange(name, source)
         if not isinstance(source, Adapter):
             opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
-            adapter = adapter_of(opened)
+            adapter = find_adapter(opened)
             if adapter is not None and base is not None:
                 self.notes += _doubt_base(name, adapter.info.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
@@ -364,7 +364,7 @@ def _tokenizer_source(wanted: str | Path | None, folder: Path | None, opened: Ma
 
 def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
     """Refuse a tokenizer with tokens that have no row in the model that comes out."""
-    rows = vocabulary_rows(base)
+    rows = count_vocabulary_rows(base)
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
         raise InputError(

@@ -20,8 +20,8 @@ from mergekit_lab.checkpoints import (
     Card,
     LowRankRecord,
     ShardedWriter,
-    adapter_of,
     check_out,
+    find_adapter,
     fingerprint,
     follow_tokenizer,
     make_folder,
@@ -139,7 +139,7 @@ def _write_adapter(
 
 def _name_base(prepared: Prepared) -> str:
     """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
-    names = {folded.info.base_name for e in prepared.experts.values() if (folded := adapter_of(e))}
+    names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
     if len(names) == 1:
         return names.pop()
     return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""

@@ -15,7 +15,7 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
     align,
-    conv1d_weights,
+    find_conv1d_weights,
     open_checkpoint,
     refuse_quantized,
 )
@@ -129,7 +129,7 @@ def open_inputs(
         name_side=method.name_side,
         tied=tied,
         merged=merged,
-        transposed=conv1d_weights(origin),
+        transposed=find_conv1d_weights(origin),
         stacks={name: stack for name, stack in find_stacks(_list_shapes(origin)).items() if name in merged},
         compute=torch.float64 if double else torch.float32,
     )

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, adapter_of
+from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, find_adapter
 from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.checkpoint import Computed
 from mergekit_lab.errors import InputError
@@ -211,7 +211,7 @@ class _Coordinates(Computed):
 
 def plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
     """The experts as adapters that only add `B·A` to weights of linear layers; nothing unless all are."""
-    adapters = {name: adapter_of(expert) for name, expert in experts.items()}
+    adapters = {name: find_adapter(expert) for name, expert in experts.items()}
     plain = {
         name: folded
         for name, folded in adapters.items()

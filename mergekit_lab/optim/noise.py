@@ -122,8 +122,8 @@ def add_offset(
 class Move:
     """Copies weights and moves them by one kernel, on a GPU for which Triton can build it.
 
-    Its draws are others than `draw_noise`'s. They depend on an entry's position in the whole model, so that every
-    process makes those of its part alone.
+    Its draws are others than `draw_noise`'s. They depend on an entry's position in the whole model, so that
+    every process makes those of its part alone.
     """
 
     def __init__(self, kernels: ModuleType) -> None:

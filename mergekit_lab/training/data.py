@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
@@ -42,7 +42,7 @@ class StepBatches:
             start: the first step to yield.
             rank, world: this process and how many there are.
             few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
-    from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+    from mergekit_lab.batches import Batch, pin_memory, list_tensors, to_device
     from mergekit_lab.errors import InputError, listing
     """
 
@@ -115,7 +115,7 @@ class StepBatches:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(ready)
             for part in batch.values():
-                for tensor in tensors_of(part):
+                for tensor in list_tensors(part):
                     tensor.record_stream(current)
             yield batch
 

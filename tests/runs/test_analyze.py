@@ -18,7 +18,7 @@ from hydra.utils import get_class
 from pictures import save_one_pixel
 
 from mergekit_lab import InputError
-from mergekit_lab.analysis.plane import barrier
+from mergekit_lab.analysis.plane import measure_barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
@@ -295,7 +295,7 @@ def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     panel = contract.plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
     assert math.isnan(panel.values[0][1])
     assert panel.title == "loss (1 of 4 not finite)"
-    assert math.isnan(barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
+    assert math.isnan(measure_barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
 
 
 def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(

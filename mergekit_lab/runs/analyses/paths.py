@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.analysis.plane import Weights, barrier, evaluate_line
+from mergekit_lab.analysis.plane import Weights, evaluate_line, measure_barrier
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
@@ -142,7 +142,7 @@ class LossBarrier(Analysis):
             weights = Weights(run.model, start, states(run, [task]))
             chosen = samples_of(run, self.part, self.samples, [task])
             curve = evaluate_line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
-            return {**curve, "barrier": barrier(curve["loss"], shares)}
+            return {**curve, "barrier": measure_barrier(curve["loss"], shares)}
 
         tasks = compute_each(run, run.tasks, compute, resume / "cells.jsonl", "between models")
         return {"merger": label, "shares": shares, "tasks": tasks}
