@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from mergekit_lab.console import outlive_console
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 _FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
@@ -349,4 +349,4 @@ def _threads(sharers: int) -> int | None:
     """Cores divided among processes, unless the user has said how many threads there are."""
     if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, usable_cores() // sharers)
+    return max(1, count_cores() // sharers)

@@ -12,7 +12,7 @@ from programs import start_program
 
 from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.workers import Pool, stop, together
 
 
@@ -32,7 +32,7 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
         assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
-        assert int(threads) == max(1, usable_cores() // 2)
+        assert int(threads) == max(1, count_cores() // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
     assert dies.error == "its worker died twice (killed by SIGKILL)"

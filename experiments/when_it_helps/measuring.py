@@ -317,9 +317,9 @@ def measure(run: Run, world: World) -> Values:
             parts = one.index.split(world.at_once)
             batches = [to_device(one.objective.batch("train", part), run.device) for part in parts]
             hessian = Hessian(one.objective.with_head(run.model), batches, causal=one.objective.causal)
-            top = top_eigenvalues(hessian, hessian.vector(run.seed), iterations=10, tolerance=0.02)
+            top = top_eigenvalues(hessian, hessian.draw_vector(run.seed), iterations=10, tolerance=0.02)
             tops.append(top.values[0])
-            traces.append(trace(hessian, hessian.vector(), products=12, seed=run.seed).value)
+            traces.append(trace(hessian, hessian.draw_vector(), products=12, seed=run.seed).value)
         return {"eigenvalue": sum(tops) / len(tops), "trace": sum(traces) / len(traces)}
 
     def linearity() -> Values:

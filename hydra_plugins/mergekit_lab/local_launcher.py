@@ -106,12 +106,12 @@ class LocalLauncher(Launcher):
             self._pool = None
 
     def _devices(self) -> list[str]:
-        from mergekit_lab.machine import list_devices, usable_cores
+        from mergekit_lab.machine import count_cores, list_devices
 
         if self.devices is not None:
             return list(self.devices)
         devices = list_devices()
-        return devices if devices != ["cpu"] else ["cpu"] * max(1, usable_cores() // 2)
+        return devices if devices != ["cpu"] else ["cpu"] * max(1, count_cores() // 2)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class OpenClip(Backbone):
         crops = None
         if self.crop is not None:
             crops = Crops((self.crop[0], self.crop[1]), self.flip, max(_size(_make_model(self._key).visual)))
-        return ImageObjective(task, self._make_head(task), crops, self.precision)
+        return ImageObjective(task, self._find_head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
         head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
@@ -128,7 +128,7 @@ class OpenClip(Backbone):
         head = {} if self.head == "zero_shot" else {"head": self.head}
         return head if self.precision == "float32" else head | {"precision": self.precision}
 
-    def _make_head(self, task: ImageTask) -> Tensor:
+    def _find_head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
             return self._make_head(task)
         content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}

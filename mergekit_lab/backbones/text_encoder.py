@@ -128,7 +128,7 @@ class TextEncoder(Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
-        objective.head = self._make_head(objective)
+        objective.head = self._find_head(objective)
         return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class TextEncoder(Backbone):
         made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
         return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
-    def _make_head(self, objective: EncoderObjective) -> Tensor:
+    def _find_head(self, objective: EncoderObjective) -> Tensor:
         if self.keep is None:
             return self._make_head(objective)
         task = objective.task

@@ -20,7 +20,7 @@ from rich.table import Table
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
 from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.prepare import prepare
-from mergekit_lab.commands.sources import last_part, read_sources
+from mergekit_lab.commands.sources import read_sources, shorten_path
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
 
@@ -68,7 +68,7 @@ class Diagnose:
         measured, notes = self._measure()
         advice = advise(measured)
         folder.mkdir(parents=True, exist_ok=True)
-        commands = self._next_commands() if (measured.total.norms > 0).sum() > 1 else []
+        commands = self._list_next_commands() if (measured.total.norms > 0).sum() > 1 else []
         told = as_json(measured, advice, notes) | {"commands": commands}
         (folder / FILE).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
         for note in notes:
@@ -79,10 +79,10 @@ class Diagnose:
         seconds = time.monotonic() - begun
         log.info("diagnosed %d experts in %.0f s: %s", len(measured.experts), seconds, folder / FILE)
 
-    def _next_commands(self) -> list[str]:
+    def _list_next_commands(self) -> list[str]:
         """What to type to compare mergers on these experts, and to merge them by the advised one."""
         experts = read_sources(self.experts, "experts")
-        names = list(experts) if isinstance(experts, dict) else [last_part(path) for path in experts]
+        names = list(experts) if isinstance(experts, dict) else [shorten_path(path) for path in experts]
         listed = ",".join(experts.values() if isinstance(experts, dict) else experts)
         texts = ",".join(f"{name}.csv" for name in names)
         inputs = f"base={shlex.quote(str(self.base))} {shlex.quote(f'experts=[{listed}]')}"
@@ -130,7 +130,7 @@ def as_json(measured: Interference, advice: Sequence[Advice], notes: Sequence[st
         "overall": sums_to_json(measured.total),
         "fisher_traces": measured.fisher_traces.tolist() if measured.has_fishers else None,
         "bound": measured.bound.to_json() if measured.has_fishers else None,
-        "pairs": [asdict(pair) for pair in pairs(measured)],
+        "pairs": [asdict(pair) for pair in list_pairs(measured)],
         "advice": [asdict(each) for each in advice],
         "notes": list(notes),
         "layers": [layer.to_json() for layer in measured.layers],
@@ -159,7 +159,7 @@ class Pair:
     where: list[tuple[str, float]]
 
 
-def pairs(measured: Interference) -> list[Pair]:
+def list_pairs(measured: Interference) -> list[Pair]:
     """Every pair, the worst first: by predicted harm with Fishers, else by what cancels."""
     total = measured.total
     made = []
@@ -174,13 +174,13 @@ def pairs(measured: Interference) -> list[Pair]:
                     float(total.canceling[i, j]),
                     sum(overlaps) / len(overlaps) if overlaps else None,
                     (float(total.harm[j, i]), float(total.harm[i, j])) if measured.has_fishers else None,
-                    _where(measured, i, j),
+                    _rank_layers(measured, i, j),
                 )
             )
     return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
 
 
-def _where(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
+def _rank_layers(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
     def amount(layer: Layer) -> float:
         sums = layer.sums
         return float(sums.harm[i, j] + sums.harm[j, i] if measured.has_fishers else sums.lost[i, j])
@@ -193,19 +193,19 @@ def _where(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
 
 def show(measured: Interference, advice: Sequence[Advice], console: Console) -> None:
     """Print experts, pairs, layers and advice as tables."""
-    console.print(_experts_table(measured))
+    console.print(_tabulate_experts(measured))
     if len(measured.experts) > 1:
-        console.print(_pairs_table(measured))
-        console.print(_layers_table(measured))
+        console.print(_tabulate_pairs(measured))
+        console.print(_tabulate_layers(measured))
     if measured.has_fishers and any(layer.bound for layer in measured.layers):
-        console.print(_bound_table(measured))
+        console.print(_tabulate_bounds(measured))
     for number, each in enumerate(advice, start=1):
         console.print(f"{number}. {each.text}", style="bold", highlight=False)
         console.print(f"   here: {each.because}", highlight=False)
         console.print(f"   evidence: {each.evidence}", highlight=False)
 
 
-def _table(title: str, first: str, others: Iterable[str]) -> Table:
+def _make_table(title: str, first: str, others: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(first, overflow="fold")
     for name in others:
@@ -213,8 +213,8 @@ def _table(title: str, first: str, others: Iterable[str]) -> Table:
     return table
 
 
-def _experts_table(measured: Interference) -> Table:
-    table = _table("Experts", "expert", ("norm", "of base", "stable rank", "energy in top k"))
+def _tabulate_experts(measured: Interference) -> Table:
+    table = _make_table("Experts", "expert", ("norm", "of base", "stable rank", "energy in top k"))
     matrices = [layer.spectra for layer in measured.layers if layer.spectra]
     for t, name in enumerate(measured.experts):
         norm = float(measured.total.norms[t])
@@ -226,11 +226,13 @@ def _experts_table(measured: Interference) -> Table:
     return table
 
 
-def _pairs_table(measured: Interference) -> Table:
+def _tabulate_pairs(measured: Interference) -> Table:
     columns = ["cosine", "sign conflict", "canceling", "subspaces / chance"]
     columns += ["harm →", "harm ←"] if measured.has_fishers else []
-    table = _table("Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns)
-    for pair in pairs(measured)[:_SHOWN]:
+    table = _make_table(
+        "Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns
+    )
+    for pair in list_pairs(measured)[:_SHOWN]:
         cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.canceling:.1f} %"]
         cells.append("–" if pair.overlap is None else f"{pair.overlap:.2f}")
         cells += [f"{value:.3g}" for value in pair.harm or ()]
@@ -238,9 +240,9 @@ def _pairs_table(measured: Interference) -> Table:
     return table
 
 
-def _layers_table(measured: Interference) -> Table:
+def _tabulate_layers(measured: Interference) -> Table:
     """Tensors by what cancels in them over all pairs."""
-    table = _table("Where most cancels", "tensor", ("share", "mean cosine", "subspaces / chance"))
+    table = _make_table("Where most cancels", "tensor", ("share", "mean cosine", "subspaces / chance"))
     upper = torch.triu(torch.ones(len(measured.experts), len(measured.experts), dtype=torch.bool), 1)
     whole = float(measured.total.lost[upper].sum())
     order = sorted(measured.layers, key=lambda layer: -float(layer.sums.lost[upper].sum()))
@@ -255,10 +257,10 @@ def _layers_table(measured: Interference) -> Table:
     return table
 
 
-def _bound_table(measured: Interference) -> Table:
+def _tabulate_bounds(measured: Interference) -> Table:
     """Matrices by the curvature that a merge of their leading directions leaves out, the whole model last."""
     title = "Curvature that a merge of rank k leaves out (EpiMer, Theorem 2)"
-    table = _table(title, "matrix", ("k", "conflict V", "residual R", "½(√V + √R)²", "lost"))
+    table = _make_table(title, "matrix", ("k", "conflict V", "residual R", "½(√V + √R)²", "lost"))
     bounded = [(layer, layer.bound) for layer in measured.layers if layer.bound and layer.spectra]
     rows = [(layer.name, str(layer.spectra.rank), bound) for layer, bound in bounded if layer.spectra]
     rows.sort(key=lambda row: -row[2].residual)

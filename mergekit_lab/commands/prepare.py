@@ -41,7 +41,7 @@ from mergekit_lab.checkpoints import (
 from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
+from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method, resolve_device
@@ -201,8 +201,8 @@ def prepare(
         refuse_absent({"the base": base, **named})
     opener = _Opener(read, allow_config_mismatch)
     origin = opener.open("the base", base, None)
-    notes = _about_folder(origin)
-    sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
+    notes = _describe_folder(origin)
+    sources = {n: _require_kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     is_merged = partial(is_selected, include=include, exclude=exclude)
     opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
@@ -213,7 +213,7 @@ def prepare(
         raise InputError("\n".join(problems))
     tokenizer = None
     try:
-        tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
+        tokenizer = _find_tokenizer_folder(tokenizer_from, origin, opened)
         same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged)
         _check_tokenizer(tokenizer, same.base)
     except InputError as error:
@@ -222,7 +222,7 @@ def prepare(
         same = Reconciled(origin, tuple(opened.values()))
         problems.append(str(error))
     chosen = tokenizer or same.tokenizer or origin.folder
-    called = _tokenizer_source(tokenizer_from, same.tokenizer, opened)
+    called = _name_tokenizer_source(tokenizer_from, same.tokenizer, opened)
     folders = {name: expert.folder for name, expert in opened.items()}
     notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
     side: dict[str, dict[str, Checkpoint]] = {}
@@ -245,26 +245,30 @@ def prepare(
         dtype=dtype,
         include=include,
         exclude=exclude,
-        kept=[*same.exclude, *_floating(origin, list_computed_buffers(origin)), *_statistics(origin, buffers)],
+        kept=[
+            *same.exclude,
+            *_list_floating(origin, list_computed_buffers(origin)),
+            *_list_statistics(origin, buffers),
+        ],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
         tokenizer=chosen,
         tokenizer_source=called,
-        base_source=_called(base),
-        sources={name: _called(source) for name, source in named.items()},
+        base_source=_name_input(base),
+        sources={name: _name_input(source) for name, source in named.items()},
         notes=notes,
         problems=problems,
     )
 
 
-def _statistics(base: Checkpoint, buffers: str) -> list[str]:
+def _list_statistics(base: Checkpoint, buffers: str) -> list[str]:
     """Batch norm's running statistics, where they stay the base's."""
     require_choice("buffers", buffers, ("merge", "base"))
     return [name for name in base if name.endswith(RUNNING_STATISTICS)] if buffers == "base" else []
 
 
-def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+def _list_floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
@@ -299,7 +303,7 @@ class _Opener:
     def arrange(self, name: str, source: Arranged) -> Checkpoint:
         models: dict[str, Checkpoint] = {}
         for piece in source.pieces:
-            called = _called(piece.model)
+            called = _name_input(piece.model)
             if called not in models:
                 opened = self.open(called, piece.model, None)
                 models[called] = align(next(iter(models.values()), opened), opened, read=self.read)
@@ -307,11 +311,11 @@ class _Opener:
         said, problems = compare_configs(models[first], {n: models[n] for n in others}, self.allowed)
         self.notes += [note for note in said if note not in self.notes]
         self.problems += [problem for problem in problems if problem not in self.problems]
-        parts = [LayerRange(models[_called(p.model)], p.first, p.stop) for p in source.pieces]
+        parts = [LayerRange(models[_name_input(p.model)], p.first, p.stop) for p in source.pieces]
         return arrange_layers(parts, name)
 
 
-def _about_folder(base: Checkpoint) -> list[str]:
+def _describe_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
     library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
@@ -322,7 +326,7 @@ def _about_folder(base: Checkpoint) -> list[str]:
     return notes
 
 
-def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
+def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     """The expert, unless it is for the library whose file of the base was not read, or factors of no model."""
     factors = [name for name in expert if _FACTOR.search(name)]
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
@@ -340,7 +344,7 @@ def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     return expert
 
 
-def _tokenizer_folder(
+def _find_tokenizer_folder(
     wanted: str | Path | None, base: Checkpoint, experts: Mapping[str, Checkpoint]
 ) -> Path | None:
     if wanted is None:
@@ -356,9 +360,11 @@ def _tokenizer_folder(
     return folder
 
 
-def _tokenizer_source(wanted: str | Path | None, folder: Path | None, opened: Mapping[str, Checkpoint]) -> str:
+def _name_tokenizer_source(
+    wanted: str | Path | None, folder: Path | None, opened: Mapping[str, Checkpoint]
+) -> str:
     if wanted is not None:
-        return str(wanted) if str(wanted) in {*opened, "base"} else _called(wanted)
+        return str(wanted) if str(wanted) in {*opened, "base"} else _name_input(wanted)
     return next((name for name, expert in opened.items() if folder and expert.folder == folder), "base")
 
 
@@ -404,8 +410,8 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     """A warning where an adapter says that it was trained on a model of another name, wherever that lay."""
     known = [str(read_config(base.folder).get("_name_or_path") or ""), str(base.folder or "")]
-    mine = [called for each in known if (called := _last_name(each))]
-    if not _last_name(wanted) or not mine or _last_name(wanted) in mine:
+    mine = [called for each in known if (called := _strip_path(each))]
+    if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
         return []
     return [
         f"warning: the adapter {name} was trained on {wanted!r}, and the base is called {mine[0]!r}: are they "
@@ -413,23 +419,23 @@ def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     ]
 
 
-def _last_name(model: str) -> str:
+def _strip_path(model: str) -> str:
     """What a model is called, of a hub id, a path, or its place in the hub's cache."""
     parts = [part for part in model.casefold().split("/") if part]
     cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
     return (cached or parts or [""])[-1]
 
 
-def _called(source: Any) -> str:
+def _name_input(source: Any) -> str:
     """What a card calls an input: a hub id as it is, a path by its last part."""
     if isinstance(source, Adapter):
-        return f"{_called(source.adapter)} on {_called(source.model)}"
+        return f"{_name_input(source.adapter)} on {_name_input(source.model)}"
     if isinstance(source, Arranged):
-        return "layers of " + ", ".join(f"{_called(p.model)} {p.first}:{p.stop}" for p in source.pieces)
+        return "layers of " + ", ".join(f"{_name_input(p.model)} {p.first}:{p.stop}" for p in source.pieces)
     if isinstance(source, str) and not Path(source).expanduser().exists():
         return source
     if isinstance(source, str | Path):
         path = Path(source).absolute()
-        folder = last_part(path)
+        folder = shorten_path(path)
         return folder if folder == path.name else f"{folder}/{path.name}"
     return "in memory"

@@ -49,12 +49,13 @@ def load_harness_task(task: HarnessTask) -> None:
     """
     manager = task.find_manager()
     try:
-        with _quiet():
+        with _silence():
             manager.load([task.name])
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
-            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: {_first_line(error)}): "
-            "its data comes from the hub or its cache, or from where the task's file says"
+            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: "
+            f"{_take_first_line(error)}): its data comes from the hub or its cache, or from where "
+            "the task's file says"
         ) from None
 
 
@@ -99,7 +100,7 @@ def run_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, size: int | str, precision: str, progress: bool
 ) -> Any:
     """What the harness itself returns; `size` is its batch size, a number or "auto"."""
-    with _quiet(progress):
+    with _silence(progress):
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -154,7 +155,7 @@ def read_results(task: HarnessTask, results: Any) -> HarnessScores:
 
 
 @contextmanager
-def _quiet(progress: bool = False) -> Iterator[None]:
+def _silence(progress: bool = False) -> Iterator[None]:
     """Without what the harness prints; with its bars, which go to the standard error, where they are wanted."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with redirect_stdout(StringIO()), warnings.catch_warnings():
@@ -163,5 +164,5 @@ def _quiet(progress: bool = False) -> Iterator[None]:
             yield
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200]

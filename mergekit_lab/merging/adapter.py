@@ -31,7 +31,7 @@ from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import svd
 from mergekit_lab.merging.inputs import open_inputs, select_tensors
 from mergekit_lab.merging.stream import merge_coordinates, merge_tensors
-from mergekit_lab.merging.subspace import SubspaceMethod, plain_adapters
+from mergekit_lab.merging.subspace import SubspaceMethod, find_plain_adapters
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import require
 
@@ -81,12 +81,12 @@ class AdapterMerge:
     def is_sum(self) -> bool:
         """Whether the factors of the experts, side by side, are those of the merge."""
         plain = type(self.method) in (TaskArithmetic, WeightAverage)
-        return plain and bool(plain_adapters(self.experts))
+        return plain and bool(find_plain_adapters(self.experts))
 
     @property
     def is_joint(self) -> bool:
         """Whether the merge is made of factors in a subspace of all experts', and so has factors itself."""
-        return isinstance(self.method, SubspaceMethod) and bool(plain_adapters(self.experts))
+        return isinstance(self.method, SubspaceMethod) and bool(find_plain_adapters(self.experts))
 
     @property
     def error(self) -> float:

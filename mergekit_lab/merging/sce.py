@@ -61,7 +61,7 @@ class SCE(ScaledMethod):
         if self.density < 1:
 
             def vary() -> Iterator[Tensor]:
-                return (_vary(deltas) for _, deltas, _ in blocks())
+                return (_compute_variance(deltas) for _, deltas, _ in blocks())
 
             varying = sum(int(variance.count_nonzero()) for variance in vary())
             largest = select_largest([vary], int(varying * self.density), entries)
@@ -89,10 +89,10 @@ class SCE(ScaledMethod):
     def _select(self, deltas: Tensor, largest: Largest | None, offset: int) -> Tensor:
         if largest is None:
             return deltas
-        return deltas * largest.trim(_vary(deltas), offset).sign_()
+        return deltas * largest.trim(_compute_variance(deltas), offset).sign_()
 
 
-def _vary(deltas: Tensor) -> Tensor:
+def _compute_variance(deltas: Tensor) -> Tensor:
     """The variance of each position over the experts, `[1, n]`; exactly 0 where they agree."""
     # torch's own over dim 0 takes a CPU thirty times as long
     apart = deltas - deltas[0]

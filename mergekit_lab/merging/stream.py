@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
@@ -418,7 +418,7 @@ def count_workers(reader: Reader) -> int:
     other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
     if reader.inputs.computed:
         return 1
-    cores = usable_cores()
+    cores = count_cores()
     if reader.device.type == "cpu":
         return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1
     if not reader.fed:

@@ -129,7 +129,7 @@ class Frame:
         self.device = device
         self._inputs, self._method = inputs, method
         self._last = threading.local()
-        self._adapters = plain_adapters(inputs.experts)
+        self._adapters = find_plain_adapters(inputs.experts)
         self.shapes: dict[str, tuple[int, int]] = {}
         merged: list[str] = []
         for name in inputs.merged:
@@ -209,7 +209,7 @@ class _Coordinates(Computed):
         return self._frame.project(name, self._expert)
 
 
-def plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
+def find_plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
     """The experts as adapters that only add `B·A` to weights of linear layers; nothing unless all are."""
     adapters = {name: find_adapter(expert) for name, expert in experts.items()}
     plain = {

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.sharded import first_entry, take_part_like, take_parts
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.optim.sharded import find_first_entry, take_part_like, take_parts
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def draw_noise(
         draws = sample(
             sum(sizes),
             generators[device],
-            wide_dtype(group[0]),
+            widen_dtype(group[0]),
             distribution=distribution,
             loc=loc,
             scale=scale,
@@ -134,7 +134,7 @@ class Move:
         """The move of these parameters; None where `draw_noise` is to make it."""
         if not params or any(p.device.type != "cuda" or p.device != params[0].device for p in params):
             return None
-        if any(wide_dtype(p) is not torch.float32 or first_entry(p) is None for p in params):
+        if any(widen_dtype(p) is not torch.float32 or find_first_entry(p) is None for p in params):
             return None
         kernels = _load_kernels()
         return None if kernels is None else Move(kernels)
@@ -145,7 +145,7 @@ class Move:
         """See `gpu_noise.save_and_move`."""
         first, entries = [], 0
         for p in params:
-            first.append(entries + (first_entry(p) or 0))
+            first.append(entries + (find_first_entry(p) or 0))
             entries += -(-p.numel() // 4) * 4
         self._kernels.save_and_move(take_parts(params), take_parts(copies), first, seed, factor, **size)
 
@@ -179,9 +179,9 @@ def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     entries = 0
     for p in params:
-        kind = (p.device, wide_dtype(p))
+        kind = (p.device, widen_dtype(p))
         if group and (
-            kind != (group[0].device, wide_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
+            kind != (group[0].device, widen_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
         ):
             yield group
             group, entries = [], 0

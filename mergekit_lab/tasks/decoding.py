@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
 
@@ -58,7 +58,7 @@ def map_chunks(
 ) -> Iterator[T]:
     """`work` on chunks of rows, several at a time, results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
-    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
+    with ThreadPoolExecutor(min(32, count_cores())) as pool:
         yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
 
 

@@ -23,7 +23,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
 NAMES = ("last", "best")
@@ -86,7 +86,7 @@ def hash_weights(state: Mapping[str, Tensor]) -> str:
         own.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return own.digest()
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
 
 

@@ -21,7 +21,7 @@ from mergekit_lab.commands.recipes.methods import (
     PerTensor,
     check_parameter,
     is_per_model,
-    method_for,
+    make_method,
 )
 from mergekit_lab.errors import InputError, abbreviate, listing
 from mergekit_lab.ranges import require
@@ -58,11 +58,11 @@ class RecipeParameters:
     based: bool = True
 
     def method(self, entries: Mapping[str, int]) -> PerTensor:
-        layers = _layer_counts(entries)
+        layers = _count_layers(entries)
         by_tensor = {}
         for name, count in entries.items():
             shared, by_model = self._resolve(name, layers)
-            by_tensor[name] = method_for(self.merge_method, shared, by_model, count, self.seed, self.based)
+            by_tensor[name] = make_method(self.merge_method, shared, by_model, count, self.seed, self.based)
         return PerTensor(merge_method=self.merge_method, seed=self.seed, by_tensor=by_tensor)
 
     def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -72,10 +72,12 @@ class RecipeParameters:
         for key, default in wanted.items():
             levels = [part.parameters, self.parameters]
             if not is_per_model(self.merge_method, key):
-                shared[key] = _first(levels, key, name, t, default)
+                shared[key] = _find_first(levels, key, name, t, default)
                 continue
             by_model[key] = [
-                _first([part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default)
+                _find_first(
+                    [part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default
+                )
                 for model in self.models
             ]
             lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
@@ -108,7 +110,7 @@ def _name_in(part: LayerSlice, model: str, name: str) -> str:
     return parsed.at(parsed.layer - part.first + part.starts[model])
 
 
-def _layer_counts(names: Any) -> dict[str, int]:
+def _count_layers(names: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         parsed = split_layer(name)
@@ -117,7 +119,7 @@ def _layer_counts(names: Any) -> dict[str, int]:
     return counts
 
 
-def _first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
+def _find_first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
     for level in levels:
         if key in level:
             value = evaluate(level[key], name, t, key)

@@ -222,7 +222,7 @@ class HessianPath(Analysis):
         batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
         hessian = Hessian(objective.with_head(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
-            hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
+            hessian, hessian.draw_vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )
         point: Data = {
             "eigenvalue": top.values[0],
@@ -231,7 +231,7 @@ class HessianPath(Analysis):
             "iterations": top.iterations,
         }
         if self.products:
-            estimate = trace(hessian, hessian.vector(), products=self.products, seed=run.seed)
+            estimate = trace(hessian, hessian.draw_vector(), products=self.products, seed=run.seed)
             point |= {"trace": estimate.value, "trace_error": estimate.standard_error}
         return point
 
