@@ -13,7 +13,7 @@ from programs import start_program
 from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
 from mergekit_lab.machine import count_cores
-from mergekit_lab.workers import Pool, stop, together
+from mergekit_lab.workers import Pool, run_together, stop
 
 
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
@@ -40,10 +40,10 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
 
 
 def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -> None:
-    assert together(rank, (None,), ["cpu", "cpu"]) == ("0", "0", "2", "127.0.0.1")
+    assert run_together(rank, (None,), ["cpu", "cpu"]) == ("0", "0", "2", "127.0.0.1")
     begun = time.monotonic()
     with pytest.raises(InputError, match="this rank has a mistake"):
-        together(rank, (1,), ["cpu", "cpu"])
+        run_together(rank, (1,), ["cpu", "cpu"])
     assert time.monotonic() - begun < 30
 
 

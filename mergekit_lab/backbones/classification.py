@@ -69,7 +69,7 @@ class Crops:
         generator = torch.Generator().manual_seed(seed)
         boxes = draw_boxes(torch.from_numpy(pictures.sizes), generator, self.scale)
         flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
-        return pictures.windows(boxes, self.side, flips) / 255
+        return pictures.cut_windows(boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
@@ -107,7 +107,7 @@ class ImageObjective(Objective):
         if self.crops is None:
             return self.batch("train", index)
         samples = self.task.samples("train")
-        return samples.packed(index), samples.labels[index]
+        return samples.pack(index), samples.labels[index]
 
     def augment(self, batch: Any, seed: int) -> Batch:
         if self.crops is None:

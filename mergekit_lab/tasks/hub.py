@@ -18,7 +18,7 @@ _LAST = ".gitattributes"
 """In every repository, and taken last: where it is, so are files whose names do not tell how many there are."""
 
 
-def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
+def find_cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
     for revision in (None, _CONVERTED):
         folder = find_cached_folder(repo, revision, "dataset")

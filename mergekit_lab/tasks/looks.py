@@ -74,7 +74,7 @@ LOOKS: dict[str, Look] = {
 }  # fmt: skip
 
 
-def _uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
+def _draw_uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
     return torch.rand(count, generator=generator) * (high - low) + low
 
 
@@ -85,10 +85,10 @@ def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float =
     aside: pixels to the right, on top of the look's shift.
     """
     count = len(bitmaps)
-    angle = _uniform(count, -look.rotation, look.rotation, generator) * (pi / 180)
-    zoom = (SIZE / CANVAS) / _uniform(count, *look.scale, generator)
-    slope = _uniform(count, -look.shear, look.shear, generator)
-    shift = 2 / CANVAS * _uniform(2 * count, -look.shift, look.shift, generator).reshape(2, count)
+    angle = _draw_uniform(count, -look.rotation, look.rotation, generator) * (pi / 180)
+    zoom = (SIZE / CANVAS) / _draw_uniform(count, *look.scale, generator)
+    slope = _draw_uniform(count, -look.shear, look.shear, generator)
+    shift = 2 / CANVAS * _draw_uniform(2 * count, -look.shift, look.shift, generator).reshape(2, count)
     shift[0] -= 2 / SIZE * aside * zoom
     cos, sin = angle.cos(), angle.sin()
     theta = torch.stack(
@@ -98,7 +98,7 @@ def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float =
     return grid_sample(bitmaps.unsqueeze(1), grid, align_corners=False).squeeze(1)
 
 
-def _strokes(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
+def _draw_strokes(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
     """The glyph's own ink, `[N, SIZE, SIZE]`: warped, with neighbors, mirrored or hollow as the look says."""
     ink = warp(bitmaps, look, generator)
     if look.crowd:
@@ -117,14 +117,14 @@ def _cover(ink: Tensor, look: Look, generator: torch.Generator) -> Tensor:
     count = len(ink)
     ys, xs = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     for _ in range(look.bars):
-        angle = _uniform(count, 0, pi, generator)[:, None, None]
-        offset = _uniform(count, -9, 9, generator)[:, None, None]
+        angle = _draw_uniform(count, 0, pi, generator)[:, None, None]
+        offset = _draw_uniform(count, -9, 9, generator)[:, None, None]
         distance = ((xs - SIZE / 2) * angle.cos() + (ys - SIZE / 2) * angle.sin() - offset).abs()
         ink = ink * (distance > 1.5)
     if look.stripes:
-        angle, phase = (_uniform(count, 0, pi * k, generator)[:, None, None] for k in (1, 2))
+        angle, phase = (_draw_uniform(count, 0, pi * k, generator)[:, None, None] for k in (1, 2))
         wave = torch.sin((xs * angle.cos() + ys * angle.sin()) * (2 * pi / 6) + phase)
-        strength = _uniform(count, look.stripes / 2, look.stripes, generator)[:, None, None]
+        strength = _draw_uniform(count, look.stripes / 2, look.stripes, generator)[:, None, None]
         ink = torch.maximum(ink, strength * (wave + 1) / 2)
     return ink
 
@@ -132,9 +132,9 @@ def _cover(ink: Tensor, look: Look, generator: torch.Generator) -> Tensor:
 def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
     """Clean bitmaps uint8 `[N, CANVAS, CANVAS]` to images uint8 `[N, 3, SIZE, SIZE]` in this look."""
     count = len(bitmaps)
-    ink = _cover(_strokes(bitmaps.float() / 255, look, generator), look, generator)
+    ink = _cover(_draw_strokes(bitmaps.float() / 255, look, generator), look, generator)
     if look.blur:
-        share = _uniform(count, 0, look.blur, generator)[:, None, None]
+        share = _draw_uniform(count, 0, look.blur, generator)[:, None, None]
         for _ in range(2):
             soft = avg_pool2d(ink.unsqueeze(1), 3, 1, 1).squeeze(1)
             ink = ink + share * (soft - ink)
@@ -144,10 +144,10 @@ def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
         colors.append((start + torch.rand(count, 3, generator=generator) * (end - start))[:, :, None, None])
     images = colors[1] + ink.unsqueeze(1) * (colors[0] - colors[1])
     if look.shade:
-        angle = _uniform(count, 0, 2 * pi, generator)[:, None, None]
+        angle = _draw_uniform(count, 0, 2 * pi, generator)[:, None, None]
         ramp = torch.linspace(-0.5, 0.5, SIZE)
         light = 1 + look.shade * (ramp[None, None, :] * angle.cos() + ramp[None, :, None] * angle.sin())
         images = images * light.unsqueeze(1)
-    grain = _uniform(count, look.noise / 2, look.noise, generator)[:, None, None, None]
+    grain = _draw_uniform(count, look.noise / 2, look.noise, generator)[:, None, None, None]
     images = images + grain * torch.randn(images.shape, generator=generator)
     return (images * 255).round().clamp(0, 255).to(torch.uint8)

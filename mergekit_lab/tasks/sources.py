@@ -82,14 +82,14 @@ class ParquetRows(Rows):
         labels: list[Any] = []
         for file in files:
             opened = _open_parquet(file)
-            self._image = _image_column(file, opened.schema_arrow, image)
+            self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
                     f"{file} has no column {label!r} of labels; columns: {listing(opened.schema_arrow.names)}"
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            with reading_parquet(file):
+            with explain_parquet_errors(file):
                 labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
@@ -103,15 +103,15 @@ class ParquetRows(Rows):
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
         opened = _open_parquet(file)
-        with reading_parquet(file):
+        with explain_parquet_errors(file):
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
         at = next(i for i, rows in enumerate(self.chunks) if row in rows)
-        return f"{self._groups[at][0].name}, row {row - self._first_row(at)}"
+        return f"{self._groups[at][0].name}, row {row - self._find_first_row(at)}"
 
-    def _first_row(self, chunk: int) -> int:
+    def _find_first_row(self, chunk: int) -> int:
         """The first row of the file that holds a chunk."""
         file = self._groups[chunk][0]
         return next(
@@ -122,12 +122,12 @@ class ParquetRows(Rows):
 def _open_parquet(file: Path) -> Any:
     from pyarrow import parquet
 
-    with reading_parquet(file):
+    with explain_parquet_errors(file):
         return parquet.ParquetFile(file)
 
 
 @contextmanager
-def reading_parquet(file: Path) -> Iterator[None]:
+def explain_parquet_errors(file: Path) -> Iterator[None]:
     """Raises `InputError` for whatever stops pyarrow, which names the file."""
     from pyarrow import ArrowException
 
@@ -138,7 +138,7 @@ def reading_parquet(file: Path) -> Iterator[None]:
         raise InputError(f"{file} is not a readable parquet file ({reason}): was the copy cut short?") from None
 
 
-def _image_column(file: Path, schema: Any, wanted: str) -> str:
+def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
     def is_binary(kind: Any) -> bool:
@@ -225,7 +225,7 @@ class FolderRows(Rows):
     def __init__(self, folder: Path) -> None:
         inside = next(os.walk(folder, onerror=_refuse_unreadable))[1]
         classes = sorted(name for name in inside if not name.startswith("."))
-        images = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
+        images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
         self._images = [file for _, file in images]
         _refuse_no_files(self._images)
@@ -241,7 +241,7 @@ class FolderRows(Rows):
         return str(self._images[row].relative_to(self._folder.parent))
 
 
-def _image_files(folder: Path) -> list[Path]:
+def _list_image_files(folder: Path) -> list[Path]:
     """All below a folder, sorted; links to folders are not followed."""
     return sorted(
         Path(inside, name)
@@ -347,13 +347,13 @@ class Fer2013Rows(Rows):
         self.chunks = _in_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_gray_picture(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
         return f"{self._file.name}, line {self._lines[row]}"
 
 
-def _gray_picture(pixels: str) -> bytes:
+def _encode_gray(pixels: str) -> bytes:
     """A square of gray levels as PNG; no bytes, which are no picture, where the levels are none."""
     from PIL import Image
 

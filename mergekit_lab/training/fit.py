@@ -108,7 +108,7 @@ def finetune(
     called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
     origin = Origin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
-    lit = _trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
+    lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -136,7 +136,7 @@ def finetune(
     return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
 
-def _trainer(
+def _make_trainer(
     settings: TrainingSettings,
     folder: Path,
     callbacks: list[Any],

@@ -20,7 +20,7 @@ from mergekit_lab.runs.preflight import list_missing
 from mergekit_lab.runs.published_experts import find_expert, must_download
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
-from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.hub import download_data, find_cached_data
 
 NAME = "tiny-clip"
 CONFIG = {
@@ -141,12 +141,12 @@ def test_shards_without_a_count_are_whole_once_the_last_file_is_there(online, pu
     (repository / ".gitattributes").touch()
     asked = "clip-benchmark/wds_fer2013", ["train", "test"]
     cached = download_data(*asked, None)
-    assert cached_data(*asked, None) == cached
+    assert find_cached_data(*asked, None) == cached
     (cached / ".gitattributes").unlink()
     (cached / "test/1.tar").unlink()  # as a download that was cut leaves them
-    assert cached_data(*asked, None) is None
+    assert find_cached_data(*asked, None) is None
     assert len(list(download_data(*asked, None).glob("test/*.tar"))) == 2
-    assert cached_data(*asked, None) == cached
+    assert find_cached_data(*asked, None) == cached
 
 
 def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:

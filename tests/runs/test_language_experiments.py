@@ -149,7 +149,7 @@ def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables,
     found = {
         (row.table, row.setting)
         for name in cfg.published
-        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.settings_hold, made), made.tasks)
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, made), made.tasks)
     }
     assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
     assert len([setting for table, setting in found if table == "22"]) <= 1
