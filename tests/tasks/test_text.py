@@ -244,7 +244,7 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
         data = FILES[member.rpartition("/")[2]].encode()
         return gzip.compress(data) if member.endswith(".dz") else data
 
-    monkeypatch.setattr(text7.Packages, "debian", debian)
+    monkeypatch.setattr(text7.Packages, "read_debian", debian)
     found = text7.Packages(tmp_path)
     inner = io.BytesIO()
     _tar(
@@ -283,4 +283,4 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"failed .*put the file that matches x-\* into a folder"):
-        text7.Packages(tmp_path).file("x-*", ["false"])
+        text7.Packages(tmp_path).find_file("x-*", ["false"])
