@@ -98,7 +98,7 @@ class ImageObjective(Objective):
         self.crops = crops
         self.precision = precision
         self._resident: Tensor | None = None
-        self._reader: _Reader | None = None
+        self._reader: _ChunkReader | None = None
 
     def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.task.samples(part).take(index)
@@ -129,7 +129,7 @@ class ImageObjective(Objective):
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
         self._reader = None
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _Reader(self.task.samples(part).images, chunks, self.head.device)
+            self._reader = _ChunkReader(self.task.samples(part).images, chunks, self.head.device)
 
     def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
@@ -175,7 +175,7 @@ class ImageObjective(Objective):
         return right
 
 
-class _Reader:
+class _ChunkReader:
     """Brings chunks of images to a GPU while it computes on earlier ones.
 
     A thread copies each into memory that the GPU reads by itself, and starts the transfer on a stream of its

@@ -66,7 +66,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             raise InputError(
                 f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
             )
-    arranged = _Arranged(parts, label)
+    arranged = _ArrangedLayers(parts, label)
     known = _list_shapes(parts[0].model)
     for part in parts[1:]:
         odd = [
@@ -82,7 +82,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
     return arranged
 
 
-class _Arranged(Computed):
+class _ArrangedLayers(Computed):
     def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
         first, last = parts[0].model, parts[-1].model
         stack = _count_layers(first)[0]

@@ -132,12 +132,12 @@ class Prepared:
         """Patterns of everything that is not merged."""
         return [*self.exclude, *(escape(name) for name in self.kept)]
 
-    def plan(self, left_out: Sequence[str]) -> Plan:
+    def plan(self, left_out: Sequence[str]) -> FilePlan:
         """What is written; `left_out` are second names of tied weights."""
         return plan_output(self.base, self.dtype, left_out, self.max_shard_bytes)
 
 
-class Plan(NamedTuple):
+class FilePlan(NamedTuple):
     """What is written, how much to a file, and what the files are called."""
 
     specs: dict[str, TensorSpec]
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
 
 def plan_output(
     base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
-) -> Plan:
+) -> FilePlan:
     """How a model with the base's tensors is written, so that the base's library loads it: transformers without
     second names of tied weights, open_clip in one file, diffusers under its own name."""
     library = find_library(base)
@@ -157,7 +157,7 @@ def plan_output(
     stem = (library or TRANSFORMERS).stem
     if library is TRANSFORMERS and _DIFFUSERS_KEY in read_config(base.folder):
         stem = "diffusion_pytorch_model"
-    return Plan(specs, max_shard_bytes, stem)
+    return FilePlan(specs, max_shard_bytes, stem)
 
 
 _DIFFUSERS_KEY = "_class_name"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mergekit_lab.curvature.tape import Tape, find_tensors
-from mergekit_lab.curvature.uses import Convolution, Local, Lookup, Product, Ready, Use
+from mergekit_lab.curvature.uses import Convolution, Local, Lookup, MatrixProduct, Ready, Use
 
 BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mul, torch.mul}
 
@@ -46,7 +46,7 @@ def _record_product(
     a = input.detach()
     out = tape.watch(
         out,
-        (weight, lambda g: Product(tape.rows(a), tape.rows(g), flipped)),
+        (weight, lambda g: MatrixProduct(tape.rows(a), tape.rows(g), flipped)),
         (bias, lambda g: Ready(tape.rows(g).sum(dim=1))),
     )
     if not tape.is_aligned(input):

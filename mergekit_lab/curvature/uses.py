@@ -41,7 +41,7 @@ class Ready(Use):
 
 
 @dataclass
-class Product(Use):
+class MatrixProduct(Use):
     """`y = a Wᵀ`: the gradient is `Σ_l g_l a_lᵀ`, one product a sample.
 
     Args:

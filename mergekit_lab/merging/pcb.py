@@ -26,7 +26,7 @@ _NO_WEIGHT = 1e-12
 _MOST_EXPERTS = 88
 
 
-class _Survey(NamedTuple):
+class _Bounds(NamedTuple):
     """One number an expert, `[T, 1]`: bounds of magnitudes, and of balances."""
 
     low: Tensor
@@ -56,7 +56,7 @@ class PCB(ScaledMethod):
     def __post_init__(self) -> None:
         require(0 < self.ratio <= 1, "ratio", self.ratio, "in (0, 1]")
 
-    def survey(self, stream: Stream) -> _Survey | None:
+    def survey(self, stream: Stream) -> _Bounds | None:
         experts, entries = len(stream.experts), stream.entries
         if experts > _MOST_EXPERTS:
             raise InputError(f"PCB weighs by exp(number of experts), and {experts} are too many for it")
@@ -72,10 +72,10 @@ class PCB(ScaledMethod):
         most = torch.full_like(bound, -torch.inf)
         for block in read_task_vectors(balances):
             most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
-        return _Survey(low, high, bound, most)
+        return _Bounds(low, high, bound, most)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.survey
+        survey: _Bounds = site.survey
         low, high, bound, most = (x.to(deltas) for x in survey)
         height = (most - bound).where(most > bound, 1)
         weights = _balance(deltas, low, high).sub_(bound).clamp_(min=0).div_(height)

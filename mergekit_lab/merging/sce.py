@@ -27,7 +27,7 @@ from mergekit_lab.ranges import require, require_choice
 _NOTHING = 1e-6
 
 
-class _Survey(NamedTuple):
+class _SCESurvey(NamedTuple):
     largest: Largest | None
     shares: Tensor
 
@@ -56,7 +56,7 @@ class SCE(ScaledMethod):
         require_choice("preset", self.preset, ("paper", "mergekit"))
         require(self.weights is None, "weights", self.weights, "None: they follow from the task vectors")
 
-    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _Survey:
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _SCESurvey:
         largest = None
         if self.density < 1:
 
@@ -73,10 +73,10 @@ class SCE(ScaledMethod):
         means = squares / entries
         least = _NOTHING if self.preset == "mergekit" else torch.finfo(torch.float64).tiny
         even = means.sum() < least
-        return _Survey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
+        return _SCESurvey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.tensor
+        survey: _SCESurvey = site.tensor
         kept = self._select(deltas, survey.largest, site.offset)
         signs = elect(kept, "mass")
         signs.add_(1 - signs.abs())

@@ -32,7 +32,7 @@ expert that adds nothing has factors of rank 0, or zeros."""
 
 
 @dataclass(frozen=True)
-class Basis:
+class MatrixBasis:
     """Directions of one matrix.
 
     Attributes:
@@ -86,7 +86,7 @@ class SubspaceMethod(WrappingMethod):
                 "inputs of entries: choose another inner method"
             )
 
-    def find_basis(self, changes: Changes) -> Basis:
+    def find_basis(self, changes: Changes) -> MatrixBasis:
         """The directions in which the experts' changes of one matrix are merged."""
         raise NotImplementedError
 
@@ -149,12 +149,12 @@ class Frame:
             inputs, base=base, experts=experts, merged=tuple(merged), transposed=oriented, computed=True
         )
 
-    def find_basis(self, name: str) -> Basis:
+    def find_basis(self, name: str) -> MatrixBasis:
         if getattr(self._last, "name", None) != name:
             self._last.basis = None
             self._last.basis = self._method.find_basis(lambda: self._read_changes(name))
             self._last.name = name
-        basis: Basis = self._last.basis
+        basis: MatrixBasis = self._last.basis
         return basis
 
     def project(self, name: str, expert: str) -> Tensor:

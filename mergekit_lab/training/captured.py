@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.batches import Batch
-from mergekit_lab.cuda_graphs import Card
+from mergekit_lab.cuda_graphs import GraphStream
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MOST = 32
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _StepRecording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Tensor
@@ -58,14 +58,14 @@ class Replay:
     ) -> None:
         self._step = step
         self._optimizer = optimizer if isinstance(optimizer, WrappedOptimizer) else None
-        self._card = Card(device)
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._graph_stream = GraphStream(device)
+        self._recordings: dict[Hashable, _StepRecording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._may_record = True
 
     def __call__(self, batch: Batches) -> Tensor:
         """One step; returns its loss, which the next step overwrites."""
-        with self._card.stream():
+        with self._graph_stream.stream():
             return self._make(batch)
 
     def _make(self, batch: Batches) -> Tensor:
@@ -96,7 +96,7 @@ class Replay:
             return None
         return plan, tuple((*name, t.shape, t.dtype) for name, t in _name_tensors(batch))
 
-    def _record(self, batch: Batches) -> _Recording | None:
+    def _record(self, batch: Batches) -> _StepRecording | None:
         """Record the coming step, without making it. Where that fails, say so, and record no more."""
         optimizer = self._optimizer
         inputs = {name: tensor.clone() for name, tensor in _name_tensors(batch)}
@@ -113,7 +113,7 @@ class Replay:
             generators.append(optimizer.replay.generator)
             counted = {name: getattr(optimizer, name) for name in optimizer.saved_attributes}
         try:
-            graph, loss = self._card.record(lambda: self._step(fixed), generators)
+            graph, loss = self._graph_stream.record(lambda: self._step(fixed), generators)
         except Exception as error:
             self._may_record = False
             for name, value in counted.items():
@@ -123,7 +123,7 @@ class Replay:
                 (str(error) or type(error).__name__).splitlines()[0],
             )
             return None
-        return _Recording(graph, list(inputs.values()), loss)
+        return _StepRecording(graph, list(inputs.values()), loss)
 
 
 def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:

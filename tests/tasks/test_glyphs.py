@@ -8,7 +8,7 @@ import torch
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Greek
 from mergekit_lab.tasks.glyphs import CANVAS, FACES, digest, list_characters, select_faces, stack
-from mergekit_lab.tasks.looks import LOOKS, SIZE, Look, draw, warp
+from mergekit_lab.tasks.looks import LOOKS, SIZE, GlyphLook, draw, warp
 
 PAIRS = [(FACES[0], code) for code in map(ord, "aBg7")]
 
@@ -84,7 +84,7 @@ def test_a_look_is_a_function_of_the_seed(name):
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_every_part_of_a_look_changes_the_picture(change):
-    plain = Look(LOOKS["fabric"].ink, LOOKS["fabric"].paper, noise=0.0)
+    plain = GlyphLook(LOOKS["fabric"].ink, LOOKS["fabric"].paper, noise=0.0)
     images = [
         draw(stack(PAIRS), look, torch.Generator().manual_seed(0)) for look in (plain, replace(plain, **change))
     ]

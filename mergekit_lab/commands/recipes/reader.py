@@ -95,7 +95,7 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
             which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
             raise InputError(f"{which} is not a mergekit recipe: it has no merge_method")
     if len(documents) == 1:
-        return _Reader(documents[0], str(file), {}).read_recipe(text, seed)
+        return _RecipeReader(documents[0], str(file), {}).read_recipe(text, seed)
     return _read_stages(documents, file, text, seed, folder)
 
 
@@ -112,7 +112,7 @@ def _read_stages(
             raise InputError(f"{file}: the name {name!r} of a document is not a plain name")
         named[name] = document
     sources: dict[str, Any] = {name: name for name in named}
-    needs = {name: _Reader(document, str(file), sources).list_used() for name, document in named.items()}
+    needs = {name: _RecipeReader(document, str(file), sources).list_used() for name, document in named.items()}
     last = [name for name in named if not any(name in others for others in needs.values())]
     if len(last) != 1:
         ends = f"{listing(last)} are used by no other" if last else "they use each other in a circle"
@@ -124,7 +124,7 @@ def _read_stages(
             raise InputError(f"{file}: documents use each other in a circle ({listing(named.keys() - done)})")
         for name in ready:
             made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
-            done[name] = _Reader(named[name], str(file), made).read_recipe(text, seed)
+            done[name] = _RecipeReader(named[name], str(file), made).read_recipe(text, seed)
     recipe = done.pop(last[0])
     notes = [*recipe.notes, *(f"{name}: {note}" for name, stage in done.items() for note in stage.notes)]
     return replace(recipe, stages=done, notes=notes)
@@ -150,7 +150,7 @@ class _Slice(NamedTuple):
         return [_Source(*self.base, 0, -1, {})] if self.base else []
 
 
-class _Reader:
+class _RecipeReader:
     def __init__(self, content: Mapping[str, Any], where: str, made: Mapping[str, Any]) -> None:
         self.where = where
         self.made = made
