@@ -47,7 +47,7 @@ from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.curvature import list_kinds, side_node
-from mergekit_lab.runs.finetune import fit_node, stage_finetune, task_settings
+from mergekit_lab.runs.finetune import fit_node, plan_settings, stage_finetune
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.settle import settle
@@ -84,7 +84,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     bench = Bench(run)
     known: Values = {
         "world": cell.world, "axis": cell.axis, "value": cell.value, "arm": cell.arm, "seed": cell.seed,
-        "steps": task_settings(run, next(iter(run.tasks))).steps, "base_norm": vectors.base_norm,
+        "steps": plan_settings(run, next(iter(run.tasks))).steps, "base_norm": vectors.base_norm,
         "scale": run.plain["optimizer"].get("scale"), "rho": run.plain["optimizer"].get("rho"),
         "experts": bench.experts, "zero_shot": bench.zero_shot,
     }  # fmt: skip
@@ -262,7 +262,7 @@ def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
     found = {label: bench.merge(run, method, label, tasks) for label, method in methods.items()}
     plain = build_methods(run, {"epimer": {}}, seed)["epimer"]
     for count in SAMPLES:
-        other = run.variant({"curvature": {"samples": count}})
+        other = run.vary({"curvature": {"samples": count}})
         found[f"epimer samples {count}"] = bench.merge(other, plain, "epimer", tasks)
     return found
 

@@ -85,13 +85,13 @@ def _list_attention_modules(model: nn.Module) -> list[str]:
 def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
     """torch's attention reads its output projection's weights without calling it: it would miss an adapter."""
 
-    def named(module: str) -> bool:
+    def is_named(module: str) -> bool:
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
     unseen = [
         f"{name}.out_proj"
         for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) and named(f"{name}.out_proj") and not named(name)
+        if isinstance(module, nn.MultiheadAttention) and is_named(f"{name}.out_proj") and not is_named(name)
     ]
     if unseen:
         raise InputError(

@@ -242,13 +242,13 @@ def _make_model(key: tuple[str, str | None, int]) -> Any:
 
     backbone = OpenClip(*key)
     source = backbone.source
-    file = None if source is None else source.file()
+    file = None if source is None else source.find_file()
     weights, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
             alone = source is not None and source.image_tower_alone()
-            if source is not None and file is not None and not source.tag():
+            if source is not None and file is not None and not source.find_tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
             said, later = backbone._describe(), alone or renamed is not None

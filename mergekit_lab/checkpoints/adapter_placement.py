@@ -51,7 +51,7 @@ class Placed(NamedTuple):
     back: Callable[[Checkpoint], Checkpoint] | None = None
 
 
-def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
+def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
     """Find everything that is wanted.
 
     Args:
@@ -81,7 +81,7 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
     if len(best.targets) < len(wanted) and own is not None and (split := _in_pieces(base, own)) is not None:
-        by_pieces = place(label, split.base, wanted, kind)
+        by_pieces = locate(label, split.base, wanted, kind)
         if len(by_pieces.targets) > len(best.targets):
             best = by_pieces._replace(back=split.back)
     return best

@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_placed, plan_changes, untie_parts
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds
-from mergekit_lab.checkpoints.adapter_placement import place, read_target_class
+from mergekit_lab.checkpoints.adapter_placement import locate, read_target_class
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
@@ -198,7 +198,7 @@ def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str
     check_kinds(label, tensors)
     content = AdapterContent.read(label, tensors, config)
     wanted = content.list_wanted(tensors)
-    placed = place(label, base, wanted, read_target_class(config))
+    placed = locate(label, base, wanted, read_target_class(config))
     check_placed(label, tensors, content, placed, config)
     changes = plan_changes(label, tensors, placed, content, config)
     untied = untie_parts(label, tensors, placed, content, changes, config)

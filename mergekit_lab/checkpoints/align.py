@@ -153,7 +153,7 @@ def _choose_prefixes(
         InputError: two prefixes meet as many names, of as many shapes, and the expert's class does not tell.
     """
 
-    def met(option: tuple[str, str]) -> tuple[int, int]:
+    def count_met(option: tuple[str, str]) -> tuple[int, int]:
         """How many names are met, and how many of these with their shape."""
         pairs = (
             (name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in usuals.items()
@@ -167,7 +167,7 @@ def _choose_prefixes(
     dropped = [(head, "") for head in _list_heads(usual, len(usual) // 2 + 1)]
     count = Counter(head for name in wanted for head, rest in _cut_at_dots(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
-    options = {option: met(option) for option in (("", ""), *dropped, *added)}
+    options = {option: count_met(option) for option in (("", ""), *dropped, *added)}
     best = max(options.values())
     if options["", ""][0] == best[0]:
         return "", ""

@@ -170,10 +170,10 @@ def plan_specs(
 ) -> dict[str, TensorSpec]:
     """What a merge into `dtype` writes, in the base's order; `left_out` are second names of tied weights."""
 
-    def stored(spec: TensorSpec) -> TensorSpec:
+    def convert(spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, dtype) if dtype and spec.dtype.is_floating_point else spec
 
-    return {name: stored(spec) for name, spec in base.specs.items() if name not in left_out}
+    return {name: convert(spec) for name, spec in base.specs.items() if name not in left_out}
 
 
 def assume_ties(base: Checkpoint) -> dict[str, str]:

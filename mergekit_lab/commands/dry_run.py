@@ -263,13 +263,13 @@ def _estimate_arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Seque
     specs = prepared.base.specs
     method = prepared.method
 
-    def telling(name: str) -> tuple[bool, bool, bool, int]:
+    def rank(name: str) -> tuple[bool, bool, bool, int]:
         """How well a tensor stands for the others."""
         shape = specs[name].shape
         factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
         return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
 
-    name = max(merged, key=telling)
+    name = max(merged, key=rank)
     device = prepared.device[0]
     if method.elementwise:
         return _time_merge(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)

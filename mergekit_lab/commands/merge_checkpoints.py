@@ -259,7 +259,7 @@ class MergeCheckpoints:
 def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
     own = {name: value or getattr(recipe, name) for name, value in settings.items()}
-    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **own}
+    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}
 
 
 def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:

@@ -92,7 +92,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     if cfg.dry_run:
         from mergekit_lab.runs.plan import Plan
 
-        log.info("%s", Plan.of([run]).text())
+        log.info("%s", Plan.unite([run]).text())
         return None
     if len(run.devices) > 1 and "finetune" in wanted:
         from mergekit_lab.runs.train import IMPORTS

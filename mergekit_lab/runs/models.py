@@ -98,7 +98,7 @@ def expert_model(run: Run, name: str) -> Model:
 
 def checkpoint_model(run: Run, name: str) -> Model:
     """One of the run's `models`, which is evaluated on every task as it is."""
-    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.backbone_of(run.models[name]))
+    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(run.models[name]))
 
 
 def joint_model(run: Run) -> Model:

@@ -57,7 +57,7 @@ class Plan:
     made: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(runs: Sequence[Run]) -> Plan:
+    def unite(runs: Sequence[Run]) -> Plan:
         """The union of what all these runs would compute."""
         plan = Plan(runs[0].store, len(runs))
         for run in runs:

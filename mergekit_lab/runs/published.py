@@ -15,7 +15,7 @@ from mergekit_lab.reporting import Beside, Record, set_beside
 from mergekit_lab.reporting.published import Protocol, read_protocols
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, analysis_node
-from mergekit_lab.runs.finetune import expert_node, task_settings
+from mergekit_lab.runs.finetune import expert_node, plan_settings
 from mergekit_lab.runs.merge import merged_node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -75,7 +75,7 @@ def have_settings(run: Run, when: str) -> bool:
 def read_setting(run: Run, key: str) -> Any:
     """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
     if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
-        return run.backbone.source.published_name()
+        return run.backbone.source.find_published_name()
     group, _, rest = key.partition(".")
     if group == "choice":
         return run.choices.get(rest)
@@ -134,7 +134,7 @@ class _Measured:
     def _read_expert(self, task: str, what: str) -> float | None:
         if what == "training_seconds":
             speed = self._read_cost(task, "steps_per_second")
-            return task_settings(self.run, task).steps / speed if speed else None
+            return plan_settings(self.run, task).steps / speed if speed else None
         fit = self._fits.get(task)
         return None if fit is None else float(fit[what]) * (100 if what == "ks_distance" else 1)
 

@@ -149,13 +149,13 @@ class Run:
             bool(self.plain["backbone"].get("packing")),
         )
 
-    def backbone_of(self, source: str) -> Backbone:
+    def open_backbone(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
         node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
         backbone: Backbone = self._build(node, Backbone)
         return backbone
 
-    def variant(self, changes: Mapping[str, Any]) -> Run:
+    def vary(self, changes: Mapping[str, Any]) -> Run:
         """The same run with other values in its configuration; trackers do not hear of it.
 
         Close it after use.
@@ -291,7 +291,7 @@ class Run:
         return self.only is None or unit is None or unit in self.only
 
     @contextmanager
-    def working_on(self, units: list[str]) -> Iterator[None]:
+    def work_on(self, units: list[str]) -> Iterator[None]:
         """Work on these units meanwhile."""
         before, self.only = self.only, units
         try:
@@ -382,7 +382,7 @@ def _work_in_process(
         _latest[1].tracker = Tracker()
     run: Run = _latest[1]
     run.made.clear()
-    with run.working_on([unit]):
+    with run.work_on([unit]):
         stage(run)
     return set(run.made)
 

@@ -122,7 +122,7 @@ class Artifact:
                 return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
             digest, size = _hash(path), path.stat().st_size
         except PermissionError:
-            raise _know_nothing(path, "Permission denied") from None
+            raise _explain_unknown(path, "Permission denied") from None
         except OSError as error:
             return f"{self.title} cannot be read: {name!r}: {error.strerror}"
         if digest == wanted:
@@ -202,7 +202,7 @@ class Store:
             try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
             except PermissionError as error:
-                raise _know_nothing(folder, str(error.strerror)) from None
+                raise _explain_unknown(folder, str(error.strerror)) from None
             except DAMAGE:  # others may remove some meanwhile
                 continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
@@ -397,10 +397,10 @@ def list_folder(folder: Path) -> list[Path]:
         reason = "it is a link to nowhere"
     except OSError as error:
         reason = str(error.strerror)
-    raise _know_nothing(folder, reason)
+    raise _explain_unknown(folder, reason)
 
 
-def _know_nothing(path: Path, reason: str) -> InputError:
+def _explain_unknown(path: Path, reason: str) -> InputError:
     return InputError(f"{show_name(str(path))} cannot be read ({reason}), so its content is unknown")
 
 

@@ -37,7 +37,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
         reads_sources = signature(function).parameters["sources"].default is Parameter.empty
 
         @wraps(function)
-        def checked(
+        def check_and_score(
             predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] | None = None
         ) -> float:
             if not len(predictions):
@@ -53,10 +53,10 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
                     )
             return function(predictions, references, *(() if sources is None else (sources,)))
 
-        METRICS[function.__name__] = checked
+        METRICS[function.__name__] = check_and_score
         if mean:
             MEANS.add(function.__name__)
-        return checked
+        return check_and_score
 
     return register
 

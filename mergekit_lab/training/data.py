@@ -153,13 +153,13 @@ class StepBatches:
         for position, (name, size) in enumerate(self._sizes.items()):
             turns = chosen // size  # NumPy, for torch would let go of Python's lock in each of these lines
             chosen_by_turn = [
-                self._order_of(position, name, turn)[chosen[turns == turn] - turn * size]
+                self._draw_order(position, name, turn)[chosen[turns == turn] - turn * size]
                 for turn in range(turns[0], turns[-1] + 1)
             ]
             result[name] = torch.from_numpy(np.concatenate(chosen_by_turn))
         return result
 
-    def _order_of(self, task: int, name: str, turn: int) -> np.ndarray:
+    def _draw_order(self, task: int, name: str, turn: int) -> np.ndarray:
         """The order in which a task's training part is gone through for the `turn`th time."""
         if (task, turn) not in self._order:
             self._order = {k: v for k, v in self._order.items() if k[0] != task or k[1] == turn - 1}

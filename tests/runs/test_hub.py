@@ -216,7 +216,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
         found = find_expert(carried.experts, backbone, task)
         assert Path(found).parent.name == name
-        assert backbone.source.published_name() == wanted.weights
+        assert backbone.source.find_published_name() == wanted.weights
 
 
 def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:

@@ -15,7 +15,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import find_conditions, read_beside, read_published, set_beside
 from mergekit_lab.runs import published
-from mergekit_lab.runs.finetune import task_settings
+from mergekit_lab.runs.finetune import plan_settings
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import check
 
@@ -163,7 +163,7 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
             write_rows(tmp_path / name / task, plain(node))
             node.source = f"{tmp_path}/{name}/{task}"
         context = Run(cfg, tmp_path, choices)
-        found = {task: task_settings(context, task).steps for task in context.tasks}
+        found = {task: plan_settings(context, task).steps for task in context.tasks}
         assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 

@@ -57,7 +57,7 @@ class RecipeParameters:
     seed: int
     based: bool = True
 
-    def method(self, entries: Mapping[str, int]) -> PerTensor:
+    def make_method(self, entries: Mapping[str, int]) -> PerTensor:
         layers = _count_layers(entries)
         by_tensor = {}
         for name, count in entries.items():

@@ -66,10 +66,10 @@ class Recipe:
     text: str
     stages: Mapping[str, Recipe] = field(default_factory=dict)
 
-    def method(self, base: Checkpoint) -> PerTensor:
+    def make_method(self, base: Checkpoint) -> PerTensor:
         """The method for a model with these tensors."""
         entries = {name: spec.numel for name, spec in base.specs.items() if spec.dtype.is_floating_point}
-        return self.settings.method(entries)
+        return self.settings.make_method(entries)
 
 
 def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe:

@@ -51,7 +51,7 @@ class FisherFraction(Sweep):
         return labels
 
     def _vary(self, run: Run, fraction: float) -> Run:
-        return run.variant({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
+        return run.vary({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
 
     def content(self, run: Run) -> dict[str, Any]:
         labels = self._list_labels(run)
@@ -108,7 +108,7 @@ class FinetuningSteps(Sweep):
                 "epochs and no experts="
             )
         scaled = training.with_steps(max(1, round(share * training.steps)))
-        return run.variant(
+        return run.vary(
             {"training": {"steps": scaled.steps, "warmup_steps": scaled.warmup_steps}, "joint": False}
         )
 
