@@ -73,7 +73,7 @@ class Lines:
         looks = choose_looks(name for name in self.curves if name not in _REFERENCES)
         return {name: looks.get(name, REFERENCE) for name in self.curves}
 
-    def label_curve(self, name: str) -> str:
+    def label(self, name: str) -> str:
         """What a legend calls a curve."""
         return display_name(name) if self.mergers else name
 
@@ -160,10 +160,10 @@ def _chart(panel: Panel, grid: Any, names: tuple[str, str], box: Box | None, com
         return charts.chart_plane(panel.title, grid, names, panel.values, levels, panel.points, box)
     if isinstance(panel, Lines):
         return charts.chart_lines(
-            panel.title, panel.x, panel.y, {panel.label_curve(name): curve for name, curve in panel.curves.items()},
-            {panel.label_curve(name): look for name, look in panel.looks.items()}, labels=panel.labels,
+            panel.title, panel.x, panel.y, {panel.label(name): curve for name, curve in panel.curves.items()},
+            {panel.label(name): look for name, look in panel.looks.items()}, labels=panel.labels,
             logarithmic=panel.logarithmic and panel.positive, logarithmic_x=panel.logarithmic_x,
-            spreads={panel.label_curve(name): spread for name, spread in panel.spreads.items()},
+            spreads={panel.label(name): spread for name, spread in panel.spreads.items()},
         )  # fmt: skip
     return charts.chart_matrix(panel.title, panel.names, panel.values, panel.limits, panel.signed)
 
@@ -231,7 +231,7 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         look = looks[name].line | {"marker": "o" if len(x) <= _MARKED else ""}
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
-        axes.plot(x, y, markersize=4, label=drawing.shorten(panel.label_curve(name)), **look)
+        axes.plot(x, y, markersize=4, label=drawing.shorten(panel.label(name)), **look)
         if name in panel.spreads:
             axes.errorbar(x, y, yerr=panel.spreads[name], fmt="none", color=looks[name].color, elinewidth=1.0,
                           capsize=2.0)  # fmt: skip
