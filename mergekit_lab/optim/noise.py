@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +11,7 @@ from torch import Tensor
 
 from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.optim.sharded import find_first_entry, take_part_like, take_parts
-
-log = logging.getLogger(__name__)
+from mergekit_lab.triton_kernels import load_kernels
 
 DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
@@ -126,7 +122,7 @@ class Move:
     every process makes those of its part alone.
     """
 
-    def __init__(self, kernels: ModuleType) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
     @staticmethod
@@ -136,7 +132,7 @@ class Move:
             return None
         if any(widen_dtype(p) is not torch.float32 or find_first_entry(p) is None for p in params):
             return None
-        kernels = _load_kernels()
+        kernels = load_kernels(f"{__package__}.gpu_noise", "torch moves weights")
         return None if kernels is None else Move(kernels)
 
     def __call__(
@@ -148,27 +144,6 @@ class Move:
             first.append(entries + (find_first_entry(p) or 0))
             entries += -(-p.numel() // 4) * 4
         self._kernels.save_and_move(take_parts(params), take_parts(copies), first, seed, factor, **size)
-
-
-@cache
-def _load_kernels() -> ModuleType | None:
-    """`gpu_noise`, where Triton and what it needs are there and a first move comes out; else None."""
-    try:
-        from mergekit_lab.optim import gpu_noise
-
-        weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
-        seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
-        gpu_noise.save_and_move(
-            [weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0
-        )
-        if bool(copy.any()) or not bool(weights.all()):
-            return None
-    except Exception as error:
-        log.info(
-            "MergOPT moves weights by torch's operations, which takes longer (%s)", str(error).split("\n")[0]
-        )
-        return None
-    return gpu_noise
 
 
 def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:

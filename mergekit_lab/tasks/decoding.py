@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,8 +24,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.machine import count_cores
 from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
-
-log = logging.getLogger(__name__)
+from mergekit_lab.triton_kernels import load_kernels
 
 TRAINING_SIDE = 256
 FORM = 1
@@ -233,24 +230,12 @@ class Packed(NamedTuple):
         Args:
             boxes, flips: see `crops.resize`; on the CPU.
         """
-        kernels = _load_gpu_kernels() if self.pixels.is_cuda else None
+        kernels = (
+            load_kernels(f"{__package__}.gpu_crops", "torch crops pictures") if self.pixels.is_cuda else None
+        )
         if kernels is None:
             return resize(self.pad(), boxes, side, flips)
         return kernels.resize_packed(self.pixels, torch.from_numpy(self.sizes), boxes, side, flips)
-
-
-@cache
-def _load_gpu_kernels() -> Any:
-    """`tasks.gpu_crops`, where Triton and what it needs are there and a first picture comes out; else None."""
-    try:
-        from mergekit_lab.tasks import gpu_crops
-
-        pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
-        gpu_crops.resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)
-    except Exception as error:
-        log.info("pictures are cropped by torch alone, which takes longer (%s)", str(error).split("\n")[0])
-        return None
-    return gpu_crops
 
 
 class Pictures:

@@ -100,3 +100,9 @@ def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips
         _resize_rows[(highest, planes)](pixels, table, half, side, highest, taps, BLOCK=block)
         _resize_columns[(side, planes)](half, table, out, side, highest, taps, BLOCK=block)
     return out
+
+
+def probe() -> None:
+    """Resize a picture; raise where kernels cannot be built."""
+    pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
+    resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)
