@@ -31,7 +31,7 @@ from mergekit_lab.checkpoints import (
     plan_shards,
     refuse_quantized,
 )
-from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.write import list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import count_free_bytes, format_duration, format_size
@@ -46,10 +46,10 @@ from mergekit_lab.merging import (
 )
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_same_names, explain_missing_side, make_filter, select_tensors
+from mergekit_lab.merging.job_workers import FEEDERS
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
-from mergekit_lab.merging.stream import FEEDERS
 from mergekit_lab.merging.subspace import SubspaceMethod
 
 _BYTES_A_SECOND = 1e9

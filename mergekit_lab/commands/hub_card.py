@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS, read_json
-from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
 from mergekit_lab.paths import conf_dir

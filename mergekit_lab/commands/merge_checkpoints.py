@@ -13,7 +13,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
-from mergekit_lab.commands.prepare import Devices, Prepared, prepare
+from mergekit_lab.commands.prepare import Devices, prepare
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.console import is_watched

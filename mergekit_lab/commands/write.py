@@ -36,7 +36,7 @@ from mergekit_lab.checkpoints import (
     write_files,
 )
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
-from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError, listing, say_bytes, suggestion
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks.sources import find_missing_shards, find_part_files, is_shard
+from mergekit_lab.tasks.layouts import find_missing_shards, find_part_files, is_shard
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ from mergekit_lab.tasks.decoding import (
 )
 from mergekit_lab.tasks.hub import download_data, find_cached_data
 from mergekit_lab.tasks.labels import Labeling
-from mergekit_lab.tasks.sources import Rows, open_rows
+from mergekit_lab.tasks.layouts import open_rows
+from mergekit_lab.tasks.sources import Rows
 from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, Part
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from mergekit_lab.errors import InputError, listing
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
 _LARGEST_LABEL = 1 << 31
-_SHARD = re.compile(r"(\d+)-of-(\d+)")
 _FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
-_FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
+FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
 
 class Rows(ABC):
@@ -211,7 +210,7 @@ def _refuse_unreadable(error: OSError) -> None:
     raise InputError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _refuse_no_files(files: Sequence[Path]) -> None:
+def refuse_no_files(files: Sequence[Path]) -> None:
     """A broken link, a loop of links, a folder or a pipe by the name of a file."""
     if odd := [str(file) for file in files if not file.is_file()]:
         raise InputError(f"no files that can be read: {listing(odd, 3)}; remove them, or mend the links")
@@ -228,7 +227,7 @@ class FolderRows(Rows):
         images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
         self._images = [file for _, file in images]
-        _refuse_no_files(self._images)
+        refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
         self.chunks = _in_chunks(len(images))
@@ -318,7 +317,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = _FER2013_USAGE.get(part, set())
+        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
         table: Any = None
@@ -332,7 +331,7 @@ class Fer2013Rows(Rows):
             raise InputError(f"{file} cannot be read beyond line {line} ({error})") from None
         if lacking := {"emotion", "pixels", "Usage"} - set(columns):
             raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
-        known = set().union(*_FER2013_USAGE.values())
+        known = set().union(*FER2013_USAGE.values())
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {listing(known)}")
@@ -365,64 +364,3 @@ def _encode_gray(pixels: str) -> bytes:
     except (ValueError, OverflowError):
         return b""
     return out.getvalue()
-
-
-def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
-    """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
-
-    `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
-    `train/0.tar`.
-    """
-    data = sorted(file for file in files if file.endswith((".parquet", ".tar")))
-    inside = [file for file in data if subset in Path(file).parts[:-1]] if subset else []
-    return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
-
-
-def is_shard(file: str) -> bool:
-    """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
-    return _SHARD.search(file) is not None
-
-
-def find_missing_shards(files: Sequence[str]) -> list[str]:
-    """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
-    numbered: dict[tuple[str, int], set[str]] = {}
-    for file in files:
-        if shard := _SHARD.search(file):
-            numbered.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
-    return [
-        f"{total - len(numbers)} of {total} files {stem}…"
-        for (stem, total), numbers in numbered.items()
-        if len(numbers) < total
-    ]
-
-
-def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
-    """The first of the parts that a folder has, in whichever layout; None if it has none.
-
-    Args:
-        parts: names of the part, in the order of preference.
-        subset: a repository's subset, where it has several.
-        image, label: columns of parquet files.
-
-    Raises:
-        InputError: files that cannot be read, or lack a column.
-    """
-    names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
-    for part in parts:
-        listed = find_part_files(names, part, subset)
-        if missing := find_missing_shards(listed):
-            raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
-        files = [folder / file for file in listed]
-        _refuse_no_files(files)
-        if files and files[0].suffix == ".parquet":
-            return ParquetRows(files, image, label)
-        images = FolderRows(folder / part) if (folder / part).is_dir() else None
-        if files:
-            rows = TarRows(files)
-            return rows if len(rows) or not images else images  # an archive beside what came out of it
-        if (folder / "fer2013.csv").is_file():
-            if part in _FER2013_USAGE:
-                return Fer2013Rows(folder / "fer2013.csv", part)
-        elif images is not None and (len(images) or not names):
-            return images
-    return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints import Checkpoint
-from mergekit_lab.commands.prepare import Adapter, Arranged, Piece
+from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,
     BASE_IS_ONE_OF_ALL,
