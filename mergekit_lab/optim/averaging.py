@@ -14,8 +14,9 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.precision import widen
+from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
-from mergekit_lab.optim.wrapper import Closure, SavedWeights, WrappedOptimizer
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:

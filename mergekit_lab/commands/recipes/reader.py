@@ -12,13 +12,12 @@ in distribution only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,
@@ -26,9 +25,9 @@ from mergekit_lab.commands.recipes.methods import (
     DEFAULTS,
     NUMBERS,
     WITHOUT_BASE,
-    PerTensor,
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
+from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
 from mergekit_lab.yaml_files import make_values, read_yaml_text
 
@@ -39,37 +38,6 @@ _TOP = {
 _IDLE = {"name", "random_seed", "write_readme", "normalize", "int8_mask"}
 """Keys of public recipes that mergekit takes and does not read."""
 _PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe as arguments of `prepare`.
-
-    Attributes:
-        base: the base model; for `linear` without one, the first model.
-        experts: by the names they have in the recipe.
-        settings: where parameters come from.
-        dtype: of what is written.
-        embeddings, tokenizer_from: what `tokenizer_source` asks for.
-        notes: what of it has no effect here.
-        text: the YAML as it was.
-        stages: what other documents of it make first, by name, each after those that it needs.
-    """
-
-    base: Any
-    experts: Mapping[str, Any]
-    settings: RecipeParameters
-    dtype: str | None
-    embeddings: str | None
-    tokenizer_from: str | None
-    notes: Sequence[str]
-    text: str
-    stages: Mapping[str, Recipe] = field(default_factory=dict)
-
-    def make_method(self, base: Checkpoint) -> PerTensor:
-        """The method for a model with these tensors."""
-        entries = {name: spec.numel for name, spec in base.specs.items() if spec.dtype.is_floating_point}
-        return self.settings.make_method(entries)
 
 
 def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe:
