@@ -37,7 +37,7 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
             run lie there, which a mistake leaves as they are, or no work was begun and nobody named the folder.
     """
-    with _leave_failures(cfg, folder, overrides):
+    with leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
             if not any(each.startswith("+") for each in overrides):  # such a key may be what is mistyped
                 refuse_unset(cfg)
@@ -60,7 +60,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
+def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
     """Leave `failure.json` and the configuration where the program fails."""
     finished = _holds_results(folder) and not _in_sweep()
     try:

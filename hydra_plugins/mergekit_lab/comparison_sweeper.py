@@ -124,23 +124,23 @@ class ComparisonSweeper(BasicSweeper):
 
     def _launch_all(self, arguments: list[str]) -> Any:
         self._tell_launcher("ready")
-        jobs = self._list_jobs(arguments)
+        jobs = self.list_jobs(arguments)
         self._asked = len(jobs)
         self._train_first(jobs)
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Jobs that `_make_runs` has composed are known to be legal: a fifth of a second each."""
+        """Jobs that `make_runs` has composed are known to be legal: a fifth of a second each."""
         super().validate_batch_is_legal([job for job in batch if tuple(job) not in self._composed])
 
     def _parse(self, arguments: Sequence[str]) -> list[Override]:
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return parser.parse_overrides([*self._parse_config(), *arguments])
 
-    def _list_jobs(self, arguments: Sequence[str]) -> list[list[str]]:
+    def list_jobs(self, arguments: Sequence[str]) -> list[list[str]]:
         return [job for batch in self.split_arguments(self._parse(arguments), None) for job in batch]
 
-    def _make_runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
+    def make_runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
         from mergekit_lab.runs.entry import refuse_missing
@@ -170,7 +170,7 @@ class ComparisonSweeper(BasicSweeper):
     def _print_plan(self, arguments: list[str]) -> None:
         from mergekit_lab.runs.plan import Plan
 
-        runs = self._make_runs(self._list_jobs(arguments))
+        runs = self.make_runs(self.list_jobs(arguments))
         if runs:
             print(Plan.unite(list(runs.values())).text())
 
@@ -188,7 +188,7 @@ class ComparisonSweeper(BasicSweeper):
             or "finetune" not in list_stages(self.config)
         ):
             return
-        runs = self._make_runs(jobs)
+        runs = self.make_runs(jobs)
         numbers = list(runs)
         works = plan_shared_training(list(runs.values()))
         if not works or len(jobs) < 2:

@@ -107,7 +107,7 @@ class ClipWeights:
                 raise InputError(f"no shipped weights {self.name!r}{suggestion(self.name, shipped)}")
             return shipped[self.name]
         if tag := self.find_tag():
-            return self._download(tag)
+            return self.download(tag)
         path = self._path
         if path.is_file():
             return path
@@ -197,7 +197,7 @@ class ClipWeights:
         (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
 
-    def _download(self, tag: dict[str, Any]) -> Path:
+    def download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
         if (cached := _find_cached(tag)) is not None:
             return cached

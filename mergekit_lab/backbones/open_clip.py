@@ -92,7 +92,7 @@ class OpenClip(Backbone):
 
     def model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
-        visual = deepcopy(_make_model(self._key).visual)
+        visual = deepcopy(make_whole_model(self.key).visual)
         return ImageEncoder(visual.requires_grad_(True), _size(visual), visual.image_mean, visual.image_std)
 
     def check(self, task: Task) -> None:
@@ -117,7 +117,9 @@ class OpenClip(Backbone):
         assert isinstance(task, ImageTask)
         crops = None
         if self.crop is not None:
-            crops = Crops((self.crop[0], self.crop[1]), self.flip, max(_size(_make_model(self._key).visual)))
+            crops = Crops(
+                (self.crop[0], self.crop[1]), self.flip, max(_size(make_whole_model(self.key).visual))
+            )
         return ImageObjective(task, self._find_head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class OpenClip(Backbone):
         if self.head == "zero_shot":
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        temperature = float(_make_model(self._key).logit_scale.detach().exp())
+        temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
         return HEADS[self.head](self.model().to(device), task, temperature, device)
 
     @property
@@ -156,7 +158,7 @@ class OpenClip(Backbone):
         return None if self.weights is None else ClipWeights(self.architecture, self.weights)
 
     @property
-    def _key(self) -> tuple[str, str | None, int]:
+    def key(self) -> tuple[str, str | None, int]:
         """What the loaded weights depend on."""
         return self.architecture, self.weights, self.seed
 
@@ -179,7 +181,7 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = _make_model(self._key)
+        model = make_whole_model(self.key)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -236,7 +238,7 @@ def _size(visual: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def _make_model(key: tuple[str, str | None, int]) -> Any:
+def make_whole_model(key: tuple[str, str | None, int]) -> Any:
     """The whole model, float32 on the CPU, evaluation mode. One is kept: heads and towers ask in turn."""
     import open_clip
 

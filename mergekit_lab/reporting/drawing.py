@@ -89,7 +89,7 @@ def place_labels(axes: "Axes", points: Sequence[tuple[float, float, str]], **sty
                     **style,
                 )  # fmt: skip
                 note.set_in_layout(False)
-                box = note.get_window_extent() if far == 1 else _measure(note)
+                box = note.get_window_extent() if far == 1 else measure(note)
                 outside = not (inside.contains(*box.min) and inside.contains(*box.max))
                 wrong = 2 * outside + sum(box.overlaps(other) for other in taken)
                 if best is None or wrong < best[0]:
@@ -106,7 +106,7 @@ def place_labels(axes: "Axes", points: Sequence[tuple[float, float, str]], **sty
         taken.append(best[2])
 
 
-def _measure(note: Any) -> Any:
+def measure(note: Any) -> Any:
     """Where an annotation's text stands, its line left out."""
     from matplotlib.text import Text
 

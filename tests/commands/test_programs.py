@@ -88,7 +88,7 @@ def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
 
     with (
         pytest.raises(InputError, match=rf"{name} cannot be written \(Is a directory\): move it away"),
-        programs._leave_failures(OmegaConf.create({}), tmp_path, []),
+        programs.leave_failures(OmegaConf.create({}), tmp_path, []),
     ):
         work()
 

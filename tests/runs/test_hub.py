@@ -59,7 +59,7 @@ def published(tmp_path_factory) -> Path:
     for seed, tag in enumerate(WEIGHTS.values()):
         place = root / "models" / tag["hf_hub"]
         place.mkdir(parents=True)
-        save_file(room._make_model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
+        save_file(room.make_whole_model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
     expert = root / "models" / EXPERT
     expert.mkdir(parents=True)
     renamed = to_transformers(OpenClip(NAME, None, seed=5).model().state_dict())
@@ -196,7 +196,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, other, {**CONFIG, "embed_dim": 8})
     own = [tmp_path / "own.pt", tmp_path / "expert.pt"]
     for seed, file in enumerate(own):
-        torch.save(room._make_model((other, None, seed)).state_dict(), file)
+        torch.save(room.make_whole_model((other, None, seed)).state_dict(), file)
     jobs = {
         NAME: ["backbone.weights=openai", f"experts={{eurosat: {EXPERT}}}"],
         other: [f"backbone.weights={own[0]}", f"experts={{eurosat: {own[1]}}}"],
