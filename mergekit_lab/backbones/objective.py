@@ -108,7 +108,7 @@ class Objective(nn.Module, ABC):
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         """Loss and predictions together."""
-        batch = to_device(self.batch(part, index), device_of(model))
+        batch = to_device(self.batch(part, index), find_device(model))
         return Assessment(self.loss(model, batch), self.count_items(batch), self.predict(model, part, index))
 
     @abstractmethod
@@ -164,6 +164,6 @@ def to_list(predictions: list[Any] | Tensor) -> list[Any]:
     return predictions.tolist() if isinstance(predictions, Tensor) else predictions
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     """Where a model's parameters are."""
     return next(model.parameters()).device

@@ -5,6 +5,7 @@ where they have a fused kernel that reads the rate from the device (SGD, Adagrad
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,3 +57,18 @@ def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> N
     `keep_on_device`; rates are numbers as they are now."""
     for group, settings in zip(state_dict["param_groups"], before, strict=True):
         group |= settings | {"lr": float(group["lr"])}
+
+
+@dataclass(frozen=True)
+class ReplayState:
+    """Where a recorded step finds what the host decides of it.
+
+    Attributes:
+        generator: of random numbers, seeded anew for every step; a graph must register it.
+        seed: the same seed, int64, for kernels of our own.
+        factor: on what the step adds or mixes, a tensor without dimensions.
+    """
+
+    generator: torch.Generator
+    seed: Tensor
+    factor: Tensor

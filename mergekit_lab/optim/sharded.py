@@ -49,7 +49,7 @@ def spread_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
-def first_entry(tensor: Tensor) -> int | None:
+def find_first_entry(tensor: Tensor) -> int | None:
     """Where this process's part of `tensor` begins among all its entries; None if it is not one run of them.
 
     0 for a plain tensor.

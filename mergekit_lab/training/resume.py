@@ -23,7 +23,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
 NAMES = ("last", "best")
@@ -35,7 +35,7 @@ _WRONG = {
 
 
 @dataclass(frozen=True)
-class Origin:
+class CheckpointOrigin:
     """What a checkpoint is of.
 
     Attributes:
@@ -86,11 +86,11 @@ def hash_weights(state: Mapping[str, Tensor]) -> str:
         own.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return own.digest()
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
 
 
-def find_checkpoint(folder: Path, origin: Origin) -> Path | None:
+def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
     """`last.ckpt` of a training that was cut, if this one can go on from it and from the best one it names.
 
     What cannot be used is told in a line of the log. What is no regular file (a pipe, a device) is removed.
@@ -132,7 +132,7 @@ class SealedCheckpoints(TorchCheckpointIO):
         origin: what they are of.
     """
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: CheckpointOrigin) -> None:
         self._origin = origin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

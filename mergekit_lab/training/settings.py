@@ -143,7 +143,7 @@ class TrainingSettings:
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
 
-    def for_task(self, task: str, samples: int) -> TrainingSettings:
+    def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
         """The same with epochs turned into steps: whole ones, at least 1.
 
         Args:
