@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -325,11 +326,7 @@ class Store:
             "content": content,
             "info": info,
             "files": files,
-            "versions": {
-                "mergekit_lab": __version__,
-                "python": platform.python_version(),
-                **{name: metadata.version(name) for name in _VERSIONED},
-            },
+            "versions": _list_versions(),
             "created": time.strftime(_TIME, time.gmtime()),
         }
         manifest["digest"] = digest_manifest(manifest)
@@ -351,6 +348,15 @@ class Store:
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
         _fsync(target.parent)
+
+
+@cache
+def _list_versions() -> dict[str, str]:
+    return {
+        "mergekit_lab": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _VERSIONED},
+    }
 
 
 def read_artifact(folder: Path) -> Artifact:
