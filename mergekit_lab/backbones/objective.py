@@ -102,7 +102,7 @@ class Objective(nn.Module, ABC):
         """The loss, summed over the batch's items."""
 
     def with_head(self, model: nn.Module) -> nn.Module:
-        """A module that maps a batch's inputs to logits of its labels: `model` itself, or one that contains it."""
+        """A module that maps a batch's inputs to logits of its labels: `model`, or one that contains it."""
         return model
 
     @abstractmethod

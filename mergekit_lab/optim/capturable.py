@@ -52,6 +52,6 @@ def _is_open(group: Mapping[str, Any]) -> bool:
 
 
 def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> None:
-    """Undo `keep_on_device` in an optimizer's state dict, in place. Learning rates become the current numbers."""
+    """Undo `keep_on_device` in an optimizer's state dict, in place. Learning rates become numbers."""
     for group, settings in zip(state_dict["param_groups"], before, strict=True):
         group |= settings | {"lr": float(group["lr"])}

@@ -194,7 +194,7 @@ class FinetuneModule(lightning.LightningModule):
         """
 
     def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
-        """The batch's loss, from which Lightning runs the backward pass. If steps are replayed, a whole step."""
+        """The batch's loss, from which Lightning goes backward. If steps are replayed, a whole step."""
         if self._replay is None:
             return self._evaluate(batch)
         self._first_loss = self._replay(batch)

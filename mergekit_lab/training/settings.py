@@ -200,7 +200,7 @@ class TrainingSettings:
 
     @staticmethod
     def combine(settings: Sequence[TrainingSettings]) -> TrainingSettings:
-        """One model's settings with the budget of several models, for joint training. Needs planned settings."""
+        """Join planned settings of several models to one model's with their whole budget."""
         first = settings[0]
         seconds = None if first.seconds is None else first.seconds * len(settings)
         steps = sum(each.steps for each in settings)
