@@ -61,7 +61,7 @@ def load_harness_task(task: HarnessTask) -> None:
 def score_with_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, *, precision: str = "float32", progress: bool = False
 ) -> HarnessScores:
-    """Evaluate a model of transformers, where it is, as `lm_eval --model hf` would from its folder.
+    """Evaluate a model of transformers in memory, as `lm_eval --model hf` evaluates its folder.
 
     Args:
         model: causal or encoder-decoder, in evaluation mode.

@@ -1,4 +1,4 @@
-"""What tasks and backbones keep of their own making, such as decoded images, in the run's store."""
+"""Keep what tasks and backbones make, such as decoded images, in the run's store."""
 
 from __future__ import annotations
 

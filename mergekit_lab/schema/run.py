@@ -1,4 +1,4 @@
-"""The configuration of a run over backbones and tasks. `checking` compares what is composed with it."""
+"""The configuration of a run over backbones and tasks. `check` compares composed configurations with it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Search:
         return self.method == "cma_es" or bool(self.coefficients)
 
     def content(self) -> dict[str, Any]:
-        """What of it decides a choice, for the names of results."""
+        """The part that decides a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
         found: dict[str, Any] = {"grid": self.coefficients}
