@@ -146,8 +146,8 @@ def read_results(task: HarnessTask, found: Any) -> HarnessScores:
                 samples[label] = list(map(float, each))
     if not metrics:
         raise InputError(
-            f"{task.name}: records hold what is at most 1 and better when larger, and lm-evaluation-harness "
-            f"measures {listing(left_out)} here"
+            f"{task.name}: records hold metrics that are at most 1 and better when larger, but "
+            f"lm-evaluation-harness measures {listing(left_out)} here"
         )
     counts = found["n-samples"]
     return HarnessScores(metrics, samples, sum(counts[name]["effective"] for name in counts))

@@ -152,7 +152,7 @@ def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
     if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):
-        raise InputError(f"table={table}: after @ stands another dimension, once, with its value: @merger:tsvm")
+        raise InputError(f"table={table}: after @ comes another dimension, once, with its value: @merger:tsvm")
     if measure not in MEASURES:
         raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
     return (names[0], names[1]), fixed
