@@ -1,4 +1,4 @@
-"""Inner loops for which neither a CPU nor a GPU does well with torch's operations alone.
+"""Inner loops that are slow with only torch's operations, on a CPU or a GPU.
 
 Legend: `T` experts, `n` a flat block's length.
 """
@@ -71,5 +71,5 @@ _COPIES = 64
 
 
 def load_gpu_kernels() -> Any:
-    """`gpu_kernels`; None where they cannot run."""
+    """`gpu_kernels`; None if they cannot run."""
     return load_kernels(f"{__package__}.gpu_kernels", "torch trims and drops entries")
