@@ -62,7 +62,8 @@ class RWP(OffsetOptimizer):
             sparse gradient.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha", *OffsetOptimizer.saved_attributes)
+    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
+    recordable = True
 
     def __init__(
         self,

@@ -112,10 +112,11 @@ class WrappedOptimizer(Optimizer):
     loggers and gradient scalers act on the base. `base` is called once a step, from θ, with the gradient that
     the weights follow: a hook on `optimizer.base` is where to clip or log that gradient.
 
-    A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
-    that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
-    `validate`, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
-    parameters, as a base optimizer's do; it reads them with `setting`.
+    A subclass sets its hyper-parameters and then calls this constructor, which calls `validate`. It names in
+    `saved_attributes` those that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by
+    parameter, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
+    parameters, as a base optimizer's do; it reads them with `setting`. What a class lists in these three joins
+    what its parents list.
 
     Args:
         named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
@@ -142,8 +143,18 @@ class WrappedOptimizer(Optimizer):
     saved_tensors: ClassVar[tuple[str, ...]] = ()
     group_settings: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    """Whether a step of this very class may be recorded in a CUDA graph: `plan` then tells apart what the host
+    decides of it. A subclass does not inherit it, and runs as written until it says so itself."""
     evaluations_per_step: int = 1
     drops_gradients: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("saved_attributes", "saved_tensors", "group_settings"):
+            listed = [each for kind in reversed(cls.__mro__) for each in vars(kind).get(name, ())]
+            setattr(cls, name, tuple(dict.fromkeys(listed)))
+        cls.recordable = vars(cls).get("recordable", False)
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
         plain, names = split_names(named_parameters)
@@ -308,7 +319,7 @@ class WrappedOptimizer(Optimizer):
     @property
     def replayable(self) -> bool:
         """Whether any step can be recorded and replayed."""
-        return True
+        return self.recordable
 
     def plan(self) -> Hashable:
         """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
