@@ -220,7 +220,7 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
 
     backbone = build(cfg.backbone, Backbone)
     try:
-        if backbone.identity() == made_of:
+        if backbone.identity().items() <= made_of.items():
             return backbone.write_companions(folder)
     except InputError as error:
         log.warning("%s", error)
