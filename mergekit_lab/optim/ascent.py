@@ -125,10 +125,9 @@ class AscentOptimizer(WrappedOptimizer):
         if not params:
             return None
         grads = [p.grad for p in params if p.grad is not None]
-        mixes = type(self).mix is not AscentOptimizer.mix
-        first = {
-            p: g.clone() for p, g in zip(params, grads, strict=True) if mixes
-        }  # DDP may reuse their memory
+        first: dict[Tensor, Tensor] = {}
+        if type(self).mix is not AscentOptimizer.mix:
+            first.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
         shift = self.perturbation(params, grads)
         self.theta.save(params)
         torch._foreach_add_(params, list(shift))

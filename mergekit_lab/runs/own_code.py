@@ -1,7 +1,7 @@
 """What keys say of code that is not the package's.
 
-A content holds configurations, so an edited class would be found under its old key. Classes from outside bring a
-hash of their file into it.
+A content holds configurations, so an edited class would be found under its old key. Classes from outside bring
+a hash of their file into it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _KNOWN = {*sys.stdlib_module_names, "mergekit_lab", "torch"}
 def code_content(*nodes: Any) -> dict[str, Any]:
     """`{"code": {class: version}}` of the classes that these configurations name; empty if all are ours.
 
-    The version of a class from outside, and of its parents from outside, is a hash of the file that it stands in.
-    A class attribute `code_version` takes the place of the hash; a class of ours that has one is listed too.
+    The version of a class from outside, and of its parents from outside, is a hash of the file it stands in. A
+    class attribute `code_version` takes the place of the hash; a class of ours that has one is listed too.
 
     Args:
         nodes: plain configurations; every `_target_` in them counts.
