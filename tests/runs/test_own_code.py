@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 from composing import TINY, composed
+from omegaconf import OmegaConf
 
+from mergekit_lab import InputError
 from mergekit_lab.runs.analyze import analysis_node
 from mergekit_lab.runs.combine import merge_content
 from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.run import Run
+from mergekit_lab.schema.run import Search
 
 MODULE = """
 from dataclasses import dataclass
@@ -28,6 +32,10 @@ class MyClip(OpenClip):
 
 class MyAnalysis(EntryDistribution):
     pass
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsMine(TaskArithmetic):
+    side_inputs = ("mine",)
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(TaskArithmetic):
@@ -87,3 +95,10 @@ def test_a_class_may_name_its_own_version(module) -> None:
     assert own[0] is own[1]
     assert code_content(node) == {"code": {"my_own_code.Mine": "second"}}
     assert code_content({"_target_": "mergekit_lab.merging.TIES"}) == {}
+
+
+def test_a_side_input_that_no_run_makes_is_refused_by_name(module) -> None:
+    module(1)
+    node = OmegaConf.create({"_target_": "my_own_code.ReadsMine"})
+    with pytest.raises(InputError, match="ReadsMine reads mine, and a run makes"):
+        build_mergers({"mine": node}, Search(coefficients=[1.0]), ["digits"])
