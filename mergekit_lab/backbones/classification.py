@@ -1,4 +1,4 @@
-"""Images by an encoder and a frozen head: cross-entropy of `features @ head.T`, top-1 accuracy.
+"""Classify images by an encoder and a frozen head: cross-entropy of `features @ head.T`, top-1 accuracy.
 
 Legend: N images, C classes, D embedding width.
 """
@@ -28,8 +28,8 @@ _AHEAD = 2
 class Classifier(nn.Module):
     """An encoder with a frozen head: `forward(images)` gives logits `[N, C] = features @ head.T`.
 
-    encoder: gives features `[N, D]`. head: `[C, D]`. The head is no parameter and stays out of `state_dict`:
-    what is trained, saved and merged is the encoder alone.
+    encoder: returns features `[N, D]`. head: `[C, D]`. The head is no parameter and not in `state_dict`: only
+    the encoder is trained, saved and merged.
     """
 
     head: Tensor
@@ -40,19 +40,19 @@ class Classifier(nn.Module):
         self.register_buffer("head", head.detach().clone(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits `[N, C]` of images."""
+        """Compute the images' logits `[N, C]`."""
         features: Tensor = self.encoder(images)
         return features @ self.head.T
 
 
 @dataclass(frozen=True)
 class Crops:
-    """Random windows of training pictures, resized to squares, as the published recipe has them.
+    """Random windows of training pictures, resized to squares, as in the published recipe.
 
     Attributes:
-        scale: the window's share of the picture's area, from and to, in (0, 1].
-        flip: mirror every second picture, by chance.
-        side: of the squares, in pixels.
+        scale: range of the window's share of the picture's area, in (0, 1].
+        flip: mirror each picture with probability ½.
+        side: pixels of a square's side.
     """
 
     scale: tuple[float, float]
@@ -75,13 +75,13 @@ class Crops:
 class ImageObjective(Objective):
     """An image task with its head.
 
-    Validation images stay on a GPU once they are there, if they take no more than a quarter of what is free.
+    Validation images stay on a GPU if they take at most a quarter of its free memory.
 
     Args:
-        task: its images go to the encoder as they are, uint8.
-        head: frozen, `[C, D]`.
-        crops: of training pictures; None trains on the images as evaluation sees them.
-        precision: of the forward pass in evaluation: "float32" or "bfloat16".
+        task: its images go to the encoder as uint8.
+        head: `[C, D]`, frozen.
+        crops: crops of training pictures; None trains on the images that evaluation sees.
+        precision: arithmetic of the forward pass in evaluation, "float32" or "bfloat16".
     """
 
     task: ImageTask
@@ -214,7 +214,7 @@ def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor
 
 
 def check_crop(scale: Sequence[float] | None) -> None:
-    """Refuse a range of shares that is none."""
+    """Raise `InputError` unless `scale` is None or a range of shares in (0, 1]."""
     if scale is not None and (len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1):
         raise InputError(
             f"backbone.crop is {list(scale)}; it must be two shares of the area, 0 < from ≤ to ≤ 1"

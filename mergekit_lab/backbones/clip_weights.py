@@ -1,11 +1,11 @@
-"""Where the weights of CLIP models come from, and what is said of them.
+"""Where the weights of CLIP models come from, and how they were trained.
 
-They become one local file: shipped, a tag's of open_clip (downloaded once and cached), or given.
+They become one local file: a shipped one, one of open_clip's tags (downloaded once and cached), or yours.
 
-OpenAI's weights need QuickGELU. open_clip itself only warns when they are loaded under a plain name
-(`ViT-B-32`), and says nothing when the same file is loaded from a path: here a tag that was trained with
-QuickGELU gets it under any name, and so does a local file beside which a configuration says so. A bare file
-carries no such mark: name a `-quickgelu` architecture for it.
+OpenAI's weights need QuickGELU. open_clip only warns when they are loaded under a plain name (`ViT-B-32`), and
+is silent when the file is loaded from a path. Here a tag trained with QuickGELU gets it under any name, and so
+does a local file whose configuration says so. For a file without a configuration, choose a `-quickgelu`
+architecture.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ClipWeights:
 
     Attributes:
         architecture: open_clip's name, or `glyph-clip`.
-        name: a tag of open_clip, `asset:NAME`, a file or a folder; of a folder that holds one of the
-            architecture's name, this one counts.
+        name: a tag of open_clip, `asset:NAME`, a file or a folder. If a folder contains one with the
+            architecture's name, that one is read.
     """
 
     architecture: str
@@ -57,12 +57,12 @@ class ClipWeights:
 
     @property
     def shipped(self) -> bool:
-        """Whether they come with the package."""
+        """Whether the weights ship with the package."""
         return self.name.startswith(_ASSET)
 
     @property
     def local(self) -> bool:
-        """Whether they are a file or folder that was given."""
+        """Whether the weights are a local file or folder."""
         return not self.shipped and self._path.exists()
 
     @property
@@ -72,14 +72,14 @@ class ClipWeights:
         return inside if inside.is_dir() else given
 
     def tag(self) -> dict[str, Any]:
-        """What open_clip knows of the name; empty if it is no tag of the architecture."""
+        """What open_clip knows about the tag; empty if the name is no tag of the architecture."""
         from open_clip.pretrained import get_pretrained_cfg
 
         found: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
         return found
 
     def find_missing(self) -> str | None:
-        """What would have to be downloaded, or None.
+        """What must be downloaded first, or None.
 
         Raises:
             InputError: the name is unknown.
@@ -96,10 +96,10 @@ class ClipWeights:
         return None
 
     def file(self) -> Path:
-        """The weights as a local file; downloads a tag's once.
+        """The weights as a local file. A tag's file is downloaded once.
 
         Raises:
-            InputError: the name is unknown, or what it names cannot be had.
+            InputError: the name is unknown, or its file is missing or cannot be downloaded.
         """
         if self.shipped:
             shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
@@ -130,10 +130,10 @@ class ClipWeights:
         return InputError(f"{said}open_clip has them of {listing(others, 20)}")
 
     def describe(self) -> dict[str, Any]:
-        """What is said of them: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
+        """How the weights were trained: `quick_gelu`, and `mean` and `std` of their pixels.
 
-        By open_clip of a tag's; of a local file's by the configuration beside it, as open_clip or transformers
-        leaves it.
+        open_clip knows this of its tags. For a local file the configuration next to it says so, in open_clip's
+        or transformers' form.
         """
         tag = self.tag()
         if tag or not self.local:
@@ -153,22 +153,21 @@ class ClipWeights:
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
 
     def image_tower_alone(self) -> bool:
-        """Whether a local file holds an image tower and no text tower; its tensors' names say so."""
+        """Whether a local file holds only an image tower, by its tensors' names."""
         if not self.local or self.tag():
             return False
         file = self.file()
         return _image_tower_alone(file, file.stat().st_mtime_ns)
 
     def published_name(self) -> str:
-        """What they are published as; of a local file, what the configuration beside it says."""
+        """The name they are published under. For a local file, the configuration next to it says so."""
         if not self.local or self.tag():
             return self.name
         folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
     def identity(self) -> dict[str, str]:
-        """Their name, their SHA-256, and what a local file's model computes otherwise than its architecture's
-        name says."""
+        """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
         file = self.file()
         digest = hash_file(file, remember=True)
         if self.shipped or self.tag():
@@ -180,10 +179,10 @@ class ClipWeights:
         return {"weights": "file", "sha256": digest} | other
 
     def save(self, folder: Path) -> Path:
-        """Copy them into a folder, with what is said of them, so that they load there as they do here.
+        """Copy the weights and their description into a folder, from which they load the same way.
 
         Returns:
-            The file; the folder, too, may be named as `weights`.
+            The file. `weights` may also name the folder.
         """
         file, said = self.file(), self.describe()
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +217,7 @@ class ClipWeights:
 
 
 def register_architecture(architecture: str) -> str:
-    """The name open_clip knows the architecture by; registers the shipped ones."""
+    """The architecture's name in open_clip, which learns the shipped ones here."""
     import open_clip
 
     if architecture in _SHIPPED:

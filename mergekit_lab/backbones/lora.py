@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft, folded into dense weights after training so that any merger takes them.
+"""Low-rank adapters by peft. They are folded into dense weights after training, so any merger takes them.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models (ICLR 2022): W + (alpha / rank) B A, B = 0 at the
-start. Adapters that were trained elsewhere are folded by `checkpoints/adapters.py`.
+start. `checkpoints/adapters.py` folds adapters that were trained elsewhere.
 """
 
 import warnings
@@ -20,16 +20,16 @@ from mergekit_lab.ranges import require_positive, require_whole
 
 @dataclass(frozen=True)
 class LoRA(Parametrization):
-    """Low-rank factors train; the expert is the base with their product folded in.
+    """Train low-rank factors. The expert is the base plus their product.
 
     Args:
         rank: the factors' rank, at least 1.
         alpha: the product is scaled by alpha / rank; positive.
-        targets: modules to adapt, by the ends of their names as in peft; None takes all of attention (the
-            query, key, value and output projections).
+        targets: modules to adapt, by the ends of their names as in peft. None takes attention's query, key,
+            value and output projections.
 
     Raises:
-        InputError: a number out of range; when applied, targets that the model lacks.
+        InputError: a number is out of range; when applied, the model lacks a target.
     """
 
     takes_sharded: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 Legend: N samples, L tokens of a row, V vocabulary, C choices, B tokens of all choices together.
 
 Answers end with the tokenizer's end-of-text token, which is learned and scored like any other. A choice's score
-is the log-likelihood of all its tokens, so that no choice gains by being the beginning of another one.
+is the log-likelihood of all its tokens, so a choice that begins another one has no advantage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 
 
 class ScoredText(Objective):
-    """A text task whose answers are texts, scored by its metric and by both accuracies."""
+    """A text task with text answers, scored by its metric and by both accuracies."""
 
     task: TextTask
 
@@ -62,14 +62,14 @@ class TextObjective(ScoredText):
     Args:
         task: prompts and answers.
         tokenizer: of transformers, with a padding token.
-        reading: how prompts are shown and cut, and how the model is asked.
-        positions: tokens of a row that the model can have; None sets no limit.
+        reading: how prompts are formatted and cut, and how the model answers.
+        positions: the most tokens of a row that the model accepts; None sets no limit.
 
     Attributes:
-        truncated: by part, how many prompts and answers were cut.
+        truncated: number of prompts and answers that were cut, by part.
 
     Raises:
-        InputError: choices that this tokenizer cannot tell apart.
+        InputError: the tokenizer gives two choices the same tokens.
     """
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
@@ -83,7 +83,7 @@ class TextObjective(ScoredText):
         self._choices = None if task.choices is None else self._encoding.encode_choices(task)
 
     def encode(self, part: Part) -> Encoded:
-        """The tokens of a part, made once a process."""
+        """The tokens of a part, made once per process."""
         if part not in self._encoded:
             self._encoded[part] = self._encoding.encode(self.task, part)
             self.truncated[part] = self._encoded[part].truncated
@@ -148,8 +148,8 @@ class CausalObjective(TextObjective):
     """For decoder-only models: the answer follows the prompt in one row.
 
     Attributes:
-        packed: by packing, how many samples stand in how many rows of training so far.
-        padded: by `fix_shape`, how many tokens stand at how many places of training so far.
+        packed: number of samples and of training rows that packing has put them into so far.
+        padded: number of tokens and of positions that `fix_shape` has padded them to so far.
     """
 
     causal = True
@@ -172,7 +172,7 @@ class CausalObjective(TextObjective):
         return {"input_ids": tokens, "attention_mask": mask, "labels": pad_rows(labels, IGNORED)[0]}
 
     def training_batch(self, index: Tensor) -> Batch:
-        """With packing, rows hold several samples, numbered from 1 in `segments`; 0 is padding."""
+        """With packing, a row holds several samples, numbered from 1 in `segments`. 0 is padding."""
         if not self.reading.packing:
             return self.batch("train", index)
         samples = [self._row("train", i) for i in index.tolist()]
@@ -197,10 +197,10 @@ class CausalObjective(TextObjective):
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
-        """Rows padded at their end to the next of a few lengths, and labels at few numbers of positions.
+        """Pad rows at their end to one of a few lengths, and labels to one of a few numbers of positions.
 
-        No mask is needed there: padding at the end is seen by itself alone. The positions are in `columns`, the
-        same in every row; those of no label fill them up.
+        Rows need no mask, because only padding sees padding at the end. `columns` has the positions, the same
+        in every row, filled up with positions without a label.
         """
         labels = batch["labels"]
         room = round_up(labels.shape[1])
@@ -240,10 +240,10 @@ class CausalObjective(TextObjective):
         )  # fmt: skip
 
     def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """All choices of a prompt stand behind it in one row, and see the prompt and themselves alone.
+        """Score all choices of a prompt in one row after it. A choice sees only the prompt and itself.
 
-        One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each: they
-        are for models that do not go by a mask of ours in such a row.
+        This takes one forward pass of L + B tokens per prompt. Models that do not obey our mask need C passes,
+        with one choice each.
         """
         assert self._choices is not None
         device = device_of(model)
@@ -321,9 +321,9 @@ class Seq2SeqObjective(TextObjective):
         )  # fmt: skip
 
     def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """The encoder reads every prompt once, and the decoder scores all choices for it.
+        """The encoder reads a prompt once, and the decoder scores all its choices.
 
-        An expansion is one of encoder and decoder together: a linearized model reads a prompt once a choice.
+        A linearized model reads a prompt once per choice, because it expands encoder and decoder together.
         """
         from transformers.modeling_outputs import BaseModelOutput
 

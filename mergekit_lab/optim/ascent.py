@@ -1,4 +1,4 @@
-"""The two-evaluation step of the SAM family: the first gradient says where to go, the second what to do."""
+"""The step of the SAM family: the first gradient moves the weights, the second is for the base."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,19 +15,19 @@ from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, mix_gradients
 
 
 class AscentOptimizer(WrappedOptimizer):
-    """Two evaluations a step: the gradient at θ says where to go, the base steps with the gradient there.
+    """Two evaluations per step: the gradient at θ perturbs the weights, and the base uses the gradient there.
 
-    The base always steps from θ, which is put back from a copy. With ρ = 0 there is one evaluation and the
+    The base always steps from θ, which is restored from a copy. With ρ = 0 there is one evaluation, and the
     result is the base optimizer's, bit for bit. Extra memory: a copy of the parameters that have a gradient.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`.
-        rho: radius of the perturbation, ≥ 0. A group of parameters may have its own. Where the base maximizes
-            the loss, the perturbation goes down.
-        ascent_fraction: in (0, 1], what `batch_fraction` says during the first of two evaluations. A closure
-            that reads it makes the ascent that much cheaper.
-        sync_ascent: whether processes share the gradient of the ascent. False (m-SAM) lets each go up its
-            own; the gradient the weights follow is shared either way. It needs `attach`.
+        rho: radius of the perturbation, ≥ 0. A group of parameters may have its own. If the base maximizes the
+            loss, the perturbation descends.
+        ascent_fraction: value of `batch_fraction` during the first of two evaluations, in (0, 1]. A closure
+            that reads it makes the ascent cheaper.
+        sync_ascent: whether processes share the gradient of the ascent. With False (m-SAM), each process
+            ascends its own, which needs `attach`. The gradient for the base is always shared.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
@@ -65,14 +65,14 @@ class AscentOptimizer(WrappedOptimizer):
 
     @property
     def perturbs(self) -> bool:
-        """Whether there is anywhere to go; if not, the step is the base optimizer's."""
+        """Whether the step perturbs the weights. If not, it is the base optimizer's."""
         return any(rho > 0 for rho in self.group_values("rho"))
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
-        """What to add to `params` for the second evaluation.
+        """The perturbation to add to `params` for the second evaluation.
 
         Args:
-            params, grads: the parameters that have a gradient, and their gradients at θ; left as they are.
+            params, grads: the parameters that have a gradient, and their gradients at θ. They are not changed.
 
         Returns:
             One tensor per parameter, same order and shapes.
@@ -80,7 +80,7 @@ class AscentOptimizer(WrappedOptimizer):
         raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
-        """The gradient for the base. A class that overrides this keeps the first gradients meanwhile.
+        """The gradient for the base. A class that overrides this keeps the first gradients in memory.
 
         Args:
             params: the parameters that have both gradients.
@@ -89,7 +89,7 @@ class AscentOptimizer(WrappedOptimizer):
         return second
 
     def update(self, closure: Closure | None) -> Any:
-        """Two evaluations and a step of the base; gradients from before it do not count."""
+        """Make two evaluations and a step of the base. Earlier gradients are not used."""
         if closure is None:
             name = type(self).__name__
             raise InputError(

@@ -1,14 +1,13 @@
-"""How large merge offsets are: a distribution fitted to the task vectors of experts that exist.
+"""The size of merge offsets: a distribution fitted to the task vectors of existing experts.
 
 MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3, figure 3 and table 10 (no public
 code): the entries of task vectors θ_t − θ0 follow a Laplace distribution; the fit is judged by its
 Kolmogorov–Smirnov distance and mean log-likelihood. Estimates are those of maximum likelihood: median and
 mean absolute deviation (Laplace), mean and standard deviation (Gaussian).
 
-Where we differ: all entries count, not a sample, and no copy of them is made: a histogram over the leading
-bits of each float stands for the sorted entries. The median is exact; the distance is exact at the edges of
-the histogram's bins, and within a bin, 2⁻¹³ of the value wide, the fitted probability is under 4e-5 where loc
-is small beside scale, as it is for task vectors.
+Where we differ: all entries count, not a sample, and none is copied. A histogram over each float's leading bits
+replaces sorting. The median is exact. The distance is exact at the bins' edges. A bin is 2⁻¹³ of its value
+wide, and the fitted probability within it is under 4e-5 if loc is much smaller than scale, as in task vectors.
 """
 
 import math
@@ -30,15 +29,15 @@ _SIGN = 2**31
 
 @dataclass(frozen=True)
 class OffsetFit:
-    """A fitted distribution of task-vector entries, and how well it fits.
+    """A distribution fitted to task-vector entries, and its goodness of fit.
 
     Attributes:
         loc, scale: μ and b (Laplace) or mean and standard deviation (Gaussian), in units of the weights.
         distribution: `laplace` or `gaussian`.
         ks_distance: largest difference, in [0, 1], between the fitted and the empirical distribution
             function.
-        mean_log_likelihood: of an entry, in nats; infinite if all entries are equal.
-        entries: how many there were.
+        mean_log_likelihood: mean over entries, in nats; infinite if all entries are equal.
+        entries: number of entries.
     """
 
     loc: float
@@ -54,14 +53,14 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     """Fit `loc` and `scale` of `MergOPT` to task vectors, by maximum likelihood.
 
     Args:
-        deltas: task vectors: a mapping of tensors by name, a list of tensors, or a mapping or list of such.
-            Read three times, a tensor at a time and in float32, so a mapping may load what it is asked for.
-            Tensors that are not of floating numbers are left out.
+        deltas: task vectors: a mapping of tensors by name, a list of tensors, or a mapping or list of these.
+            They are read three times, one tensor at a time in float32, so a mapping may load lazily. Tensors
+            with integers are skipped.
         distribution: `laplace` or `gaussian`.
 
     Raises:
-        InputError: an iterator, which can be read once only; no entries; an entry that is not finite; an
-            unknown distribution.
+        InputError: `deltas` is an iterator, which can be read only once; there are no entries; an entry is not
+            finite; `distribution` is unknown.
     """
     require_known("distribution", distribution, DISTRIBUTIONS)
     counts = torch.zeros(_BINS, dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""Friendly SAM: SAM that goes up the batch's own part of the gradient only, not the part all batches share.
+"""Friendly SAM: SAM that ascends only the batch's own part of the gradient, not what batches share.
 
-Li, Zhou, He, Cheng, Huang: Friendly Sharpness-Aware Minimization (CVPR 2024), section 4, algorithm 1.
-Reference implementation: nblt/F-SAM, `FriendlySAM(adaptive=False)`: the shared part is a running mean of past
-gradients, taken off before the batch's gradient joins it; the first step has none and is SAM's.
+Li, Zhou, He, Cheng, Huang: Friendly Sharpness-Aware Minimization (CVPR 2024), section 4, algorithm 1. Reference
+implementation: nblt/F-SAM, `FriendlySAM(adaptive=False)`. The shared part is a running mean of past gradients.
+It is subtracted before it is updated with the batch's gradient. The first step has no mean yet and is SAM's.
 
-Where we differ: as in sam.py, and the running mean is kept in float32 at least.
+Where we differ: as in sam.py, and the running mean is float32 or wider.
 """
 
 from typing import ClassVar
@@ -26,14 +26,14 @@ def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: Setting) 
 
 
 class FriendlySAM(AscentOptimizer):
-    """Friendly sharpness-aware minimization around any base optimizer. Two evaluations a step.
+    """Friendly sharpness-aware minimization around any base optimizer. Two evaluations per step.
 
-    Extra memory, beside SAM's: a running mean of the gradients.
+    Extra memory: SAM's, and a running mean of the gradients.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
         rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer.
-        sigma: σ, how much of the running mean is taken off; 0 is SAM.
+        sigma: σ, the factor on the subtracted running mean; 0 is SAM.
         lmbda: λ in [0, 1], the weight of the past in the running mean.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, step) alone, and offsets of the weights made of them."""
+"""Random numbers that depend only on (seed, step), and offsets of weights made from them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ENTRIES_PER_DRAW = 2**24
 
 
 def hash_bits(seed: int, step: int, what: str) -> int:
-    """64 well-mixed bits for one purpose (`what`) of one step."""
+    """Hash to 64 bits, for one purpose (`what`) of one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def to_signed(bits: int) -> int:
-    """64 bits as an int64 holds them."""
+    """Reinterpret 64 bits as an int64."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -42,11 +42,11 @@ def sample(
     scale: float,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """`[count]` independent draws on the generator's device.
+    """Draw `[count]` independent numbers on the generator's device.
 
-    A Laplace draw is the difference of two exponential ones: a third of the memory traffic of inverting its
-    distribution function, which is what counts on a GPU. A negative `scale` gives the draws of its size,
-    negated about `loc`. Draws are multiplied by `factor`, a tensor without dimensions on that device, if given.
+    A Laplace draw is the difference of two exponential ones, which on a GPU takes a third of the memory traffic
+    of inverting its distribution function. A negative `scale` mirrors the draws about `loc`. `factor`, a 0-d
+    tensor on that device, multiplies draws.
     """
     draws = torch.empty(count, dtype=dtype, device=generator.device)
     if scale == 0:
@@ -73,19 +73,19 @@ def draw_noise(
     scale: float,
     factor: Tensor | None = None,
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Draw for each parameter, entry by entry, a few parameters at a time.
+    """Draw noise for each parameter, entry by entry, a few parameters at a time.
 
     Args:
         params: any shapes and devices. Draws are float64 for float64 parameters, float32 for all others.
-        seed: 64 bits; the same seed and layout of parameters give the same draws on one type of device. Or a
-            generator that has been seeded, where all parameters are on its device.
+        seed: 64 bits. The same seed and layout of parameters give the same draws on one type of device. Or a
+            seeded generator on the device of all parameters.
         factor: see `sample`.
         distribution, loc, scale: `laplace` with mean `loc` and mean absolute deviation `scale`, or
             `gaussian` with mean `loc` and standard deviation `scale`.
 
     Yields:
         Parameters and their draws, pairwise of the same shape. Of sharded parameters both are this process's
-        parts; every process draws the whole, so that the parts are those of an unsharded run.
+        parts. Every process draws the whole, so parts equal those of an unsharded run.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for group in _chunk(params):
@@ -112,7 +112,7 @@ def add_offset(
 ) -> None:
     """Add `factor` · z to `params` in place, z as `draw_noise` draws it.
 
-    z is added in its own precision; lower ones are rounded once, after the addition.
+    The sum is computed in z's precision and rounded once.
     """
     draws = draw_noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
     for group, z in draws:
@@ -120,10 +120,10 @@ def add_offset(
 
 
 class Move:
-    """Copies weights and moves them by one kernel, on a GPU for which Triton can build it.
+    """Copies weights and moves them by one Triton kernel on a GPU.
 
-    Its draws are others than `draw_noise`'s. They depend on an entry's place in the whole model, so that every
-    process makes those of its part alone.
+    Its draws differ from `draw_noise`'s. They depend on an entry's number in the whole model, so a process
+    draws only its part.
     """
 
     def __init__(self, kernels: ModuleType) -> None:
@@ -131,7 +131,7 @@ class Move:
 
     @staticmethod
     def find(params: Sequence[Tensor]) -> Move | None:
-        """The move of these parameters; None where `draw_noise` is to make it."""
+        """The move for these parameters, or None if `draw_noise` must make it."""
         if not params or any(p.device.type != "cuda" or p.device != params[0].device for p in params):
             return None
         if any(wide_dtype(p) is not torch.float32 or first_entry(p) is None for p in params):

@@ -1,4 +1,4 @@
-"""In which precision an optimizer computes and keeps what it adds to the weights: float32 at least."""
+"""The precision of what an optimizer adds to weights: float32 or wider."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,6 @@ def at_least_float32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def like_parameter(state: Tensor, parameter: Tensor) -> Tensor:
-    """A saved tensor on the device of its parameter and, if floating, as wide as is kept for that parameter."""
+    """Move a saved tensor to its parameter's device and, if floating, to its wide dtype."""
     dtype = wide_dtype(parameter) if state.is_floating_point() else state.dtype
     return state.to(parameter.device, dtype)

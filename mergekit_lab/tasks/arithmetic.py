@@ -1,7 +1,7 @@
 """Arithmetic word problems from a seeded generator: two text tasks that need no download.
 
-A pair like NumGLUE's: `quantities` wants a fact of everyday life beside the numbers (how many legs a spider
-has, how many days a week), `stories` a few steps over numbers that the story gives. Answers are whole numbers.
+A pair like NumGLUE's. `quantities` needs an everyday fact besides the numbers, such as how many legs a spider
+has. `stories` needs a few steps over numbers in the text. Answers are whole numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _KINDS = {"quantities": _quantities, "stories": _stories}
 
 @dataclass(frozen=True)
 class WordProblems(TextTask):
-    """Word problems of one kind; no problem stands in two parts.
+    """Word problems of one kind. No problem is in two parts.
 
     Args:
         kind: quantities or stories.

@@ -1,4 +1,4 @@
-"""What a data set on disk is, against what was published: sizes, classes, corrupt and shared images."""
+"""Check a data set on disk against what was published: sizes, classes, corrupt and shared images."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PartCheck:
     """One part of a task.
 
     Attributes:
-        images: how many there are.
-        published: how many its source should have, where that is known.
-        classes: how many of the class names occur.
-        smallest, largest: images of the rarest and the most frequent class that occurs.
+        images: number of images.
+        published: number of images that the source should have, if that is known.
+        classes: number of class names that occur.
+        smallest, largest: number of images of the rarest and the most frequent class that occurs.
         corrupt: names of images that cannot be decoded, up to 20.
-        corrupt_count: how many there are.
+        corrupt_count: number of such images.
     """
 
     images: int
@@ -43,17 +43,18 @@ class PartCheck:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What was found of one task.
+    """The result of checking one task.
 
     Attributes:
         task: its name.
-        class_names: how many it has.
+        class_names: number of class names.
         parts: by name.
-        shared: for each pair of parts, how many pictures of the second stand in the first too, pixel for pixel.
-        shared_names: some of those pictures, where they have names.
-        other_labels: `number: the source's name ↔ ours`, where a part names its labels otherwise.
-        misplaced: those of them whose name is one of ours, at another number.
-        unusable: why the data could not be looked at; then there are no parts.
+        shared: for each pair of parts, how many pictures of the second are in the first too, compared by
+            pixels.
+        shared_names: names of some of those pictures, if they have names.
+        other_labels: `number: the source's name ↔ ours`, for labels that a part names differently.
+        misplaced: those of them whose name is ours for another number.
+        unusable: why the data could not be read; then `parts` is empty.
     """
 
     task: str
@@ -67,7 +68,7 @@ class DataCheck:
 
     @property
     def wrong(self) -> list[str]:
-        """What no run should start with."""
+        """Problems that should stop a run."""
         faults = [self.unusable] if self.unusable else []
         for part, check in self.parts.items():
             if check.corrupt_count:
@@ -79,7 +80,7 @@ class DataCheck:
 
 
 def check_task(task: ImageTask) -> DataCheck:
-    """Decode every image of a task, and report what is there or what is wrong."""
+    """Decode every image of a task, and report what it holds and what is wrong."""
     if not isinstance(task, HubImages):
         return _check_tensors(task)
     try:

@@ -1,8 +1,8 @@
-"""Random and centered windows of pictures, and their resizing, for whole batches.
+"""Random and centered windows of pictures, resized for a whole batch at once.
 
 Windows are drawn as torchvision's `RandomResizedCrop` draws them, and resized as Pillow and `interpolate(…,
 antialias=True)` do (bicubic, a = -1/2, widened where pictures shrink). Windows of a batch differ in size, so
-each is multiplied by a matrix of its own from the left and the right, on whatever device holds them.
+each is multiplied from the left and the right by its own matrix, on the pictures' device.
 
 Legend: n pictures; a box is (top, left, height, width) in pixels.
 """
@@ -23,13 +23,13 @@ def draw_boxes(
     scale: tuple[float, float],
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """One window a picture, int64 `[n, 4]`.
+    """Draw one window per picture, int64 `[n, 4]`.
 
     Args:
         sizes: int64 `[n, 2]`, heights and widths.
-        scale: the window's share of the picture's area, drawn uniformly.
-        ratio: its width ÷ height, drawn uniformly in the logarithm. A picture in which ten draws do not fit
-            gets the largest centered window within the ratios.
+        scale: range of the window's share of the picture's area, drawn uniformly.
+        ratio: range of width ÷ height; its logarithm is drawn uniformly. If ten draws do not fit into a
+            picture, it gets the largest centered window within the ratios.
     """
     count = len(sizes)
     heights, widths = sizes[:, :1].double(), sizes[:, 1:].double()
@@ -69,8 +69,8 @@ def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None
 
     Args:
         pixels: uint8 `[n, 3, H, W]`.
-        boxes: int64 `[n, 4]`: a window of each, inside of it.
-        flips: bool `[n]`: mirror these.
+        boxes: int64 `[n, 4]`, one window inside each picture.
+        flips: bool `[n]`, the windows to mirror.
     """
     boxes = boxes.to(pixels.device)
     rows = _weights(boxes[:, 0], boxes[:, 2], side, pixels.shape[2])

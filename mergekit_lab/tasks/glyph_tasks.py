@@ -1,10 +1,10 @@
 """Rendered tasks: alphabets, symbols, accents and typeface styles, drawn from shipped fonts.
 
-How the parts are kept apart. Alphabets and accents are split by font family: training pictures come from
-`sans`, `times` and Computer Modern, validation from `serif`, tests from `monospace`. Typeface style is split
-by character, since there the family is part of the label. In all of them a clean bitmap that would stand in two
-parts stays in the later one only (test before validation before training), and one that would carry two labels
-is dropped. `pretraining.py` keeps the validation and test pictures of all tasks out of pre-training.
+Parts share no picture. Alphabets and accents are split by font family: training takes `sans`, `times` and
+Computer Modern, validation `serif`, and tests `monospace`. Typeface style is split by character, because the
+family is part of its label. A clean bitmap that fits two parts goes to test before validation before training.
+One that fits two labels is dropped. `pretraining.py` keeps the validation and test pictures of all tasks out of
+pre-training.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _FAMILIES: dict[Part, tuple[str, ...]] = {
 class GlyphTask(ImageTask):
     """A task drawn from font glyphs.
 
-    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colors and grain, not which glyph stands in
+    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colors and grain, but not which glyph is in
     which part. Sizes are images; classes differ by at most one image. Raises `InputError` for an unknown look.
     """
 
@@ -56,11 +56,11 @@ class GlyphTask(ImageTask):
     @classmethod
     @abstractmethod
     def candidates(cls) -> Pairs:
-        """For each part, for each class, the (face, code point) pairs that show it."""
+        """The (face, code point) pairs that show each class, by part."""
 
     @classmethod
     def pairs(cls) -> Pairs:
-        """`candidates` without pictures that stand in two parts, carry two labels or have no ink."""
+        """`candidates` without pictures that are in two parts, have two labels, or have no ink."""
         return _disjoint(cls)
 
     def make(self, part: Part) -> ImageSamples:
@@ -165,7 +165,7 @@ def _last_words(symbols: str, start: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Greek(_Alphabet):
-    """Small Greek letters but omicron, which is Latin o in these fonts, and final sigma."""
+    """Small Greek letters except final sigma and omicron, which is Latin o in these fonts."""
 
     name: str = "greek"
     look: str = "blueprint"
@@ -177,9 +177,9 @@ class Greek(_Alphabet):
 
 @dataclass(frozen=True)
 class Cyrillic(_Alphabet):
-    """Small Russian letters without those that are a Latin or Greek letter's picture (а е к о р с у х).
+    """Small Russian letters except those that look like Latin or Greek ones (а е к о р с у х).
 
-    Upright styles only: in italics и, п and т are drawn as Latin u, n and m.
+    Upright styles only, because italic и, п and т look like Latin u, n and m.
     """
 
     name: str = "cyrillic"

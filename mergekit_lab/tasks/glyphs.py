@@ -1,12 +1,12 @@
 """Glyph bitmaps from the fonts that matplotlib ships.
 
-Faces are the 21 text faces of DejaVu, STIX and Computer Modern. Left out: `LastResortHE` (it claims every
-code point and draws boxes), the STIX parts without Unicode names, and Computer Modern's `cmex`, `cmmi`,
-`cmsy`, whose code points do not name what they draw. Of Computer Modern only A-Z, a-z and 0-9 are used,
-for the same reason.
+Faces are the 21 text faces of DejaVu, STIX and Computer Modern. Three kinds are left out: `LastResortHE`, which
+draws a box for every code point; the STIX parts without Unicode names; and Computer Modern's `cmex`, `cmmi` and
+`cmsy`, whose code points do not say what they draw. For the same reason only A-Z, a-z and 0-9 of Computer
+Modern are used.
 
 A bitmap is the clean, undistorted picture of one character in one face: uint8 `[40, 40]`, 255 = ink, the ink
-centered. Its digest is what "no picture stands in two places" is checked with.
+centered. Bitmaps are compared by digest to show that no picture is in two parts.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ _BASIC = frozenset(map(ord, "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmno
 
 
 def faces(families: Iterable[str] = FAMILIES, styles: Iterable[str] | None = None) -> tuple[Face, ...]:
-    """The faces of these families (and styles), in the order of `FACES`."""
+    """Select the faces of these families (and styles), in the order of `FACES`."""
     wanted = set(families)
     allowed = None if styles is None else set(styles)
     return tuple(f for f in FACES if f.family in wanted and (allowed is None or f.style in allowed))
@@ -82,7 +82,7 @@ def _file(face: Face) -> Path:
 
 @cache
 def characters(face: Face) -> frozenset[int]:
-    """The code points that `face` draws and names rightly."""
+    """The code points for which `face` draws the right character."""
     path = _file(face)
     from matplotlib.ft2font import FT2Font
 
@@ -112,8 +112,8 @@ def _ink(face: Face, code: int, size: int, side: int) -> "Image | None":
 def bitmap(face: Face, code: int) -> bytes | None:
     """The clean picture of code point `code` in `face`: `CANVAS²` bytes, row by row, 255 = ink.
 
-    The ink's box is centered; a glyph too large for the canvas is drawn smaller until it fits. None where the
-    character has no ink (spaces).
+    The ink is centered. A glyph too large for the canvas is drawn smaller until it fits. A character without
+    ink, such as a space, gives None.
     """
     from PIL import Image
 
@@ -133,7 +133,7 @@ def bitmap(face: Face, code: int) -> bytes | None:
 
 @cache
 def digest(face: Face, code: int) -> str | None:
-    """SHA-256 (first 16 hex digits) of the clean bitmap, None where there is no ink."""
+    """SHA-256 (first 16 hex digits) of the clean bitmap, or None without ink."""
     data = bitmap(face, code)
     return None if data is None else hashlib.sha256(data).hexdigest()[:16]
 

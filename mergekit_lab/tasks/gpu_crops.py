@@ -1,7 +1,7 @@
-"""Windows of pictures resized by kernels in Triton, for GPUs; importing this needs Triton.
+"""Resize windows of pictures with Triton's kernels on a GPU. Importing this needs Triton.
 
-The same as `crops.resize`, straight from the bytes as they are read: pictures of several sizes are
-not padded to one, and only the few pixels near a place are looked at.
+Computes what `crops.resize` does, directly from the packed bytes. Pictures are not padded to one size, and only
+the few pixels near a place are read.
 
 Legend: n pictures; a plane is one color of one; a place is a row or column of the square.
 """
@@ -78,13 +78,13 @@ def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):
 
 
 def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips: Tensor | None) -> Tensor:
-    """Windows of pictures, each resized to a square: float32 `[n, 3, side, side]` in [0, 255].
+    """Resize a window of each picture to a square: float32 `[n, 3, side, side]` in [0, 255].
 
     Args:
         pixels: uint8 `[bytes]` on a GPU, picture after picture, each `[3, H, W]`.
-        sizes: int64 `[n, 2]`, heights and widths; on the CPU, as what follows.
-        boxes: int64 `[n, 4]`: a window of each (top, left, height, width), inside of it.
-        flips: bool `[n]`: mirror these; None mirrors none.
+        sizes: int64 `[n, 2]`, heights and widths, on the CPU.
+        boxes: int64 `[n, 4]`, one window (top, left, height, width) inside each picture, on the CPU.
+        flips: bool `[n]`, the windows to mirror, on the CPU; None mirrors none.
     """
     ends = (3 * sizes.prod(1)).cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])

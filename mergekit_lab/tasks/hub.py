@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub as local folders: what is cached is used without a network."""
+"""Data sets of the Hugging Face hub as local folders. Cached files need no network."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def download_data(
     """Download the files of these parts.
 
     Args:
-        also: parts that are taken too where there are some.
-        into: a folder to put them into; None takes the hub's cache.
+        also: parts to download if the data set has them.
+        into: the target folder; None takes the hub's cache.
 
     Raises:
         InputError: the hub cannot be reached, or has no such data set or part.

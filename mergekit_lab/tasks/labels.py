@@ -1,4 +1,4 @@
-"""From the labels of a source to those of a task: by name where the names are the task's, else by number."""
+"""Map a source's labels to a task's: by name if the names are the task's, else by number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergekit_lab.tasks.sources import Rows
 
 
 class Labeling:
-    """The labels of a source's parts as a task numbers its classes.
+    """A source's labels, in the task's numbering of its classes.
 
     Args:
         task: its name, for messages.
@@ -23,7 +23,7 @@ class Labeling:
         labels: by part, int64 `[N]` in `[0, len(classes))`.
 
     Raises:
-        InputError: a part is empty, or has labels or names of labels that cannot be the task's.
+        InputError: a part is empty, or has labels or label names that do not fit the task.
     """
 
     def __init__(self, task: str, classes: Sequence[str], rows: Mapping[str, Rows]) -> None:
@@ -35,18 +35,18 @@ class Labeling:
         self.labels = {part: self._checked(part) for part in rows}
 
     def find_class(self, name: str) -> int | None:
-        """The number of the class of this name, None if there is none.
+        """The number of the class with this name, or None.
 
-        Case, spaces and signs count only where the task's own names differ in nothing else.
+        Case, spaces and punctuation are ignored, unless the task's own names differ only in them.
         """
         return self._places.get(self._spelled(name))
 
     def numbers(self, part: str) -> np.ndarray:
-        """The task's label numbers by those of a part, int64 `[labels of the part]`.
+        """The task's number for each of a part's numbers, int64 `[labels of the part]`.
 
-        Names decide where every name of the source is one of the task's. Else the source's numbers are taken;
-        where it has none, or its names are numbers, the position among the names of all parts is: by value
-        where they are numbers, by the alphabet where not.
+        If every name of the source is one of the task's, names decide. Otherwise the source's numbers are
+        taken. If it has none, or its names are numbers, labels are matched by index in the sorted names of all
+        parts: sorted by value if they are numbers, else by the alphabet.
         """
         names, named = self._rows[part].label_names, self._rows[part].by_name
         if names is None:

@@ -1,7 +1,7 @@
 """How a rendered task looks: from clean bitmaps to distorted, colored images.
 
-Each task has a look of its own (colors, polarity, grain, blur, an object in front), so that tasks differ in
-more than their labels, as photographs of road signs differ from satellite pictures.
+Every task has its own look: colors, polarity, grain, blur, an object in front. So tasks differ in more than
+their labels, as photographs of road signs differ from satellite pictures.
 """
 
 from dataclasses import dataclass
@@ -79,10 +79,10 @@ def _uniform(count: int, low: float, high: float, generator: torch.Generator) ->
 
 
 def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float = 0.0) -> Tensor:
-    """Turn, scale, slant and move: float `[N, CANVAS, CANVAS]` in [0, 1] to `[N, SIZE, SIZE]`.
+    """Rotate, scale, shear and shift: float `[N, CANVAS, CANVAS]` in [0, 1] to `[N, SIZE, SIZE]`.
 
-    At scale 1 a pixel stays a pixel: the frame is the middle of the canvas.
-    aside: pixels to the right, on top of the look's shift.
+    The frame is the middle of the canvas. At scale 1 a pixel stays a pixel. aside: pixels to the right, added
+    to the look's shift.
     """
     count = len(bitmaps)
     angle = _uniform(count, -look.rotation, look.rotation, generator) * (pi / 180)
@@ -130,7 +130,7 @@ def _cover(ink: Tensor, look: Look, generator: torch.Generator) -> Tensor:
 
 
 def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
-    """Clean bitmaps uint8 `[N, CANVAS, CANVAS]` to images uint8 `[N, 3, SIZE, SIZE]` in this look."""
+    """Draw clean bitmaps, uint8 `[N, CANVAS, CANVAS]`, as images in this look, uint8 `[N, 3, SIZE, SIZE]`."""
     count = len(bitmaps)
     ink = _cover(_strokes(bitmaps.float() / 255, look, generator), look, generator)
     if look.blur:

@@ -1,7 +1,7 @@
-"""Messages to a shop from a seeded generator: two tasks with chosen answers that a small model learns soon.
+"""Messages to a shop from a seeded generator: two tasks with fixed answers that a small model learns fast.
 
-`topic` asks which department a message is for, `tone` how its writer feels. Both read the same kind of message,
-so an expert of one says little of the other, and a merge has something to lose.
+`topic` asks which department a message is for, `tone` how its writer feels. Both use the same kind of message.
+An expert in one knows little about the other, so a merge has something to lose.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _message(draw: Random) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Messages(TextTask):
-    """What a message to a shop is about, or how its writer feels; no message stands in two parts.
+    """What a message to a shop is about, or how its writer feels. No message is in two parts.
 
     Args:
-        kind: topic or tone; its answers are the task's `choices`, where these are null.
+        kind: topic or tone. Its answers become the task's `choices`, if these are null.
         train_size, validation_size, test_size: samples, at least 1.
         seed: draws the messages.
     """

@@ -1,7 +1,7 @@
-"""What scores texts: functions of predictions, references and (for SARI) sources, over a whole part at once.
+"""Metrics of text: functions of a whole part's predictions, references and (for SARI) sources.
 
-All values are at most 1, more is better. `accuracy` is strict: the very text, as TRACE compares it; beside it
-stands `lenient_accuracy`, which forgives white space, case and a full stop at the end.
+Values are at most 1, and larger is better. `accuracy` is strict: the exact text, as TRACE compares it.
+`lenient_accuracy` ignores case, surrounding white space, and a full stop at the end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MEANS: set[str] = set()
 
 
 def metric(*, mean: bool) -> Callable[[Metric], Metric]:
-    """Make a function a metric by its name: it is called with lists that fit, of one sample at least.
+    """Register a function as a metric under its name. It gets lists of equal length, at least one sample.
 
     Args:
-        mean: whether it is the mean over samples.
+        mean: whether its value is a mean over samples.
     """
 
     def register(function: Metric) -> Metric:
@@ -66,13 +66,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def normalize(text: str) -> str:
-    """Without white space around it and a full stop at the end, in lower case."""
+    """Lower the case, and strip surrounding white space and a full stop at the end."""
     return text.strip().removesuffix(".").removesuffix("。").strip().casefold()
 
 
 @metric(mean=True)
 def accuracy(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """The share of predictions that are the reference, character by character."""
+    """The share of predictions that equal the reference, character by character."""
     return _mean([p == r for p, r in zip(predictions, references, strict=True)])
 
 
@@ -90,7 +90,7 @@ def first_character(
 ) -> float:
     """The share of predictions that begin with the reference's first character: TRACE's ScienceQA.
 
-    White space before it counts as a character, as it does there.
+    Leading white space counts as a character, as it does in TRACE.
     """
     return _mean([p[:1] == r[:1] for p, r in zip(predictions, references, strict=True)])
 
@@ -99,7 +99,7 @@ def first_character(
 def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """Mean F1 of the longest common subsequence of words (Lin 2004), by torchmetrics.
 
-    Google's tokens: lower case, letters a-z and digits. `rouge_l_trace` is TRACE's.
+    Tokens are Google's: lower case, letters a-z and digits. `rouge_l_trace` is TRACE's.
     """
     from torchmetrics.functional.text import rouge_score
 
@@ -109,11 +109,11 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequ
 
 @metric(mean=True)
 def rouge_l_trace(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Mean F1 of ROUGE-L as TRACE's script has it, by the package `rouge` of PyPI: at the level of summaries.
+    """Mean F1 of summary-level ROUGE-L, as TRACE's script computes it with PyPI's `rouge`.
 
-    Sentences end at full stops, words at white space, and case counts. Hits are the different words in the
-    longest common subsequences of all pairs of sentences, recall and precision their shares of the different
-    words of reference and prediction. A prediction without words scores 0; TRACE's script leaves it out.
+    Sentences end at full stops, words at white space, and case counts. Hits are the distinct words in the
+    longest common subsequences of all pairs of sentences. Recall is their share of the reference's distinct
+    words, precision of the prediction's. A prediction without words scores 0; TRACE's script skips it.
     """
     return _mean([_rouge_l_of_summary(p, r) for p, r in zip(predictions, references, strict=True)])
 
@@ -154,8 +154,8 @@ def _longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]
 def sari(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float:
     """Mean SARI of sentences against their source (Xu et al. 2016, section 4), as a fraction.
 
-    The mean over n-grams of 1 to 4 words and over keeping (F1), adding (F1) and deleting (precision). With one
-    reference; `sari_of` takes several. Words are split as sacreBLEU's 13a does for texts in lower case.
+    The mean over n-grams of 1 to 4 words, and over keeping (F1), adding (F1) and deleting (precision). It takes
+    one reference; `sari_of` takes several. Words are split as sacreBLEU's 13a splits lower-case text.
     """
     return _mean([sari_of(s, p, [r]) for s, p, r in zip(sources, predictions, references, strict=True)])
 
@@ -163,7 +163,7 @@ def sari(predictions: Sequence[str], references: Sequence[str], sources: Sequenc
 def sari_of(source: str, prediction: str, references: Sequence[str]) -> float:
     """SARI of one prediction, in [0, 1].
 
-    As in the authors' corrected code: an empty set of operations counts as right where none was wanted.
+    As in the authors' corrected code, making no operation scores 1 if none was needed.
     """
     words = [_words(text.lower()) for text in (source, prediction, *references)]
     keep, delete, add = 0.0, 0.0, 0.0
@@ -227,7 +227,7 @@ def _grams(words: Sequence[str], n: int) -> Counter[str]:
 
 @metric(mean=False)
 def matthews(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Matthews' correlation coefficient of two labels (GLUE's CoLA); 0 where one side never varies."""
+    """Matthews' correlation coefficient of two labels (GLUE's CoLA), in [-1, 1]; 0 if one side is constant."""
     positive = sorted(set(references))[-1]
     p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
     r = torch.tensor([x == positive for x in references], dtype=torch.float64)
@@ -236,7 +236,7 @@ def matthews(predictions: Sequence[str], references: Sequence[str], sources: Seq
 
 @metric(mean=False)
 def spearman(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Rank correlation of numbers (GLUE's STS-B); what is no number counts as 0."""
+    """Rank correlation of numbers (GLUE's STS-B), in [-1, 1]. Text that is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
 
     p, r = (torch.tensor([_number(x) for x in side], dtype=torch.float64) for side in (predictions, references))

@@ -1,7 +1,7 @@
-"""Which glyphs the shipped model may see in pre-training: none that a task validates or tests on.
+"""Glyphs that the shipped model may see in pre-training: none that a task validates or tests on.
 
-The rule is by content, so it holds over tasks: a (character, face) pair is left out if its clean bitmap is a
-validation or test picture of any shipped rendered task, wherever else that picture occurs.
+The rule is by content, so it holds across tasks. A (character, face) pair is left out if its clean bitmap is a
+validation or test picture of any shipped rendered task.
 """
 
 import unicodedata
@@ -26,7 +26,7 @@ def find_held_out() -> frozenset[str]:
 
 
 def pretraining_pairs() -> list[Pair]:
-    """All that pre-training may see: every named character with ink in every face, but for what is held out."""
+    """Every named character with ink in every face, except what is held out."""
     left_out = find_held_out() | {None}
     return [
         (face, code)

@@ -1,8 +1,8 @@
-"""Where a data set's images come from: a folder in one of the layouts that data sets are published in.
+"""Read images of a data set from a folder, in the layouts that data sets are published in.
 
-A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts:
-a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set), folders
-of images by part and class, and FER-2013's own CSV. Nothing here decodes an image.
+A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts
+are a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set),
+folders of images by part and class, and FER-2013's CSV. Nothing here decodes an image.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
 
 class Rows(ABC):
-    """One part of a data set, as its source has it.
+    """One part of a data set in its source.
 
     Attributes:
-        labels: int64 `[N]`, the source's own numbers.
-        label_names: what the source calls its labels, in their order; None where it does not say.
-        by_name: whether the source has names alone. Then `labels` are positions in `label_names`, which holds
-            what occurs in this part: the same number may be another class in another part.
-        chunks: ranges of rows that are read together; they cover all rows in order.
-        files: the files that decide the rows; their sizes and times say whether they are still the same.
+        labels: int64 `[N]`, in the source's numbering.
+        label_names: the source's names of its labels, in their order; None if it has none.
+        by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
+            the names in this part: the same number may be another class in another part.
+        chunks: ranges of rows to read together. They cover all rows in order.
+        files: the files that hold the rows. Their sizes and times tell whether they changed.
     """
 
     labels: np.ndarray
@@ -58,7 +58,7 @@ class Rows(ABC):
 
     @abstractmethod
     def name(self, row: int) -> str:
-        """What a message calls a row's image."""
+        """A row's image as messages call it."""
 
 
 def _in_chunks(total: int) -> list[range]:
@@ -70,8 +70,8 @@ class ParquetRows(Rows):
 
     Args:
         files: the part's files, in order.
-        image: the images' column; where there is none of that name, the only column of that kind.
-        label: the labels' column: integers, booleans or names.
+        image: the images' column. If no column has that name, the only column with images is taken.
+        label: the labels' column, of integers, booleans or names.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str) -> None:
@@ -128,7 +128,7 @@ def _open_parquet(file: Path) -> Any:
 
 @contextmanager
 def reading_parquet(file: Path) -> Iterator[None]:
-    """Raises `InputError` for whatever stops pyarrow, which names the file."""
+    """Turn errors of pyarrow into an `InputError` that names the file."""
     from pyarrow import ArrowException
 
     try:
@@ -218,7 +218,7 @@ def _refuse_no_files(files: Sequence[Path]) -> None:
 
 
 class FolderRows(Rows):
-    """`<class>/<image>` below one folder."""
+    """A folder with `<class>/<image>`."""
 
     by_name = True
 
@@ -252,7 +252,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 class TarRows(Rows):
-    """A web data set: tar files in which `key.<image>` stands beside `key.cls`."""
+    """A web data set: tar files with pairs of `key.<image>` and `key.cls`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
@@ -368,7 +368,7 @@ def _gray_picture(pixels: str) -> bytes:
 
 
 def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
-    """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
+    """The repository's parquet or tar files that hold a part, by the hub's naming.
 
     `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
     `train/0.tar`.
@@ -379,12 +379,12 @@ def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list
 
 
 def is_shard(file: str) -> bool:
-    """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
+    """Whether a file's name says how many files there are, like `train-00000-of-00002.parquet`."""
     return _SHARD.search(file) is not None
 
 
 def find_missing_shards(files: Sequence[str]) -> list[str]:
-    """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
+    """Describe missing files of a numbered set, like `1 of 2 files data/train-…`."""
     numbered: dict[tuple[str, int], set[str]] = {}
     for file in files:
         if shard := _SHARD.search(file):
@@ -397,15 +397,15 @@ def find_missing_shards(files: Sequence[str]) -> list[str]:
 
 
 def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
-    """The first of the parts that a folder has, in whichever layout; None if it has none.
+    """Open the first of these parts that a folder has, in any layout; None if it has none.
 
     Args:
-        parts: names of the part, in the order of preference.
-        subset: a repository's subset, where it has several.
+        parts: the part's names, in the order of preference.
+        subset: a repository's subset, if it has several.
         image, label: columns of parquet files.
 
     Raises:
-        InputError: files that cannot be read, or lack a column.
+        InputError: a file cannot be read or lacks a column.
     """
     names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
     for part in parts:

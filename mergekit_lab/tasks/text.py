@@ -1,7 +1,7 @@
-"""Text tasks: prompts with answers, from files of any of the usual kinds or from the hub.
+"""Text tasks: prompts with answers, from files of the usual kinds or from the hub.
 
-A sample is a prompt and the answer that is to follow it. How a prompt is shown to a model (a chat template, a
-prefix) is the backbone's affair; what it says is the task's.
+A sample is a prompt and its answer. The task says what a prompt contains. The backbone says how a model sees
+it, such as by a chat template.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, eq=False)
 class TextSamples:
-    """One part of a text task's data: a prompt and an answer a sample."""
+    """One part of a text task: prompts and their answers."""
 
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
@@ -58,12 +58,12 @@ class TextTask(Task):
     """Prompts and answers.
 
     Args:
-        name: of the task.
-        metric: what scores it, one of `tasks.metrics.METRICS`.
-        choices: the possible answers, if the task has a fixed set; a model can then pick the likeliest instead
-            of generating.
-        max_new_tokens: the longest generated answer.
-        templates: texts with one `{}` for a choice; an encoder's zero-shot head averages over them.
+        name: the task's name.
+        metric: one of `tasks.metrics.METRICS`.
+        choices: the possible answers, if there is a fixed set. A model can then pick the likeliest instead of
+            generating.
+        max_new_tokens: the most tokens of a generated answer.
+        templates: texts with one `{}` for a choice. An encoder's zero-shot head averages over them.
     """
 
     metric: str = "accuracy"
@@ -96,7 +96,7 @@ class TextTask(Task):
         return samples
 
     def check(self, part: Part, samples: TextSamples) -> None:
-        """Answers are among the choices, and none is empty."""
+        """Check that answers are among the choices and not empty."""
         if self.choices is not None:
             odd = set(samples.answers) - set(self.choices)
             if odd:
@@ -108,7 +108,7 @@ class TextTask(Task):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
 
     def digest(self) -> str:
-        """Over name, choices, and the text of all three parts; tells of prompts that two parts share."""
+        """Hash of name, choices and the text of all three parts. Warns of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
             samples = self.samples(part)
@@ -131,20 +131,20 @@ class TextTask(Task):
 
 @dataclass(frozen=True)
 class TextFile(TextTask):
-    """A task from tables: files, a folder of them, or a data set of the hub, with a prompt template.
+    """A task from tables: a file, a folder of files, or a data set of the hub, with a prompt template.
 
     Args:
         source: a folder with `train`, `validation` and `test` as `.jsonl`, `.json`, `.csv`, `.tsv` or
-            `.parquet` (a relative one is looked for under `$MERGEKIT_LAB_DATA`, by default `data` in the
-            store); one such file, of whose rows validation and test get a quarter each unless `sizes` says
-            otherwise; or `hub:org/name` or `hub:org/name/configuration`, which is downloaded once.
+            `.parquet`; one such file; or `hub:org/name` or `hub:org/name/configuration`, which is downloaded
+            once. A relative folder is looked up under `$MERGEKIT_LAB_DATA`, by default `data` in the store. Of
+            a single file, validation and test get a quarter each unless `sizes` says otherwise.
         prompt: a template with column names in braces, such as `"{sentence}\\nSentiment:"`.
-        answer: likewise; by default the column `answer`.
+        answer: a template too; by default the column `answer`.
         labels: words for an answer's values, such as `{"0": "negative", "1": "positive"}`.
-        parts: what the source calls a part, where it has another name there. Parts that come from the same one
-            share none of its rows: validation takes its rows after a seeded shuffle first.
-        sizes: how many samples of a part at most, after a seeded shuffle.
-        seed: of the shuffle.
+        parts: the source's name of a part, if it differs. Parts taken from the same one share no rows: after a
+            seeded shuffle, validation takes its rows first.
+        sizes: the most samples of a part, taken after a seeded shuffle.
+        seed: seeds the shuffle.
     """
 
     source: str = ""
@@ -217,11 +217,10 @@ class TextFile(TextTask):
 
 
 def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
-    """The template with a row's columns.
+    """Fill a template with a row's columns.
 
     Raises:
-        InputError: it names a column that the row has not, or that has nothing in this row, or wants a value to
-            be of another kind.
+        InputError: the row lacks a column of the template, has no value in it, or one of the wrong kind.
     """
     names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     missing = [name for name in names if name not in row]
@@ -251,10 +250,10 @@ def data_folder(source: str) -> Path:
 
 @cache
 def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
-    """The rows of a part of a source, as that calls it, as mappings by column.
+    """Read a source's part, under the source's name of it, as mappings by column.
 
     Raises:
-        InputError: it is not there, or is no table; says how to get it.
+        InputError: the part is missing or is no table. The message says how to get it.
     """
     if source.startswith("hub:"):
         return _hub_rows(source.removeprefix("hub:"), part, task)

@@ -1,14 +1,14 @@
-"""Training steps that are recorded in CUDA graphs and replayed: the host launches one thing a step.
+"""Training steps recorded in CUDA graphs and replayed: the host launches one graph per step.
 
 Two steps with the same shapes and the same plan (`WrappedOptimizer.plan`) launch the same kernels on the same
-memory. So each such kind of step runs as written when it first comes, is recorded when it comes again, and is
-replayed from then on. What runs as written is at once what recording wants as a warm-up: it makes moments and
-copies of weights outside of the graph's memory. No step is made twice, and none is left out.
+memory. The first step of a kind runs without a graph. The second is recorded, and later ones are replayed. The
+first also serves as the warm-up that recording needs: it allocates moments and copies of weights outside the
+graph's memory. No step runs twice, and none is left out.
 
-What changes from step to step is brought to the device before a replay: the batch is copied to where the
-recorded one was, generators are seeded by (seed, step), and the optimizer prepares its factors. Learning rates
-are on the device already (`keep_on_device`). The kernels are those of steps that run as written, so results
-are the same bit for bit wherever each of these kernels repeats itself.
+What changes between steps goes to the device before a replay: the batch is copied over the recorded one,
+generators are seeded by (seed, step), and the optimizer prepares its factors. Learning rates are already on the
+device (`keep_on_device`). The kernels are the same with and without a graph, so results are equal bit for bit
+if each kernel is deterministic.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class _Recording:
 
 
 class Replay:
-    """Makes the steps of one training, from recordings where it can.
+    """Runs the steps of one training, from recordings if possible.
 
     Args:
-        step: makes one whole update from a batch a task, on the device; returns the loss, without waiting.
-        optimizer: that `step` calls; `keep_on_device` and `allow_replay` have been called.
-        device: a CUDA device, which holds everything.
+        step: makes one whole update from one batch per task, on the device, and returns the loss without
+            waiting.
+        optimizer: the one that `step` calls, after `keep_on_device` and `allow_replay`.
+        device: the CUDA device of everything.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True}
 
 
 def pays(device: torch.device, steps: int, model: nn.Module) -> bool:
-    """What `training.compile=auto` decides: by the kind of device, the number of steps and the model's size."""
+    """What `training.compile=auto` decides, by kind of device, number of steps and model size."""
     large = sum(p.numel() for p in model.parameters()) >= _LARGE
     return device.type == "cuda" and steps >= PAYS_FROM and large and _has_compiler()
 
@@ -41,12 +41,12 @@ def _has_compiler() -> bool:
 
 
 def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> nn.Module:
-    """`model` compiled, with the same parameters; `model` itself, and a line of the log, where that fails.
+    """Compile `model`, sharing its parameters. If that fails, log it and return `model` itself.
 
     Args:
         model: its parameters, gradients and buffers stay as they are.
-        loss_of: the loss of a batch by the model that it is given; it is asked for once, and its gradient is
-            computed, so that compiling happens here.
+        loss_of: returns the loss of a batch under the given model. It is called once, with its gradient, to
+            compile here and not in the first step.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
     log.info("compiling the model: half a minute to two, or seconds where it was compiled before")

@@ -1,4 +1,4 @@
-"""What training costs: steps a second and memory, validation left out."""
+"""What training costs: steps per second and memory, without validation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WARM_UP = 5
 
 
 class TrainingCost(Callback):
-    """Measures a training while it runs; the first five steps are left out of its speed.
+    """Measures a training while it runs. The speed leaves out the first five steps.
 
     Attributes:
-        measured: `steps_per_second` of training alone, and `gigabytes` (10⁹ bytes) at most allocated on a CUDA
-            device; empty where there was too little to measure.
+        measured: `steps_per_second` without validation, and the peak of allocated `gigabytes` (10⁹ bytes) on a
+            CUDA device. Empty after too few steps.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class TrainingCost(Callback):
         self._steps += 1
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        """Validation, and the checkpoints after it, are left out until the next step begins."""
+        """Pause until the next step begins: validation, and checkpoints after it, do not count."""
         self._pause(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,7 +1,7 @@
-"""Our optimizers in the `Trainer` of transformers: weights that are saved and evaluated are those to keep.
+"""Our optimizers in the `Trainer` of transformers: it saves and evaluates the weights that should be kept.
 
-`Trainer` calls `optimizer.train()` before every forward pass and `optimizer.eval()` before an evaluation, but
-saves right after a step, when an optimizer in train mode has moved on to its next offset point.
+`Trainer` calls `optimizer.train()` before every forward pass and `optimizer.eval()` before an evaluation. But
+it saves right after a step, when an optimizer in train mode is already at its next offset point.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 def trainer_callback() -> TrainerCallback:
     """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[trainer_callback()])`.
 
-    After every step, and when training ends, it calls the optimizer's `eval()`: the model then holds θ
-    (`MergOPT`, `RWP`) or the average (`SWA`), and that is what is saved. Optimizers that are not ours are left
-    alone.
+    After every step and at the end of training it calls the optimizer's `eval()`. The model then holds θ
+    (`MergOPT`, `RWP`) or the average (`SWA`), and `Trainer` saves that. Other optimizers are not touched.
 
     Raises:
-        InputError: when training begins, if the optimizer evaluates more than once a step: `Trainer` steps
-            without a closure.
+        InputError: when training begins, if the optimizer evaluates more than once per step, because `Trainer`
+            steps without a closure.
     """
     from transformers import TrainerCallback
 

@@ -56,7 +56,7 @@ from mergekit_lab.merging import (
     stream,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "mergers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "add_merger.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLE: dict[str, Any] = {"__name__": "example"}
 exec(next(block for block in BLOCKS if "class Median" in block), EXAMPLE)
