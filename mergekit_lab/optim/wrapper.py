@@ -112,10 +112,10 @@ class WrappedOptimizer(Optimizer):
     loggers and gradient scalers act on the base. The base steps once per step, from θ. To clip or log the
     gradient that it uses, add a hook to `optimizer.base`.
 
-    A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. `saved_attributes`
-    names those that belong in a checkpoint (plain types), and `saved_tensors` its tensors by parameter. It
-    implements `update`. Hyper-parameters named in `group_settings` may differ between groups of parameters, and
-    are read with `setting`. These three lists add to the parents' lists.
+    A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. It implements
+    `update`. `saved_attributes` names the hyper-parameters that belong in a checkpoint (plain types), and
+    `saved_tensors` its tensors by parameter. Those named in `group_settings` may differ between groups of
+    parameters, and are read with `setting`. These three lists add to the parents' lists.
 
     Args:
         named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.
