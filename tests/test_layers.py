@@ -1,6 +1,7 @@
 """Rooms import only what stands to their left; heavy frameworks stay where they belong."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,12 @@ def test_a_file_imports_only_what_its_room_may(file: Path) -> None:
             assert rest[0] in allowed or rest[0] == "__version__", f"{here} may not import {module}"
         if top in ONLY_IN:
             assert here in ONLY_IN[top], f"{top} may be imported only in {ONLY_IN[top]}"
+
+
+def test_the_page_shows_this_order() -> None:
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    table = page.split("| room |")[1].split("\n\n")[0].splitlines()[2:]
+    assert [set(re.findall(r"`(\w+)/?`", row.split("|")[1])) for row in table] == LEFT_TO_RIGHT
 
 
 def test_tests_import_nothing_private() -> None:
