@@ -1,6 +1,6 @@
 """Batches of samples, as training, evaluation and curvature have them: counted, cut and moved.
 
-What is of a sample lies in dimension 0 of a tensor.
+Dimension 0 of a tensor is the sample.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
         setting: the name of the user's setting, such as "training.compile".
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
-    log.info("compiling the model: half a minute to two, or seconds where it was compiled before")
+    log.info("compiling the model: half a minute to two minutes, or seconds if it was compiled before")
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:

@@ -1,9 +1,9 @@
 """Processes that work on this machine's devices: many jobs over a pool, or one job together.
 
-A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A
-worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jobs, and ends with its parent.
-On Linux workers are forked from one process, a server that `multiprocessing` keeps for this, because importing
-Lightning and its kin takes seconds, and several processes at once take longer for it.
+A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A worker
+sees only its device (`CUDA_VISIBLE_DEVICES`), runs many jobs, and ends with its parent. On Linux workers are
+forked from one process, a server that `multiprocessing` keeps for this, because importing Lightning and its kin
+takes seconds, and several processes at once take longer for it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outcome:
 class Pool:
     """One worker a device; each takes the next job when it is free.
 
-    A job that raises is a failed outcome, and the others go on. A worker that dies (killed, out of memory, a
+    A job that raises becomes a failed outcome, and the others run. A worker that dies (killed, out of memory, a
     crash in a library) is replaced, and its job is tried once more.
 
     Args:
@@ -142,7 +142,7 @@ class Pool:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers; what they are doing is told to stop, and killed if it does not within 8 s."""
+        """End all workers. Their jobs are asked to stop, and killed after 8 s."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.channel.close()
@@ -163,7 +163,7 @@ class _Worker:
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that what is held is given back."""
+    """Make SIGTERM end this process as Ctrl-C does, so that locks are released."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -188,7 +188,7 @@ def leave(code: int) -> NoReturn:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Begin to import what workers will want, once for all of them, while this process goes on.
+    """Import in the background what workers will need, once for all of them.
 
     Workers are forked from a process that has imported these modules, has no threads at work and has never
     touched a GPU. To be called before the first worker is started; without it, each imports for itself.

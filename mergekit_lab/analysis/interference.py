@@ -1,4 +1,4 @@
-"""How task vectors stand to each other, tensor by tensor: what says whether their experts can share a model.
+"""How task vectors overlap and conflict, tensor by tensor.
 
 Everything is read once, a tensor at a time and in blocks, so memory is a few copies of the largest tensor
 whatever the size of the model.
@@ -29,7 +29,7 @@ _KEPT = 16
 
 @dataclass
 class Sums:
-    """What is added up over entries; everything else is a ratio of these. All `[T, T]` float64.
+    """Sums over entries, of which all other measures are ratios. All `[T, T]` float64.
 
     Attributes:
         dots: `δ_i · δ_j`.

@@ -167,7 +167,7 @@ def evaluate_line(
 def barrier(values: Sequence[float], positions: Sequence[float]) -> float:
     """The largest rise of a loss above the straight line between its ends (Frankle et al. 2020); at least 0.
 
-    NaN where a loss is not finite.
+    NaN if a loss is not finite.
 
     Args:
         values: along a path.

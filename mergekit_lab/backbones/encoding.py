@@ -87,7 +87,7 @@ class Encoding:
         before, found, after = text.partition(_MARK if trims else prompt)
         if not found or {_MARK, _BLANK} & {*before, *after}:
             raise InputError(
-                "the chat template does not show a user's message as it is: set backbone.prompt=plain"
+                "the chat template does not keep a user's message unchanged: set backbone.prompt=plain"
             )
         return before, after, trims
 
@@ -161,7 +161,7 @@ class Encoding:
         if any(len(p) > room <= template for p, room in zip(shown, rooms, strict=True)):
             raise InputError(
                 f"backbone.max_length={self.reading.max_length} leaves {least} tokens for a prompt of "
-                f"{task.name}, and its template alone has {template}: raise it"
+                f"{task.name}, and its template takes {template}: raise it"
             )
 
     def _check_positions(self, task: TextTask, part: Part, encoded: Encoded) -> None:

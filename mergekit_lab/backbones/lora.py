@@ -95,6 +95,6 @@ def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
     ]
     if unseen:
         raise InputError(
-            f"an adapter on {listing(unseen)} alone would have no effect: name the attention module itself, "
+            f"an adapter on {listing(unseen)} would have no effect: name the attention module itself, "
             "which adapts its output projection too"
         )

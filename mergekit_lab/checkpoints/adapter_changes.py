@@ -182,8 +182,8 @@ def part_ties(
         elif len(seconds) > 1:
             changed = [name for name in names if name in changes]
             raise InputError(
-                f"{label}: the adapter changes {listing(changed)} alone, and the base ties {listing(names)}, "
-                "which one configuration cannot part: train it with ensure_weight_tying=True, or save the "
+                f"{label}: the adapter changes only {listing(changed)} of {listing(names)}, which the base "
+                "ties and one configuration cannot untie: train it with ensure_weight_tying=True, or save the "
                 "merged model untied"
             )
         else:

@@ -61,7 +61,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
 def by_pattern(
     label: str, config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]
 ) -> dict[str, Any]:
-    """What `config[key]`, a mapping from pattern to number, says of each module; else `config[default]`.
+    """Each module's number in `config[key]`, a mapping from pattern to number, or else `config[default]`.
 
     As in peft a pattern is a regular expression for a module's path from one of its dots on, and the first that
     matches counts. A file from elsewhere may hold one that would backtrack, or expand, without end.

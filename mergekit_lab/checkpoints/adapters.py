@@ -1,10 +1,9 @@
-"""PEFT LoRA adapters as dense checkpoints: the base's tensors, with the adapter's change added where it has
-one.
+"""PEFT LoRA adapters as dense checkpoints: the base's tensors with the adapter's change added.
 
 Hu et al. 2021 (LoRA), Kalajdzievski 2023 (rsLoRA: α/√r), Liu et al. 2024 (DoRA: a learned norm for each
-output). What peft writes is read from its files alone; peft's `merge_and_unload` is what the tests compare
-with. The change is computed in float32 and the folded tensors are float32 (float64 where the base is), so that
-a 16-bit base does not round a small change away.
+output). Only peft's files are read, not peft itself; tests compare with its `merge_and_unload`. The change is
+computed in float32 and the folded tensors are float32 (float64 where the base is), so that a 16-bit base does
+not round a small change away.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What a report says of an adapter: targets and their ranks, tensors that are replaced whole."""
+    """An adapter in reports: targets with their ranks, and tensors that are replaced whole."""
 
     targets: Mapping[str, int]
     replaced: tuple[str, ...]

@@ -78,7 +78,7 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
         return base
     say(
         f"{listing(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
-        "one of the tied weights alone"
+        "only one of the tied weights"
     )
     specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
     tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
@@ -173,7 +173,7 @@ def _prefixes(
         heads = [add or drop for drop, add in alike]
         raise InputError(
             f"expert {expert.label!r} fits the base under several prefixes ({listing(heads)}), and nothing "
-            "tells which part it is: put the right one before its names, or its config.json beside it"
+            "tells which part it is: put the right one before its names, or its config.json next to it"
         )
     return "", told
 

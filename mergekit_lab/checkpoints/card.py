@@ -1,4 +1,4 @@
-"""The model card of a merged folder, and the record beside it that a program can read.
+"""The model card of a merged folder, and the same record as JSON for programs.
 
 Neither holds a path of this machine: local inputs are called by their folder's name, and told apart by a
 fingerprint of their bytes.
@@ -35,8 +35,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
     """What identifies an input, without reading all of it.
 
-    A file is named by its SHA-256 where that is cheap (files up to 32 MiB, files of the hub's cache, which are
-    named by it), else by a sampled one, which does not see a change of a few bytes: see `SAMPLED`.
+    A file is named by its SHA-256 if that is cheap: up to 32 MiB, or in the hub's cache, whose files are named
+    by it. Otherwise by a sampled hash, which may miss a change of a few bytes: see `SAMPLED`.
 
     Returns:
         `{"label", "tensors", "revision" (of a hub's snapshot), "files": {name: {"bytes", "sha256" or

@@ -1,4 +1,4 @@
-"""What belongs to a tokenizer beside its files: where generation ends, and the chat template.
+"""Settings that belong to a tokenizer besides its files: where generation ends, and the chat template.
 
 A chat expert of a pretrained base ends with another token than the base. A model with its tokenizer and the
 base's `generation_config.json` never stops, so generation settings follow the tokenizer's source.

@@ -1,4 +1,4 @@
-"""What a merge would find, from headers and configurations alone: no tensor's data is read."""
+"""Inspect the inputs of a merge only by headers and configurations: no tensor's data is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass
 class Report:
-    """Lines for a person, and what stands in the way.
+    """Lines for readers, and problems that prevent the merge.
 
     Attributes:
         lines: the report, without the problems.
@@ -44,7 +44,7 @@ class Report:
         return not self.problems
 
     def text(self) -> str:
-        """The report, its problems and the verdict, for a terminal."""
+        """The report with problems and verdict, for a terminal."""
         end = [f"PROBLEM: {problem}" for problem in self.problems]
         end += ["The merge would not work." if end else "The merge would work."]
         return "\n".join([*self.lines, *end])

@@ -1,7 +1,7 @@
 """A model that is put together of layers of others: stacked, interleaved, repeated, left out.
 
-What stands before the layers is the first part's, what stands after them the last one's. The configuration says
-how many layers there are, and what it lists layer by layer follows them.
+Tensors before the layers come from the first part, those after them from the last. The configuration says how
+many layers there are, and what it lists layer by layer follows them.
 """
 
 from __future__ import annotations

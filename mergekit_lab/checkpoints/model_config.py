@@ -139,7 +139,7 @@ def compare_configs(
             keys = ",".join(dict.fromkeys(m.key.split(".")[-1] for m in refused))
             compared.problems.append(
                 f"expert {name!r} has another configuration: {'; '.join(map(str, refused))}. This decides "
-                f"{decides}, and the result has the base's: allow_config_mismatch=[{keys}] merges it as it is"
+                f"{decides}, and the result has the base's: allow_config_mismatch=[{keys}] merges it anyway"
             )
         if noted:
             compared.notes.append(

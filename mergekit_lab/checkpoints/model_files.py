@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: configurations, tokenizers, processors, licenses.
+"""A model's files besides its weights: configurations, tokenizers, processors, licenses.
 
 A folder of sentence-transformers has modules of its own beside the model (`modules.json` lists them); they come
 along, with their weights if they have any, which are never merged.
@@ -135,7 +135,7 @@ def copy_model_files(
 
 
 def find_parts_with_weights(source: Path) -> list[str]:
-    """Modules of sentence-transformers beside the model that hold weights of their own.
+    """Modules of sentence-transformers, outside the model, that have weights.
 
     Raises:
         InputError: `modules.json` is none, or names a folder elsewhere.

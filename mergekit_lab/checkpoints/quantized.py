@@ -1,4 +1,4 @@
-"""Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused.
+"""Recognize and refuse quantized checkpoints, whose numbers mean nothing without their scales.
 
 Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
 weight in few bits (float8, or integers), and in the same module something smaller that scales it. Some leave a
@@ -139,7 +139,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that holds quantized tensors.
 
     Raises:
-        InputError: it does; the message says what to do.
+        InputError: it is quantized. The message says what to do.
     """
     names = find_quantized(checkpoint)
     if names:

@@ -59,7 +59,7 @@ left the flag out where it had this default, 5 writes it always."""
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
-    """`config.json` of a folder; empty where there is none.
+    """Read `config.json` of a folder; empty if there is none.
 
     Raises:
         InputError: it is not a JSON object, or no file that can be read.
@@ -83,7 +83,8 @@ def read_vocabulary_size(config: dict[str, Any]) -> int | None:
 
 def ties_embeddings(config: dict[str, Any]) -> bool | None:
     """Whether a configuration ties input and output embeddings, by its model type where it does not say; None
-    where that does not tell either."""
+    if that does not say either.
+    """
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
         if part.get("scale_decoder_outputs") is False:  # T5 1.1, whose flag transformers 5 sets for `shared`

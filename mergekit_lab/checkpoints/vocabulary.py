@@ -163,7 +163,7 @@ def _refuse_contradictions(
                 raise InputError(
                     f"the tokenizer of {expert.label!r} has {token!r} in row {row}, unlike another "
                     f"expert's, and {base.label} has no tokenizer to decide: put the base's tokenizer files "
-                    "beside it, or set embeddings=base"
+                    "next to it, or set embeddings=base"
                 )
 
 
@@ -287,7 +287,7 @@ def _padded(
             )
     raise InputError(
         f"embeddings=pad: no tokenizer here knows all {len(union)} tokens: set tokenizer_from=… to a folder "
-        "whose tokenizer does (an expert's name, if the other experts' own tokens may go), "
+        "whose tokenizer does (an expert's name, if the other experts' own tokens may be dropped), "
         "or embeddings=intersect"
     )
 
@@ -414,8 +414,8 @@ class _Rows:
             if moved:
                 notes.append(
                     f"warning: {len(moved)} tokens of the base have other rows in the result "
-                    f"({listing(moved, 4)}); ids in config.json beside those of begin, end and padding are "
-                    "still the base's"
+                    f"({listing(moved, 4)}); ids in config.json other than begin, end and padding are still "
+                    "the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
         return Reconciled(base, experts, (), rows, tokenizer, self.side, tuple(notes))

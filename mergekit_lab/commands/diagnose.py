@@ -139,7 +139,7 @@ def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str])
 
 @dataclass(frozen=True)
 class Pair:
-    """Two experts, and where they get in each other's way.
+    """Two experts, and where their changes conflict.
 
     Attributes:
         experts: their names.

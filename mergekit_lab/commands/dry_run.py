@@ -59,7 +59,7 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format: str = "dense") -> Report:
-    """What the merge would read, do and need, and what stands in its way."""
+    """Report what the merge would read, do and need, and what prevents it."""
     result = Report()
     result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
     result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])

@@ -38,7 +38,7 @@ _PIPELINES = (
 
 
 def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
-    """Fields of the card's header: library, task, and what the base's own card says of its license."""
+    """Fields of the card's header: library, task, and the license from the base's card."""
     library = prepared.library
     fields: dict[str, Any] = {}
     if library is not None:
@@ -143,7 +143,7 @@ def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
 
 
 def read_header(folder: Path | None) -> Mapping[str, Any]:
-    """The header of the card in a model's folder; empty where there is none that can be read."""
+    """The header of the card in a model's folder; empty without a readable one."""
     file = None if folder is None else folder / "README.md"
     if file is None or not file.is_file():
         return {}

@@ -58,7 +58,7 @@ Devices = str | int | Sequence[str | int]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter on a model of its own, not on the base of the merge."""
+    """A PEFT adapter on another model than the base of the merge."""
 
     model: Source | Arranged
     adapter: str | Path
@@ -138,7 +138,7 @@ class Prepared:
 
 
 class Plan(NamedTuple):
-    """What is written, how much to a file, and what the files are called."""
+    """What is written, the sizes of files and their names."""
 
     specs: dict[str, TensorSpec]
     max_bytes: int
@@ -287,7 +287,7 @@ class _Opener:
                 self.notes += _doubt_base(name, adapter.info.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
                 self.notes.append(
-                    f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
+                    f"{name}: its adapter was read, the model next to it ({beside[0].name}) was not"
                 )
             return opened
         model = self.open(f"the base of {name}", source.model, None)
@@ -315,10 +315,10 @@ def _about_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
     library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
-        notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
+        notes.append(f"the base is the model for {library.name}; {other.name} next to it was not read")
     parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
-        notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
+        notes.append(f"{listing(parts)}: weights of sentence-transformers outside the model are the base's")
     return notes
 
 
@@ -328,13 +328,13 @@ def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
         raise InputError(
             f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
-            "adapter_config.json that peft writes beside them: give the folder that has both, or a model that "
+            "adapter_config.json that peft writes with them: give the folder that has both, or a model that "
             "the adapter was merged into"
         )
     other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(
-            f"expert {expert.label!r} shares few names with the base, but {other.name} is beside the base: "
+            f"expert {expert.label!r} shares few names with the base, but {other.name} is next to the base: "
             f"if the expert belongs to that, set base={other}"
         )
     return expert

@@ -207,7 +207,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
-    """The configuration, tokenizer and licenses that go with the result; with factors what is not the base's.
+    """Configuration, tokenizer and licenses of the result; for factors only those that differ from the base's.
 
     Raises:
         InputError: one of them cannot be copied.

@@ -55,7 +55,7 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
     """Labels drawn from the model where there are some; ignored tokens stay ignored.
 
-    Draws are for answers alone, one after another, so that padding and the size of a batch do not matter.
+    Only answers are drawn, one after another, so padding and batch size do not matter.
     """
     answers = labels != IGNORED
     chances = logits[answers].float().softmax(dim=-1).cpu()
@@ -73,5 +73,5 @@ def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """What sums over a parameter's gradients are kept in: float64 where it is, else float32."""
+    """The dtype for sums over a parameter's gradients: float64 if the parameter is, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -36,7 +36,7 @@ def first_moment(
 
     Returns:
         u, not its square, of every parameter that requires gradients: by name, of its shape, without Adam's
-        bias correction, float32 or float64. Zero where no gradient comes.
+        bias correction, float32 or float64. Zero without a gradient.
 
     Raises:
         InputError: a beta or chunk out of range, or no batch.

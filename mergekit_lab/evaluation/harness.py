@@ -61,7 +61,7 @@ def load_harness_task(task: HarnessTask) -> None:
 def score_with_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, *, precision: str = "float32", progress: bool = False
 ) -> HarnessScores:
-    """Evaluate a model of transformers, where it is, as `lm_eval --model hf` would from its folder.
+    """Evaluate a model of transformers in memory, as `lm_eval --model hf` evaluates its folder.
 
     Args:
         model: causal or encoder-decoder, in evaluation mode.
@@ -146,8 +146,8 @@ def read_results(task: HarnessTask, found: Any) -> HarnessScores:
                 samples[label] = list(map(float, each))
     if not metrics:
         raise InputError(
-            f"{task.name}: records hold what is at most 1 and better when larger, and lm-evaluation-harness "
-            f"measures {listing(left_out)} here"
+            f"{task.name}: records hold metrics that are at most 1 and better when larger, but "
+            f"lm-evaluation-harness measures {listing(left_out)} here"
         )
     counts = found["n-samples"]
     return HarnessScores(metrics, samples, sum(counts[name]["effective"] for name in counts))

@@ -39,7 +39,7 @@ class _Recording:
 class Recordings:
     """The recorded forward passes of one model, which live as long as it does.
 
-    They read the weights where these were. Weights that were moved since make all of them void.
+    They read weights at the addresses they had. Weights that were moved since make all of them void.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Replayed(nn.Module):
 
 
 def replay_forward(model: nn.Module) -> nn.Module:
-    """`model` with its forward passes replayed, where that pays and can be; else `model` itself.
+    """`model` with replayed forward passes, if that is possible and saves time; else `model` itself.
 
     Args:
         model: in evaluation mode, on one device.

@@ -32,10 +32,10 @@ class Candidate:
 
     Attributes:
         coefficient: `α`.
-        values: by task, at most 1; of a pruned candidate, of the tasks that were looked at.
-        normalized: the criterion; of a pruned candidate, more than it could have reached.
-        pruned: it could not become the best any more.
-        share: the part of the validation samples that was looked at.
+        values: by task, at most 1; of a pruned candidate only of the tasks that were scored.
+        normalized: the criterion; of a pruned candidate an upper bound.
+        pruned: whether it was dropped because it could not become the best.
+        share: the part of the validation samples that was read.
         fields: the method's other fields, where these are searched too.
     """
 
@@ -81,10 +81,10 @@ def search_grid(
     """The curve over a grid.
 
     Args:
-        coefficients: in the order that they are tried.
+        coefficients: candidates, in the order of trial.
         experts: the experts' values by task.
         at: makes the model at a coefficient, and returns its scores.
-        prune: drop a candidate once full marks on all remaining tasks would not make it the best.
+        prune: drop a candidate that could not become the best with perfect scores on its remaining tasks.
         patience: stop after so many candidates in a row that are worse than the best; None goes through all.
         reached: the criterion to beat, from another search.
     """

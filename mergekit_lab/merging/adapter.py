@@ -1,4 +1,4 @@
-"""A merge as one LoRA adapter: what is added to the base, in factors of low rank.
+"""Store a merge as one LoRA adapter: the change of the base, in low-rank factors.
 
 Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is exact;
 a merge in their joint subspace has factors, too. Else every matrix's merged change is cut to its largest
@@ -84,7 +84,7 @@ class AdapterMerge:
 
     @property
     def error(self) -> float:
-        """`‖what is lost‖ / ‖what is added‖` over the whole model."""
+        """Relative error of the change over the whole model: ‖lost part‖ / ‖change‖."""
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
     def changes(
@@ -115,7 +115,7 @@ class AdapterMerge:
             yield name, self._keep(name, change.mT if name in oriented else change)
 
     def describe(self) -> list[str]:
-        """What a card says of it."""
+        """A description for model cards."""
         ranks = sorted(set(self.ranks.values()))
         how = "exact" if self.exact else "cut to the largest directions of each weight"
         span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""CAT Merging: take out of every task vector what changes other tasks' layers, and add up what is left.
+"""CAT Merging: remove from every task vector what changes other tasks' layers, and add up the rest.
 
 Sun et al. 2025, "CAT Merging: a training-free approach for resolving conflicts in model merging", section 4.
 With the inputs `X_k` of a layer at expert `k`, the directions of its outputs in which the others' task vectors
@@ -32,7 +32,7 @@ class CAT(ScaledMethod):
     scales and biases; the sum for other tensors.
 
     Args:
-        rank: `c`, directions or entries that are taken out for every expert, at least 1.
+        rank: `c`, number of directions or entries removed for every expert, at least 1.
         penalty: the paper's `λ` ≥ 0, the weight of what a task vector does to its own expert.
         coefficient: `α`.
         weights: `λ_i` scales `δ_i` first; 1 by default.

@@ -172,7 +172,7 @@ def _refine_directions(matrices: Tensor, rank: int) -> Tensor:
 
 
 def refine_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Eigenvectors of symmetric matrices from approximate ones, by products alone.
+    """Refine approximate eigenvectors of symmetric matrices, only by matrix products.
 
     Ogita & Aishima 2018, "Iterative refinement for symmetric eigenvalue decomposition", Algorithm 1: errors
     are squared in every step. Pairs too close to be told apart are only made orthonormal.
@@ -247,7 +247,7 @@ _EXACT = (1.875, -1.25, 0.375)
 
 
 def orthogonalize_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-    """Polar factors by matrix products alone, and where they may be trusted.
+    """Polar factors only by matrix products, and whether they can be trusted.
 
     A steep polynomial lifts the singular values to order 1, as often as the smallest one needs; Newton–Schulz
     then takes them to 1 in full precision.

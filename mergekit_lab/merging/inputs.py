@@ -1,4 +1,4 @@
-"""Open and check what is to be merged: everything that can be wrong is said here, before any arithmetic."""
+"""Open and check the inputs of a merge. Everything that can be wrong is found here, before any arithmetic."""
 
 from __future__ import annotations
 
@@ -207,8 +207,9 @@ def concerning(
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str],
 ) -> Callable[[Specs], dict[str, TensorSpec]]:
-    """Keeps of a checkpoint's tensors those about which base and experts must agree: what is merged, and
-    whatever else no pattern leaves out. What is not merged need not be there."""
+    """Select the tensors on which base and experts must agree: those that are merged, and whatever else no
+    pattern leaves out. Tensors that are not merged may be missing.
+    """
     chosen = set(merged)
 
     def matters(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Inner loops for which neither a CPU nor a GPU does well with torch's operations alone.
+"""Inner loops that are slow with only torch's operations, on a CPU or a GPU.
 
 Legend: `T` experts, `n` a flat block's length.
 """
@@ -75,7 +75,7 @@ _COPIES = 64
 
 @cache
 def load_gpu_kernels() -> ModuleType | None:
-    """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
+    """The module of Triton kernels, tried on a few numbers; None if they cannot run."""
     try:
         from mergekit_lab.merging import gpu_kernels as kernels
 

@@ -1,4 +1,4 @@
-"""A merge as what is added to the base, in factors: small, and every expert's share apart.
+"""Store a merge as the base's change in low-rank factors: small, and with every expert's share separate.
 
 Of a matrix the atoms `U [m, p]`, `V [n, p]` and their coordinates `d [p]` (`Δ = U diag(d) Vᵀ`, the experts'
 atoms side by side, equally many of each); of any other tensor every expert's task vector and what their sum is
@@ -67,7 +67,7 @@ def merge_factors(
     exclude: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> tuple[dict[str, TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Merge, and return the factors of what is added to the base; see `merge_state_dicts` for the arguments.
+    """Merge, and return the base's change in factors. `merge_state_dicts` describes the arguments.
 
     Returns:
         What every factor will be, and the factors as they are made, on the CPU, in the precision of the merge.

@@ -79,7 +79,7 @@ def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
     if micro_batches > 1 and evaluations > 1:
         name = type(optimizer).__name__
         raise InputError(
-            f"{name} evaluates its batch {evaluations} times a step and would see only the last of "
+            f"{name} evaluates its batch {evaluations} times per step and would see only the last of "
             f"{micro_batches} accumulated micro-batches: set accumulate_grad_batches to 1 with a batch "
             f"{micro_batches} times as large, or write the loop over the micro-batches into the closure"
         )

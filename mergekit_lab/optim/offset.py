@@ -114,7 +114,7 @@ class OffsetOptimizer(WrappedOptimizer):
         """
         if self.evaluations_per_step > 1:
             raise InputError(
-                f"{type(self).__name__} evaluates {self.evaluations_per_step} times a step and so has no "
+                f"{type(self).__name__} evaluates {self.evaluations_per_step} times per step and so has no "
                 "train mode: call step(closure) in eval mode, or take the settings with one evaluation"
             )
         if not self.theta.held:

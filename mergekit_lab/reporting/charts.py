@@ -63,7 +63,7 @@ def save_charts(picture: Path, title: str, charts: Sequence[Chart]) -> None:
 
 
 def load_charts(picture: Path) -> Chart | None:
-    """What `save_charts` wrote beside a picture; None where there is nothing, or nothing that can be drawn."""
+    """Load what `save_charts` wrote next to a picture; None if there is nothing to draw."""
     try:
         chart = json.loads(picture.with_suffix(SUFFIX).read_text(encoding="utf-8"))
         drawable = all(isinstance(panel, dict) for panel in chart["concat"])

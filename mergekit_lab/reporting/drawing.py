@@ -65,7 +65,7 @@ def add_legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) 
 
 
 def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **style: Any) -> None:
-    """Write names beside points, none over another name or point while there is room; call it last.
+    """Write names next to points without overlaps while there is room. Call it last.
 
     A name that has no room at its point stands farther off, at the end of a thin line.
     """
@@ -170,7 +170,7 @@ def open_figure(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write `path`, a PNG, and an SVG and a PDF beside it: the same bytes for the same figure.
+    """Write `path`, a PNG, with an SVG and a PDF: the same bytes for the same figure.
 
     These two are for papers, whose captions say what a figure shows, so they have no title.
     """

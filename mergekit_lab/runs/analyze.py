@@ -1,4 +1,4 @@
-"""Stage analyze: an analysis of the run's experts, its numbers into the store, its figure beside the report.
+"""Stage analyze: analyze the run's experts, store the numbers, and draw the figure for the report.
 
 Artifacts declared here: `analyses`.
 """

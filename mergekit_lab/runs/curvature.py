@@ -57,7 +57,7 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
 
 
 def list_kinds(method: Method) -> list[str]:
-    """The side inputs of single experts that a method reads, but for those that are made in a merge, for it."""
+    """The side inputs of single experts that a method reads, except those that are made during a merge."""
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
@@ -139,7 +139,7 @@ def _compute(
 
 
 def own_content(run: Run, method: Method) -> dict[str, Any]:
-    """What decides the side inputs that are made in a merge, beside the experts and the method."""
+    """What decides the side inputs that are made during a merge, besides experts and method."""
     kinds = {CHAINED: "gram", MASK: "mask"}
     return {
         kind: {"curvature": _curvature_content(run, kinds[kind]), "seed": run.seed}
@@ -201,7 +201,7 @@ def _chain_grams(
 
 
 def find_prefix(whole: nn.Module, model: nn.Module) -> str:
-    """What stands before the names of `model`'s parameters in `whole`, which holds it."""
+    """The prefix of `model`'s parameter names in `whole`, which contains it."""
     name = next(name for name, module in whole.named_modules() if module is model)
     return f"{name}." if name else ""
 

@@ -68,7 +68,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     wanted = stage_list(cfg, [*STAGES, "store", *_ON_DATA])
     if "store" in wanted:
         if wanted != ["store"]:
-            raise InputError("the stage store runs alone")
+            raise InputError("the stage store cannot run with other stages")
         from mergekit_lab.runs.store import run_store
 
         run_store(cfg, folder, choices)

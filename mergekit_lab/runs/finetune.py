@@ -34,7 +34,7 @@ _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
 
 @declare
 def expert_node(run: Run, task: str) -> Node:
-    """The expert of a task: trained, or brought in where the run names `experts`."""
+    """The expert of a task: trained, or imported if the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
         sources, learned = run.plain["experts"], task in run.learned
@@ -61,7 +61,7 @@ def expert_node(run: Run, task: str) -> Node:
 
 @declare
 def pilot_node(run: Run, task: str) -> Node:
-    """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
+    """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
     settings, optimizer = task_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
     number = run.experts.index(task) + 1
     return Node(
@@ -230,7 +230,7 @@ def _log_training(run: Run, node: Node) -> None:
 
 
 def train_pilots(run: Run) -> None:
-    """The experts of the base optimizer alone, which offsets are fitted to."""
+    """Train the experts of the base optimizer, to which offsets are fitted."""
     for task in filter(run.is_mine, run.experts):
         _log_training(run, pilot_node(run, task))
 

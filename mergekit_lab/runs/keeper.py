@@ -1,4 +1,4 @@
-"""What tasks and backbones keep of their own making, such as decoded images, in the run's store."""
+"""Keep what tasks and backbones make, such as decoded images, in the run's store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoreKeeper:
         log.info("decoding into the store: %s%s", say_bytes(size), beside)
         if held + size > limit or size > free:
             raise InputError(
-                f"decoded images would take {say_bytes(size)} beside {say_bytes(held)} in {folder}; "
+                f"decoded images would take {say_bytes(size)} in addition to {say_bytes(held)} in {folder}; "
                 f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {say_bytes(free)} of the disk are "
                 "free: delete that folder, raise the limit or set store.root=PATH"
             )

@@ -49,7 +49,7 @@ class Merger:
 
     @property
     def coefficient(self) -> float | None:
-        """The method's own coefficient; None where it has none."""
+        """The method's own coefficient; None if it has none."""
         return _coefficient(self.method)
 
 

@@ -1,4 +1,4 @@
-"""How this process makes its results, for its report."""
+"""How this process makes its results, for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of papers beside what a run measured."""
+"""Tables of papers next to a run's results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _list_tables() -> dict[str, list[str]]:
 
 
 def settings_hold(run: Run, when: str) -> bool:
-    """Whether `key=value …` are the run's settings; `key?=value` is asked only where the run has the key."""
+    """Whether `key=value …` are the run's settings; `key?=value` is checked only if the run has the key."""
     for pair in when.split():
         key, _, value = pair.partition("=")
         found = read_setting(run, key.removesuffix("?"))

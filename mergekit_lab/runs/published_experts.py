@@ -1,4 +1,4 @@
-"""Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
+"""Experts that others fine-tuned, instead of training: where they are, and how they enter the store.
 
 `experts={task: SOURCE}` names each. `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names
 that FusionBench publishes under. `experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else

@@ -235,7 +235,7 @@ class Run:
         return {task: self.tasks[task].fingerprint() for task in tasks}
 
     def scoring_content(self, task: str) -> dict[str, Any]:
-        """What decides a score beside model and data, where there is more than one way."""
+        """What decides a score besides model and data, if there are several ways."""
         how = self.backbone.scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
@@ -323,7 +323,7 @@ class Run:
             self.only = before
 
     def spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Have what is missing of these nodes made on all devices of the run, a process each.
+        """Make missing nodes on all devices of the run, with one process each.
 
         With one device or one unit nothing happens: the stage's own loop does the work.
 

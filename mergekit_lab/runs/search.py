@@ -55,7 +55,7 @@ def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
 
 
 def read_coefficient(run: Run, merger: Merger) -> float | None:
-    """The merger's coefficient: the searched one, else the method's own; None where it has none."""
+    """The merger's coefficient: the searched one, else the method's own; None if it has none."""
     if merger.searched:
         return float(run.need(search_node(run, merger.label)).info["coefficient"])
     return merger.coefficient

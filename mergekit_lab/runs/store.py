@@ -111,7 +111,7 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     elif not removes:
         raise InputError(
             f"{len(folders)} artifacts in the store {store.root} are damaged: store.confirm=true removes "
-            f"them, and a run that wants them makes them again:\n{messages}"
+            f"them, and a run that needs them makes them again:\n{messages}"
         )
     else:
         for folder in folders:
@@ -125,7 +125,7 @@ def _explain(run: Run, settings: StoreSettings) -> None:
 
     missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
-        log.info("all that this run wants is in the store %s", run.store.root)
+        log.info("everything that this run needs is in the store %s", run.store.root)
     for node in [node for node in missing if node.kind == missing[0].kind]:  # the rest follows from it
         near = nearest(run.store, node.kind, node.content)
         what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"

@@ -1,4 +1,4 @@
-"""The configuration of a run over backbones and tasks. `checking` compares what is composed with it."""
+"""The configuration of a run over backbones and tasks. `check` compares composed configurations with it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Search:
         return self.method == "cma_es" or bool(self.coefficients)
 
     def content(self) -> dict[str, Any]:
-        """What of it decides a choice, for the names of results."""
+        """The part that decides a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
         found: dict[str, Any] = {"grid": self.coefficients}
@@ -175,7 +175,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.strategy == "auto" and self.processes != 1:
             raise InputError(
-                f"trainer.processes is {self.processes}, and one process trains an expert: choose trainer=ddp "
+                f"trainer.processes is {self.processes}, but one process trains an expert: choose trainer=ddp "
                 "or trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
             )
 
@@ -331,7 +331,7 @@ def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
             raise InputError(
                 f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
                 "unit in the last place of .25 is 5e-4): set training.precision=bf16-mixed, which trains "
-                "float32 weights with bfloat16 arithmetic and stores them as the backbone is stored"
+                "float32 weights with bfloat16 arithmetic and stores them in the backbone's dtype"
             )
 
 

@@ -31,14 +31,14 @@ _RULES = {
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type alone."""
+    """The members of a union, or the type itself."""
     if get_origin(hint) is Annotated:
         return options_of(get_args(hint)[0])
     return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
 
 
 def inner_type(hint: Any, value: object) -> Any:
-    """What a type declares for the items of a list or mapping; `Any` where it does not say."""
+    """What a type declares for the items of a list or mapping; `Any` if it is not declared."""
     wanted = _MAPPINGS if isinstance(value, Mapping) else _SEQUENCES
     for option in options_of(hint):
         if get_origin(option) in wanted:

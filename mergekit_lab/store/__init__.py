@@ -1,4 +1,4 @@
-"""Content-addressed artifacts: what is made once is found again."""
+"""Artifacts named by a hash of what decides them, so that nothing is made twice."""
 
 from mergekit_lab.store.store import SCHEMA, Artifact, Store, content_key
 

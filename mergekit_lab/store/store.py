@@ -111,7 +111,7 @@ class Artifact:
         return path
 
     def damage(self, name: str) -> str | None:
-        """What is wrong with a file, None if nothing.
+        """A damaged file's problem, or None.
 
         Raises:
             InputError: this user may not read it, so that nothing can be said of it.
@@ -146,8 +146,8 @@ class Workspace:
     """The folders that an artifact is made in.
 
     Attributes:
-        out: files that will be published; empty when making starts.
-        resume: files that stay when making is cut short, for the next try; not published.
+        out: files to publish; empty at the start.
+        resume: files for the next try after an interruption; not published.
     """
 
     out: Path
@@ -378,13 +378,13 @@ def read_artifact(folder: Path) -> Artifact:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """A hash of all that a manifest says: what an evaluation measured stands in no other file."""
+    """Hash a whole manifest, because an evaluation's results are in no other file."""
     said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """What is in a folder, sorted; nothing where there is none.
+    """List a folder's content, sorted; empty if there is no folder.
 
     Raises:
         InputError: it cannot be read.

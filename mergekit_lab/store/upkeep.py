@@ -1,4 +1,4 @@
-"""Looking after a store: what is there, whether it is sound, why something was not found, what may go."""
+"""Look after a store: list it, verify it, explain why something was not found, remove what is not needed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Damage:
     """A published folder that is not as it was published.
 
     Attributes:
-        folder: where it is.
-        message: what is wrong, one line.
+        folder: the damaged folder.
+        message: the problem, one line.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class Damage:
 
 
 def damages(artifacts: Iterable[Artifact]) -> list[Damage]:
-    """What is wrong with published folders: a file missing, truncated or flipped, a manifest that is not there,
+    """Problems of published folders: a file missing, truncated or flipped, a manifest that is missing,
     damaged or another artifact's. What others remove meanwhile is left out."""
     wrong = []
     for artifact in artifacts:
@@ -121,7 +121,7 @@ class Difference:
 
     Attributes:
         path: of the key, dotted.
-        wanted, stored: the two values; None where there is none.
+        wanted, stored: the two values; None if there is none.
     """
 
     path: str
@@ -130,7 +130,7 @@ class Difference:
 
 
 def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Difference]:
-    """All keys whose values differ, those that say what (not how much) first."""
+    """All settings whose values differ, choices before numbers."""
     one, other = dict(_leaves(wanted)), dict(_leaves(stored))
     names = [*one, *(name for name in other if name not in one)]
     pairs = [Difference(n, one.get(n), other.get(n)) for n in names]
@@ -149,7 +149,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artifact, list[Difference]] | None:
     """The artifact of this kind that differs in the fewest keys, and in which; None if there is none.
 
-    Where no key differs, it was made under another schema.
+    If no setting differs, it was made under another schema.
     """
     pairs = [(a, differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
     return min(pairs, key=lambda pair: len(pair[1]), default=None)

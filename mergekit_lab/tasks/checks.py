@@ -75,7 +75,7 @@ class DataCheck:
                 faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
             names = listing(self.misplaced)
-            faults.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
+            faults.append(f"{self.task}: names of classes have other classes' numbers ({names})")
         return faults
 
 

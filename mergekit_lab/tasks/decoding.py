@@ -250,7 +250,7 @@ def _load_gpu_kernels() -> Any:
         pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
         gpu_crops.resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)
     except Exception as error:
-        log.info("pictures are cropped by torch alone, which takes longer (%s)", str(error).split("\n")[0])
+        log.info("pictures are cropped without Triton, which takes longer (%s)", str(error).split("\n")[0])
         return None
     return gpu_crops
 

@@ -271,7 +271,7 @@ class HubImages(ImageTask):
             digest.update(self._part_digest(part).encode())
         if shared := self._files("test") & (self._files("train") | self._files("validation")):
             log.warning(
-                "%s: %d images of the test part stand in the training or validation part too: stage=check_data "
+                "%s: %d images of the test part are in the training or validation part too: stage=check_data "
                 "compares them",
                 self.name,
                 len(shared),

@@ -124,7 +124,7 @@ class TextTask(Task):
             shared = sum(prompt in known for prompt in prompts[other])
             if shared:
                 log.warning(
-                    "%s: %d of %d prompts of %s stand in %s too",
+                    "%s: %d of %d prompts of %s are in %s too",
                     self.name, shared, len(prompts[other]), other, one,
                 )  # fmt: skip
 
@@ -170,8 +170,8 @@ class TextFile(TextTask):
                 list(Formatter().parse(getattr(self, name)))
             except ValueError as error:
                 raise InputError(
-                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): a "
-                    "column stands in braces, and a brace of the text itself is doubled"
+                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): "
+                    "put columns in braces, and double a brace of the text itself"
                 ) from None
 
     def make(self, part: Part) -> TextSamples:

@@ -120,7 +120,7 @@ class Replay:
             for name, value in counted.items():
                 setattr(optimizer, name, value)
             log.warning(
-                "training.capture: a step cannot be recorded in a CUDA graph and runs as written (%s)",
+                "training.capture: a step cannot be recorded in a CUDA graph and runs without one (%s)",
                 (str(error) or type(error).__name__).splitlines()[0],
             )
             return None

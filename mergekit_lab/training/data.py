@@ -76,8 +76,8 @@ class StepBatches:
             )
         if self.share < world:
             raise InputError(
-                f"training.batch_size={batch_size} gives each task {self.share} samples a step, fewer than the "
-                f"{world} processes: raise it to {world * len(self.objectives)}, or train in fewer processes"
+                f"training.batch_size={batch_size} gives each task {self.share} samples per step, fewer than "
+                f"the {world} processes: raise it to {world * len(self.objectives)}, or use fewer processes"
             )
 
     def __len__(self) -> int:

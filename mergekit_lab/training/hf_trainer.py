@@ -35,9 +35,9 @@ def trainer_callback() -> TrainerCallback:
                 return
             if optimizer.evaluations_per_step > 1:
                 raise InputError(
-                    f"{type(optimizer).__name__} evaluates {optimizer.evaluations_per_step} times a step, and "
-                    "transformers' Trainer evaluates once: use Lightning or a loop of your own, or take "
-                    "MergOPT, RWP or SWA with one evaluation a step"
+                    f"{type(optimizer).__name__} evaluates {optimizer.evaluations_per_step} times per step, "
+                    "but transformers' Trainer evaluates once: use Lightning or your own loop, or take "
+                    "MergOPT, RWP or SWA with one evaluation per step"
                 )
             optimizer.stays_in_train_mode = False
 

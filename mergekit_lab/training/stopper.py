@@ -94,7 +94,7 @@ class Stopper(Callback):
         if not wanted:
             return
         if trainer.should_stop or trainer.global_step == trainer.max_steps:
-            log.info("stopped before the last validation; the same command goes on from the one before it")
+            log.info("stopped before the last validation; the same command continues from the one before it")
             raise Stopped
         if trainer.global_step % trainer.val_check_batch == 0:  # type: ignore[operator]
             self._validates_first = True
@@ -108,5 +108,5 @@ class Stopper(Callback):
             self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> NoReturn:
-        log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+        log.info("stopped at step %d; the same command continues from there", trainer.global_step)
         raise Stopped

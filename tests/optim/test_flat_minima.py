@@ -295,5 +295,5 @@ def test_rwp_with_and_without_closure_give_the_same_weights() -> None:
 @pytest.mark.parametrize("make", [partial(RWP, alpha=0.5)], ids=["rwp"])
 def test_two_evaluations_have_no_train_mode(make) -> None:
     optimizer = make(Problem().model.named_parameters(), base=BASES["sgd"])
-    with pytest.raises(InputError, match=r"RWP evaluates 2 times a step.*call step\(closure\) in eval mode"):
+    with pytest.raises(InputError, match=r"RWP evaluates 2 times per step.*call step\(closure\) in eval mode"):
         optimizer.train()

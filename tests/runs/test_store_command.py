@@ -75,7 +75,7 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
         command(folder, "store.action=explain", "store.kind=experts")
         assert "(digits): 000000000000 has the same content" in caplog.text
         command(folder, "store.action=explain", "store.kind=fits")
-        assert caplog.messages[-1].startswith("all that this run wants is in the store")
+        assert caplog.messages[-1].startswith("everything that this run needs is in the store")
 
 
 def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation(folder, caplog) -> None:

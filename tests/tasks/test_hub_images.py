@@ -216,7 +216,7 @@ def test_a_run_is_warned_of_test_images_that_are_trained_on(tmp_path: Path, capl
     assert not caplog.records
     write_parquet(tmp_path / "test-00000-of-00001.parquet", [*test, *train[:3]])
     eurosat(source=str(tmp_path)).fingerprint()
-    assert "eurosat: 3 images of the test part stand in the training or validation part too" in caplog.text
+    assert "eurosat: 3 images of the test part are in the training or validation part too" in caplog.text
 
 
 def test_the_check_sets_label_names_that_differ_beside_ours(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_check_compares_the_names_of_every_part_and_fails_for_one_that_is_ou
     found = check_task(published("eurosat", tmp_path))
     assert "0: land a ↔ annual crop land" in found.other_labels
     assert found.wrong == [
-        "eurosat: names of classes stand at other classes' numbers (3: River ↔ highway or road)"
+        "eurosat: names of classes have other classes' numbers (3: River ↔ highway or road)"
     ]
 
 

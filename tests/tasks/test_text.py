@@ -130,7 +130,7 @@ def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
     write(tmp_path / "data", ".jsonl", "test", [*ROWS[:3], {"text": "new", "label": 1}])
     made = TextFile(name="t", source=str(tmp_path / "data"), prompt="{text}", answer="{label}")
     made.fingerprint()
-    assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test stand in train too"]
+    assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test are in train too"]
 
 
 def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:

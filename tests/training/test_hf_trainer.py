@@ -205,7 +205,7 @@ def test_two_evaluations_are_refused_before_the_first_step(tmp_path) -> None:
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
     run = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path)
     with pytest.raises(
-        InputError, match=r"SAM evaluates 2 times a step, and transformers' Trainer evaluates once"
+        InputError, match=r"SAM evaluates 2 times per step, but transformers' Trainer evaluates once"
     ):
         run.train()
     assert_equal_bits(problem.weights(), start)

@@ -90,7 +90,7 @@ NUMBERS = dict.fromkeys(BASE_IS_FIRST | {"nuslerp"}, 2) | {"passthrough": 1}
 
 
 def is_per_model(merge_method: str, key: str) -> bool:
-    """Whether each model has a parameter of its own."""
+    """Whether each model has its own value of a parameter."""
     return key in _PER_MODEL and not (key == "epsilon" and merge_method.startswith("ram"))
 
 
@@ -290,7 +290,7 @@ class Linear(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Thinned(SparsifiedMethod):
-    """mergekit's sparsification, with a density of its own for each expert, then `inner`.
+    """mergekit's sparsification with a density per expert, then `inner`.
 
     Args:
         by: "magnitude", "chance", "middle" (Breadcrumbs) or "rank" (DELLA).

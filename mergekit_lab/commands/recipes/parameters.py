@@ -31,7 +31,7 @@ _MOST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """Layers of the result from `first` to before `stop` (−1: to the last), and what is said of them alone.
+    """Layers of the result from `first` to before `stop` (−1: to the last), and their own parameters.
 
     Attributes:
         parameters: for all models.

@@ -175,7 +175,7 @@ class _Reader:
         module = self.known(modules["default"], keys, "the module default")
         rest = {key: value for key, value in content.items() if key != "modules"}
         if twice := [key for key in module if rest.get(key) is not None]:
-            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and beside it")
+            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and outside it")
         return {**rest, **module}
 
     def refuse(self, what: str, hint: str = "") -> None:

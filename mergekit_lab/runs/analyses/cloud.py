@@ -33,7 +33,7 @@ class ExpertCloud(Analysis):
     """Every task's loss on the plane `θ̄ + x c1 + y c2` of the experts' principal components (EpiMer, Figure 4).
 
     `θ̄` is the experts' mean, `c1` and `c2` unit vectors; axes are distances in weight space. Components and
-    coordinates come from the experts' inner products alone: on the plane every model is a sum of task vectors.
+    coordinates need only the experts' inner products: on the plane every model is a sum of task vectors.
 
     Args:
         points: of each axis.

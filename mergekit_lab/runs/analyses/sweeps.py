@@ -57,7 +57,7 @@ class Sweep(Analysis):
         require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
 
     def shared_content(self, run: Run, name: str) -> dict[str, Any]:
-        """What decides numbers besides what is merged."""
+        """Settings that decide numbers, besides what is merged."""
         return {
             "analysis": name,
             "coefficients": list(self.coefficients),
