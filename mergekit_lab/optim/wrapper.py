@@ -30,42 +30,53 @@ STATE_KEY = "wrapper"
 
 
 class WrappedOptimizer(GroupSettings):
-    """A torch optimizer that steps by means of another one.
+    """A torch optimizer around a base optimizer.
 
     `param_groups`, `state` and `defaults` are the base optimizer's own objects, so learning-rate schedulers,
-    loggers and gradient scalers act on the base. `base` is called once a step, from θ, with the gradient that
-    the weights follow: a hook on `optimizer.base` is where to clip or log that gradient.
+    loggers and gradient scalers act on the base. The base steps once per step, from θ. To clip or log the
+    gradient that it uses, add a hook to `optimizer.base`.
 
-    A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
-    that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
-    `validate`, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
-    parameters, as a base optimizer's do; it reads them with `setting`.
+    A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. It implements
+    `update`. `saved_attributes` names the hyper-parameters that belong in a checkpoint (plain types), and
+    `saved_tensors` its tensors by parameter. Those named in `group_settings` may differ between groups of
+    parameters, and are read with `setting`. These three lists add to the parents' lists.
 
     Args:
-        named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
-            whose "params" hold either. Name all of them or none. Real floating tensors only, each once.
-            Groups may have settings of the base, and those of this optimizer that `group_settings` names. An
-            option that the base has too, such as Adadelta's `rho`, is the base's.
-        base: called once with the same parameters or groups, without names; returns the optimizer that
-            updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`.
+        named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.
+            Name all of them or none. Only real floating tensors, each once. Groups may have settings of the
+            base, and those of this optimizer in `group_settings`. An option that the base has too, such as
+            Adadelta's `rho`, is the base's.
+        base: makes the optimizer that updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`. It is
+            called once with the same parameters or groups, without names.
 
     Attributes:
-        evaluations_per_step: how often a step calls its closure, at most.
-        drops_gradients: whether a step with a closure first drops the gradients that are there.
-        evaluation: which call of the closure in a step this is, from 0. Metrics count each batch once if
-            they are updated in evaluation 0 only.
-        batch_fraction: the part (0, 1] of its batch that the closure may confine itself to.
-        stays_in_train_mode: whether `step` in train mode goes on to the next point. Set it to False in a
-            loop that calls `train()` before every forward pass: `step` then ends as `eval()` does.
+        evaluations_per_step: the most calls of the closure in a step.
+        drops_gradients: whether a step with a closure first drops existing gradients.
+        evaluation: the index of the current call of the closure in its step. Metrics updated only in evaluation
+            0 count each batch once.
+        batch_fraction: the part of its batch that the closure may use, in (0, 1].
+        stays_in_train_mode: whether `step` in train mode moves to the next point. Set it to False in a loop
+            that calls `train()` before every forward pass: `step` then ends as `eval()` does.
 
     Raises:
-        InputError: the parameters or `base` are none of these, or sharded and this method needs them whole.
+        InputError: the parameters or `base` are none of these, or parameters are sharded and this method needs
+            them whole.
     """
 
     saved_tensors: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    """Whether a step of this very class may be recorded in a CUDA graph: `plan` then tells apart what the host
+    decides of it. A subclass does not inherit it, and runs as written until it says so itself."""
     evaluations_per_step: int = 1
     drops_gradients: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("saved_attributes", "saved_tensors", "group_settings"):
+            listed = [each for kind in reversed(cls.__mro__) for each in vars(kind).get(name, ())]
+            setattr(cls, name, tuple(dict.fromkeys(listed)))
+        cls.recordable = vars(cls).get("recordable", False)
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
         plain, names = split_names(named_parameters)
@@ -172,7 +183,7 @@ class WrappedOptimizer(GroupSettings):
     @property
     def replayable(self) -> bool:
         """Whether any step can be recorded and replayed."""
-        return True
+        return self.recordable
 
     def plan(self) -> Hashable:
         """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
