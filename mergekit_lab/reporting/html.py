@@ -1,9 +1,9 @@
 """`report.html`: one self-contained page, readable offline, on a phone, on paper, in light and in dark.
 
 Jinja2 makes it from `templates/` and escapes whatever comes from outside (names, errors, configuration); the
-scripts hold no data. A figure is a picture, in whose place a script draws the same with Vega-Lite, where the
-reader has scripts. The page's policy allows the scripts and the style that it holds, by their hashes, and no
-more: no request, and no text that becomes code.
+scripts hold no data. A figure is a picture. If the reader has scripts, Vega-Lite draws the same in its place.
+The page's policy allows the scripts and the style that it holds, by their hashes, and no more: no request, and
+no text that becomes code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Figure:
 
     @property
     def chart(self) -> Chart | None:
-        """The same as Vega-Lite, where it was written beside the picture."""
+        """The figure as Vega-Lite, if it was written next to the picture."""
         return load_charts(self.path)
 
 

@@ -1,4 +1,4 @@
-"""The model compiled by `torch.compile` for training, once for all experts of one shape."""
+"""Models compiled by `torch.compile`: for training, once for all experts of one shape, and for evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mergekit_lab.paths import compiler_cache
 
@@ -27,8 +27,8 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Dropout draws as it does where the model is not compiled."""
 
 
-def pays(device: torch.device, steps: int, model: nn.Module) -> bool:
-    """What `training.compile=auto` decides: by the kind of device, the number of steps and the model's size."""
+def is_worthwhile(device: torch.device, steps: int, model: nn.Module) -> bool:
+    """What `training.compile=auto` decides, by kind of device, number of steps and model size."""
     large = sum(p.numel() for p in model.parameters()) >= _LARGE
     return device.type == "cuda" and steps >= PAYS_FROM and large and _has_compiler()
 
@@ -40,27 +40,27 @@ def _has_compiler() -> bool:
     return bool(has_triton()) and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
-def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> nn.Module:
-    """`model` compiled, with the same parameters; `model` itself, and a line of the log, where that fails.
+def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting: str) -> nn.Module:
+    """Compile `model`, sharing its parameters. If that fails, log it and return `model` itself.
 
     Args:
         model: its parameters, gradients and buffers stay as they are.
-        loss_of: the loss of a batch by the model that it is given; it is asked for once, and its gradient is
-            computed, so that compiling happens here.
+        use: does with a model what will be done with it. It is called once, to compile here and not later.
+        setting: the name of the user's setting, such as "training.compile".
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
-    log.info("compiling the model: half a minute to two, or seconds where it was compiled before")
+    log.info("compiling the model: half a minute to two minutes, or seconds if it was compiled before")
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
-        trained = [p for p in model.parameters() if p.requires_grad]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of itself while it compiles
-            torch.autograd.grad(loss_of(compiled), trained, allow_unused=True)
+            use(compiled)
     except Exception as error:
         log.warning(
-            "training.compile: the model cannot be compiled and runs as written (%s)",
+            "%s: the model cannot be compiled and runs as written (%s)",
+            setting,
             (str(error) or type(error).__name__).splitlines()[0],
         )
         return model
