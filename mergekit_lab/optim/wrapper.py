@@ -24,7 +24,7 @@ from mergekit_lab.errors import InputError, listing
 from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
-from mergekit_lab.optim.sharded import is_sharded, take_part, take_parts
+from mergekit_lab.optim.sharded import is_distributed, is_sharded, take_part, take_parts
 
 Closure = Callable[[], Any]
 Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
@@ -196,8 +196,8 @@ class WrappedOptimizer(Optimizer):
         if not self.takes_sharded and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 f"{type(self).__name__} needs whole parameters, and fully_shard has left this process a part "
-                "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
-                "WASAM, SWA or MergOPT"
+                "of each: train with DistributedDataParallel, or take an optimizer that works on parts, as SAM "
+                "does (takes_sharded)"
             )
 
     def refuse_group_settings(self) -> None:
@@ -462,8 +462,7 @@ class WrappedOptimizer(Optimizer):
 
     def _find_no_sync(self) -> list[Callable[[], Any]]:
         contexts = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not contexts and distributed and torch.distributed.get_world_size() > 1:
+        if not contexts and is_distributed() and torch.distributed.get_world_size() > 1:
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) needs the model whose gradients it must not "
                 "synchronize: call optimizer.attach(model) with the DistributedDataParallel model"
