@@ -22,7 +22,7 @@ from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
 from mergekit_lab.optim.saved_weights import SavedWeights
-from mergekit_lab.optim.sharded import is_sharded, take_part
+from mergekit_lab.optim.sharded import is_distributed, is_sharded, take_part
 
 Closure = Callable[[], Any]
 
@@ -118,8 +118,8 @@ class WrappedOptimizer(GroupSettings):
         if not self.takes_sharded and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 f"{type(self).__name__} needs whole parameters, and fully_shard has left this process a part "
-                "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
-                "WASAM, SWA or MergOPT"
+                "of each: train with DistributedDataParallel, or take an optimizer that works on parts, as SAM "
+                "does (takes_sharded)"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -320,8 +320,7 @@ class WrappedOptimizer(GroupSettings):
 
     def _find_no_sync(self) -> list[Callable[[], Any]]:
         contexts = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not contexts and distributed and torch.distributed.get_world_size() > 1:
+        if not contexts and is_distributed() and torch.distributed.get_world_size() > 1:
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) needs the model whose gradients it must not "
                 "synchronize: call optimizer.attach(model) with the DistributedDataParallel model"
