@@ -20,7 +20,8 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
-from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
+from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
+from mergekit_lab.training.recording import OnMetrics
 from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded

@@ -52,9 +52,9 @@ from mergekit_lab.merging import (
     TaskArithmetic,
     WeightAverage,
     blocks,
+    job_workers,
     merge_state_dicts,
     merge_tensors,
-    stream,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add_merger.md").read_text(encoding="utf-8")
@@ -497,6 +497,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypat
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
-    monkeypatch.setattr(stream, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(job_workers, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)
