@@ -112,7 +112,10 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
     assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
     for odd, complaint in (
         (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "shows the time"),
-        (TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"), "does not keep a user's message unchanged"),
+        (
+            TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"),
+            "does not keep a user's message",
+        ),
     ):
         monkeypatch.setattr(tok, "chat_template", odd)
         with pytest.raises(InputError, match=complaint):
