@@ -27,7 +27,7 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Dropout draws as it does where the model is not compiled."""
 
 
-def pays(device: torch.device, steps: int, model: nn.Module) -> bool:
+def is_worthwhile(device: torch.device, steps: int, model: nn.Module) -> bool:
     """What `training.compile=auto` decides, by kind of device, number of steps and model size."""
     large = sum(p.numel() for p in model.parameters()) >= _LARGE
     return device.type == "cuda" and steps >= PAYS_FROM and large and _has_compiler()

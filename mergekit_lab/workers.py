@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from mergekit_lab.console import outlive_console
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 _FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
@@ -91,12 +91,12 @@ class Pool:
         waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
         while any(outcome is None for outcome in outcomes):
             for position in range(len(self.devices)):
-                worker = self._worker(position) if waiting else None
+                worker = self._take_worker(position) if waiting else None
                 if worker is not None and worker.job is None:
                     number = waiting.popleft()
                     tries[number] += 1
                     worker.start(number, function, jobs[number])
-            for position, number, outcome in self._finished():
+            for position, number, outcome in self._collect_finished():
                 if outcome is None:
                     exitcode = self._bury(position)
                     if tries[number] < 2:
@@ -108,13 +108,13 @@ class Pool:
                 done(number, outcome)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _worker(self, position: int) -> _Worker:
+    def _take_worker(self, position: int) -> _Worker:
         worker = self._workers[position]
         if worker is None or (worker.job is None and not worker.process.is_alive()):
             worker = self._workers[position] = _Worker(self.devices[position], len(self.devices))
         return worker
 
-    def _finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
+    def _collect_finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
         """Jobs that are over: (position of the device, job's number, outcome); None where the worker died."""
         busy = {w.channel: (n, w) for n, w in enumerate(self._workers) if w is not None and w.job is not None}
         for channel in wait(list(busy)):
@@ -133,7 +133,7 @@ class Pool:
         worker, self._workers[position] = self._workers[position], None
         assert worker is not None
         worker.process.join()
-        return _ending(worker.process.exitcode)
+        return _describe_exit(worker.process.exitcode)
 
     def dismiss(self) -> None:
         """Let idle workers end; none is waited for."""
@@ -154,7 +154,7 @@ class Pool:
 class _Worker:
     def __init__(self, device: str, sharers: int) -> None:
         self.device = device
-        self.channel, self.process = _start(_seeing([device]), sharers)
+        self.channel, self.process = _start(_limit_devices([device]), sharers)
         self.job: int | None = None
 
     def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -206,7 +206,7 @@ def import_ahead(modules: Sequence[str]) -> None:
 def _start(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
     """A process that does what is sent through the channel, which knows this environment beside ours."""
     ours, theirs = _PROCESSES.Pipe()
-    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _threads(sharers))
+    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _count_threads(sharers))
     process = _PROCESSES.Process(target=_serve, args=(theirs, *surroundings))
     process.start()
     theirs.close()
@@ -253,7 +253,7 @@ def _answer(channel: Connection) -> int:
         channel.send((value, error, mistake, time.monotonic() - begun))
 
 
-def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
+def run_together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
     """What rank 0 returns of `function(*arguments)`, run by one process a device that can talk to each other.
 
     Processes find `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` set. If one fails, the
@@ -271,7 +271,7 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
     try:
         for rank in range(len(devices)):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-            channel, process = _start(shared | _seeing(devices) | mine, len(devices))
+            channel, process = _start(shared | _limit_devices(devices) | mine, len(devices))
             channels.append(channel)
             processes.append(process)
             channel.send((function, arguments))
@@ -296,7 +296,7 @@ def _collect(channels: list[Connection], processes: list[Any]) -> list[Any]:
                 value, error, mistake, _ = channels[rank].recv()
             except (EOFError, OSError):
                 processes[rank].join()
-                ending = _ending(processes[rank].exitcode)
+                ending = _describe_exit(processes[rank].exitcode)
                 raise RuntimeError(f"process {rank} of {len(channels)} died ({ending})") from None
             if error is not None:
                 raise InputError(error) if mistake else RuntimeError(f"process {rank}: {error}")
@@ -317,7 +317,7 @@ def stop(processes: Sequence[Any]) -> None:
             process.join()
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -335,7 +335,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _seeing(devices: Sequence[str]) -> dict[str, str]:
+def _limit_devices(devices: Sequence[str]) -> dict[str, str]:
     """The environment in which these are the only CUDA devices, in this order."""
     indices = [int(d.partition(":")[2] or 0) for d in devices if d.startswith("cuda")]
     if not indices:
@@ -345,8 +345,8 @@ def _seeing(devices: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in indices)}
 
 
-def _threads(sharers: int) -> int | None:
+def _count_threads(sharers: int) -> int | None:
     """Cores divided among processes, unless the user has said how many threads there are."""
     if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, usable_cores() // sharers)
+    return max(1, count_cores() // sharers)

@@ -14,7 +14,7 @@ _PROJECTIONS = {
 _PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def attention_weights(model: nn.Module) -> list[str]:
+def list_attention_weights(model: nn.Module) -> list[str]:
     """Names of the query, key, value and output matrices of all attention in `model`.
 
     They are found by the names of open_clip, timm, torch and transformers: a projection's name below a module

@@ -69,7 +69,7 @@ class Crops:
         generator = torch.Generator().manual_seed(seed)
         boxes = draw_boxes(torch.from_numpy(pictures.sizes), generator, self.scale)
         flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
-        return pictures.windows(boxes, self.side, flips) / 255
+        return pictures.cut_windows(boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
@@ -98,7 +98,7 @@ class ImageObjective(Objective):
         self.crops = crops
         self.precision = precision
         self._resident: Tensor | None = None
-        self._reader: _Reader | None = None
+        self._reader: _ChunkReader | None = None
 
     def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.task.samples(part).take(index)
@@ -107,7 +107,7 @@ class ImageObjective(Objective):
         if self.crops is None:
             return self.batch("train", index)
         samples = self.task.samples("train")
-        return samples.packed(index), samples.labels[index]
+        return samples.pack(index), samples.labels[index]
 
     def augment(self, batch: Any, seed: int) -> Batch:
         if self.crops is None:
@@ -129,15 +129,15 @@ class ImageObjective(Objective):
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
         self._reader = None
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _Reader(self.task.samples(part).images, chunks, self.head.device)
+            self._reader = _ChunkReader(self.task.samples(part).images, chunks, self.head.device)
 
-    def _images(self, part: Part, index: Tensor) -> Tensor:
+    def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
         if self._is_resident(part):
             assert self._resident is not None
             return self._resident[index.to(self._resident.device)]
-        if self._reader is not None and (found := self._reader.next(index)) is not None:
-            return found
+        if self._reader is not None and (images := self._reader.next(index)) is not None:
+            return images
         return self.task.samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:
@@ -150,7 +150,7 @@ class ImageObjective(Objective):
             self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
         return self._resident is not None
 
-    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+    def _compute_logits(self, model: nn.Module, images: Tensor) -> Tensor:
         device = self.head.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
             features = model(images)
@@ -158,10 +158,10 @@ class ImageObjective(Objective):
             return features.to(self.head.dtype) @ self.head.T
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
-        return self._logits(model, self._images(part, index)).argmax(dim=-1)
+        return self._compute_logits(model, self._read_images(part, index)).argmax(dim=-1)
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
-        logits = self._logits(model, self._images(part, index))
+        logits = self._compute_logits(model, self._read_images(part, index))
         labels = self.task.samples(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         return Assessment(loss, len(labels), logits.argmax(dim=-1))
@@ -175,7 +175,7 @@ class ImageObjective(Objective):
         return right
 
 
-class _Reader:
+class _ChunkReader:
     """Brings chunks of images to a GPU while it computes on earlier ones.
 
     A thread copies each into memory that the GPU reads by itself, and starts the transfer on a stream of its

@@ -106,21 +106,21 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _pairs() -> Iterator[tuple[str, str]]:
+def _list_pairs() -> Iterator[tuple[str, str]]:
     for tower, names in _TOWERS.items():
         for own, theirs in names.items():
             yield tower + own, theirs
 
 
 def _rename(name: str) -> str:
-    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[0])):
+    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
             return _in_block(theirs + name[len(own) :], _BLOCK)
     raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
 
 
 def _restore(name: str) -> str:
-    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[1])):
+    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
             return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
     raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")

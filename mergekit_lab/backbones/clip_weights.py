@@ -71,12 +71,12 @@ class ClipWeights:
         inside = given / self.architecture
         return inside if inside.is_dir() else given
 
-    def tag(self) -> dict[str, Any]:
+    def find_tag(self) -> dict[str, Any]:
         """What open_clip knows about the tag; empty if the name is no tag of the architecture."""
         from open_clip.pretrained import get_pretrained_cfg
 
-        found: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
-        return found
+        tag: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
+        return tag
 
     def find_missing(self) -> str | None:
         """What must be downloaded first, or None.
@@ -87,15 +87,15 @@ class ClipWeights:
         if self.shipped or self.local:
             return None
         known = REPOSITORIES.get((self.architecture, self.name))
-        tag = {"hf_hub": f"{known}/"} if known else self.tag()
+        tag = {"hf_hub": f"{known}/"} if known else self.find_tag()
         if not tag:
-            raise self._unknown()
-        if _cached(tag) is None:
+            raise self._make_error()
+        if _find_cached(tag) is None:
             origin = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
             return f"weights {self.name!r} of {self.architecture} ({origin}), or backbone.weights=FILE"
         return None
 
-    def file(self) -> Path:
+    def find_file(self) -> Path:
         """The weights as a local file. A tag's file is downloaded once.
 
         Raises:
@@ -106,16 +106,16 @@ class ClipWeights:
             if self.name not in shipped:
                 raise InputError(f"no shipped weights {self.name!r}{suggestion(self.name, shipped)}")
             return shipped[self.name]
-        if tag := self.tag():
-            return self._download(tag)
+        if tag := self.find_tag():
+            return self.download(tag)
         path = self._path
         if path.is_file():
             return path
         if path.is_dir():
             return _in_folder(path)
-        raise self._unknown()
+        raise self._make_error()
 
-    def _unknown(self) -> InputError:
+    def _make_error(self) -> InputError:
         from open_clip import list_pretrained, list_pretrained_tags_by_model
 
         own = list_pretrained_tags_by_model(register_architecture(self.architecture))
@@ -135,7 +135,7 @@ class ClipWeights:
         open_clip knows this of its tags. For a local file the configuration next to it says so, in open_clip's
         or transformers' form.
         """
-        tag = self.tag()
+        tag = self.find_tag()
         if tag or not self.local:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
         path = self._path
@@ -154,23 +154,23 @@ class ClipWeights:
 
     def image_tower_alone(self) -> bool:
         """Whether a local file holds only an image tower, by its tensors' names."""
-        if not self.local or self.tag():
+        if not self.local or self.find_tag():
             return False
-        file = self.file()
-        return _image_tower_alone(file, file.stat().st_mtime_ns)
+        file = self.find_file()
+        return _has_image_tower_alone(file, file.stat().st_mtime_ns)
 
-    def published_name(self) -> str:
+    def find_published_name(self) -> str:
         """The name they are published under. For a local file, the configuration next to it says so."""
-        if not self.local or self.tag():
+        if not self.local or self.find_tag():
             return self.name
         folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
     def identity(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
-        file = self.file()
+        file = self.find_file()
         digest = hash_file(file, remember=True)
-        if self.shipped or self.tag():
+        if self.shipped or self.find_tag():
             return {"weights": self.name, "sha256": digest}
         said = self.describe()
         other = {name: repr(said[name]) for name, usual in PIXELS.items() if said.get(name, usual) != usual}
@@ -184,21 +184,21 @@ class ClipWeights:
         Returns:
             The file. `weights` may also name the folder.
         """
-        file, said = self.file(), self.describe()
+        file, said = self.find_file(), self.describe()
         folder.mkdir(parents=True, exist_ok=True)
         quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
         pixels = {name: list(said[name]) for name in PIXELS if name in said}
         config = {
             "model_cfg": {"quick_gelu": quick},
             "preprocess_cfg": pixels,
-            "pretrained": self.published_name(),
+            "pretrained": self.find_published_name(),
         }
         (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
 
-    def _download(self, tag: dict[str, Any]) -> Path:
+    def download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
-        if (cached := _cached(tag)) is not None:
+        if (cached := _find_cached(tag)) is not None:
             return cached
         repository = tag.get("hf_hub", "").rpartition("/")[0]
         cause = explain_unreachable()
@@ -239,7 +239,7 @@ def is_quick_gelu(architecture: str) -> bool:
     return bool(config.get("quick_gelu", False))
 
 
-def _cached(tag: dict[str, Any]) -> Path | None:
+def _find_cached(tag: dict[str, Any]) -> Path | None:
     """A tag's file in the cache, without asking the network."""
     repository, _, filename = tag.get("hf_hub", "").rpartition("/")
     if repository:
@@ -280,5 +280,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def _image_tower_alone(file: Path, modified: int) -> bool:
+def _has_image_tower_alone(file: Path, modified: int) -> bool:
     return is_image_tower(open_checkpoint(file))

@@ -84,8 +84,8 @@ class Encoding:
             chat_template=template, tokenize=False, add_generation_prompt=True,
         )  # fmt: skip
         trims = prompt not in text
-        before, found, after = text.partition(_MARK if trims else prompt)
-        if not found or {_MARK, _BLANK} & {*before, *after}:
+        before, marker, after = text.partition(_MARK if trims else prompt)
+        if not marker or {_MARK, _BLANK} & {*before, *after}:
             raise InputError(
                 "the chat template does not keep a user's message unchanged: set backbone.prompt=plain"
             )

@@ -38,14 +38,14 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _plain(load_model(source, "causal", dtype)).save_pretrained(partial)
+        _unmark(load_model(source, "causal", dtype)).save_pretrained(partial)
         load_tokenizer(source).save_pretrained(partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plain(model: Any) -> Any:
+def _unmark(model: Any) -> Any:
     """The same model without the mark of its file: transformers saves nothing that it read from GGUF."""
     config = deepcopy(model.config)
     if hasattr(config, "quantization_config"):

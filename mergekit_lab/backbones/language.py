@@ -151,7 +151,7 @@ def load_tokenizer(source: str) -> Any:
 def _load_tokenizer(origin: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
-    with _quiet():
+    with _silence():
         tokenizer = AutoTokenizer.from_pretrained(str(origin.folder), **origin.options)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -166,7 +166,7 @@ def count_positions(source: str) -> int | None:
     origin = find_model(source, weights=False)
     if origin.gguf:
         return None
-    with _quiet():
+    with _silence():
         config = AutoConfig.from_pretrained(str(origin.folder), **origin.options)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -180,7 +180,7 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
 
     origin = find_model(source)
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
-    with _quiet():
+    with _silence():
         try:
             model = loaders[kind].from_pretrained(str(origin.folder), dtype=DTYPES[dtype], **origin.options)
         except ImportError as error:
@@ -196,7 +196,7 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Without the progress bars of transformers, and what it says of GGUF files and of its own to come."""
     from transformers.utils import logging as transformers_logging
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.ranges import require_positive, require_whole
@@ -47,7 +47,7 @@ class LoRA(Parametrization):
     def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
-        targets = _attention_modules(model) if self.targets is None else list(self.targets)
+        targets = _list_attention_modules(model) if self.targets is None else list(self.targets)
         _refuse_inner_projections(model, targets)
         options: dict[str, Any] = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": targets}
         config = LoraConfig(**options)
@@ -66,12 +66,12 @@ class LoRA(Parametrization):
         return dict(merged.state_dict())
 
 
-def _attention_modules(model: nn.Module) -> list[str]:
+def _list_attention_modules(model: nn.Module) -> list[str]:
     """Modules that hold the projections of attention: torch's own attention whole, else each linear layer."""
     whole = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     single = [
         name.removesuffix(".weight")
-        for name in attention_weights(model)
+        for name in list_attention_weights(model)
         if not any(name.startswith(f"{module}.") for module in whole)
     ]
     if not whole and not single:
@@ -85,13 +85,13 @@ def _attention_modules(model: nn.Module) -> list[str]:
 def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
     """torch's attention reads its output projection's weights without calling it: it would miss an adapter."""
 
-    def named(module: str) -> bool:
+    def is_named(module: str) -> bool:
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
     unseen = [
         f"{name}.out_proj"
         for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) and named(f"{name}.out_proj") and not named(name)
+        if isinstance(module, nn.MultiheadAttention) and is_named(f"{name}.out_proj") and not is_named(name)
     ]
     if unseen:
         raise InputError(

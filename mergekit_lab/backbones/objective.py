@@ -111,7 +111,7 @@ class Objective(nn.Module, ABC):
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         """Loss and predictions together."""
-        batch = to_device(self.batch(part, index), device_of(model))
+        batch = to_device(self.batch(part, index), find_device(model))
         return Assessment(self.loss(model, batch), self.count_items(batch), self.predict(model, part, index))
 
     @abstractmethod
@@ -168,6 +168,6 @@ def to_list(predictions: list[Any] | Tensor) -> list[Any]:
     return predictions.tolist() if isinstance(predictions, Tensor) else predictions
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     """The device of a model's parameters."""
     return next(model.parameters()).device

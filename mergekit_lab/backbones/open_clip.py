@@ -88,7 +88,7 @@ class OpenClip(Backbone):
 
     def model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
-        visual = deepcopy(_model(self._key).visual)
+        visual = deepcopy(make_whole_model(self.key).visual)
         return ImageEncoder(visual.requires_grad_(True), _size(visual), visual.image_mean, visual.image_std)
 
     def check(self, task: Task) -> None:
@@ -113,8 +113,10 @@ class OpenClip(Backbone):
         assert isinstance(task, ImageTask)
         crops = None
         if self.crop is not None:
-            crops = Crops((self.crop[0], self.crop[1]), self.flip, max(_size(_model(self._key).visual)))
-        return ImageObjective(task, self._head(task), crops, self.precision)
+            crops = Crops(
+                (self.crop[0], self.crop[1]), self.flip, max(_size(make_whole_model(self.key).visual))
+            )
+        return ImageObjective(task, self._find_head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
         head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
@@ -124,7 +126,7 @@ class OpenClip(Backbone):
         head = {} if self.head == "zero_shot" else {"head": self.head}
         return head if self.precision == "float32" else head | {"precision": self.precision}
 
-    def _head(self, task: ImageTask) -> Tensor:
+    def _find_head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
             return self._make_head(task)
         content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}
@@ -143,7 +145,7 @@ class OpenClip(Backbone):
         if self.head == "zero_shot":
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        temperature = float(_model(self._key).logit_scale.detach().exp())
+        temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
         return HEADS[self.head](self.model().to(device), task, temperature, device)
 
     @property
@@ -152,7 +154,7 @@ class OpenClip(Backbone):
         return None if self.weights is None else ClipWeights(self.architecture, self.weights)
 
     @property
-    def _key(self) -> tuple[str, str | None, int]:
+    def key(self) -> tuple[str, str | None, int]:
         """What the loaded weights depend on."""
         return self.architecture, self.weights, self.seed
 
@@ -174,7 +176,7 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = _model(self._key)
+        model = make_whole_model(self.key)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -230,23 +232,23 @@ def _size(visual: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def _model(key: tuple[str, str | None, int]) -> Any:
+def make_whole_model(key: tuple[str, str | None, int]) -> Any:
     """The whole model, float32 on the CPU, evaluation mode. One is kept: heads and towers ask in turn."""
     import open_clip
 
     backbone = OpenClip(*key)
     source = backbone.source
-    file = None if source is None else source.file()
+    file = None if source is None else source.find_file()
     weights, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
             alone = source is not None and source.image_tower_alone()
-            if source is not None and file is not None and not source.tag():
+            if source is not None and file is not None and not source.find_tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
             said, later = backbone._describe(), alone or renamed is not None
-            with _warning_of_random_weights(not later):
+            with _warn_of_random_weights(not later):
                 model = open_clip.create_model(
                     register_architecture(backbone.architecture),
                     pretrained=None if file is None or later else str(file),
@@ -272,7 +274,7 @@ def _model(key: tuple[str, str | None, int]) -> Any:
 
 
 @contextmanager
-def _warning_of_random_weights(wanted: bool) -> Iterator[None]:
+def _warn_of_random_weights(wanted: bool) -> Iterator[None]:
     """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
     root = logging.getLogger()
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.errors import InputError
 
 
@@ -65,7 +65,7 @@ class AttentionLinear(Parametrization):
     """
 
     def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        chosen = set(attention_weights(model))
+        chosen = set(list_attention_weights(model))
         if not chosen:
             raise InputError(
                 f"finetuning=attention_linear trains the projections of attention, and {type(model).__name__} "

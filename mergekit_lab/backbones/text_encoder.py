@@ -26,7 +26,7 @@ from torch.nn import functional
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.heads import make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
-from mergekit_lab.backbones.objective import Backbone, device_of
+from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.reading import DTYPES
 from mergekit_lab.backbones.rows import pad_rows, round_up
@@ -130,7 +130,7 @@ class TextEncoder(Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
-        objective.head = self._head(objective)
+        objective.head = self._find_head(objective)
         return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class TextEncoder(Backbone):
         made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
         return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
-    def _head(self, objective: EncoderObjective) -> Tensor:
+    def _find_head(self, objective: EncoderObjective) -> Tensor:
         if self.keep is None:
             return self._make_head(objective)
         task = objective.task
@@ -207,7 +207,7 @@ class EncoderObjective(ScoredText):
         """Tokenize a part's texts once per process, int64 `[L]` each. Logs how many were cut."""
         if part not in self._tokens:
             rows, cut = self.read_texts(self.task.samples(part).prompts)
-            longest, limit = max(map(len, rows)), _positions(self.encoder.source)
+            longest, limit = max(map(len, rows)), _count_positions(self.encoder.source)
             if limit is not None and longest > limit:
                 raise InputError(
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
@@ -254,7 +254,7 @@ class EncoderObjective(ScoredText):
         """Pad rows at their end to one of a few lengths. The mask excludes padding."""
         length = batch["input_ids"].shape[1]
         room = round_up(length)
-        extra = min(room, _positions(self.encoder.source) or room) - length
+        extra = min(room, _count_positions(self.encoder.source) or room) - length
         return batch | {
             "input_ids": functional.pad(batch["input_ids"], (0, extra), value=int(self.tokenizer.pad_token_id)),
             "attention_mask": functional.pad(batch["attention_mask"], (0, extra)),
@@ -279,7 +279,7 @@ class EncoderObjective(ScoredText):
 
     def embed_rows(self, model: nn.Module, rows: Sequence[Tensor]) -> Tensor:
         """Embeddings `[N, D]` of rows of tokens, int64 `[L]` each."""
-        device = device_of(model)
+        device = find_device(model)
         size = max(1, _TOKENS // max(map(len, rows)))
         embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
@@ -294,7 +294,7 @@ class EncoderObjective(ScoredText):
         return [self.task.choices[i] for i in best.tolist()]
 
 
-def _positions(source: str) -> int | None:
+def _count_positions(source: str) -> int | None:
     """Tokens of a text that an encoder can have: RoBERTa and its kin count positions after their padding's."""
     limit = count_positions(source)
     embeddings = getattr(load_model(source, "encoder", "float32"), "embeddings", None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.batches import IGNORED, Batch, labels_of
+from mergekit_lab.batches import IGNORED, Batch, find_labels
 from mergekit_lab.errors import InputError
 
 
@@ -28,7 +28,7 @@ def compute_logits(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor
     Raises:
         InputError: shapes that do not go together.
     """
-    labels = labels_of(batch)
+    labels = find_labels(batch)
     if isinstance(batch, Mapping):
         out = model(**{k: v for k, v in batch.items() if not (causal and k == "labels")})
     else:
@@ -68,7 +68,7 @@ def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> T
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
     """The batch with other labels, given as `scores` returned them."""
     if causal:
-        labels = torch.cat([labels_of(batch)[:, :1], labels], dim=1)
+        labels = torch.cat([find_labels(batch)[:, :1], labels], dim=1)
     return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
 
 

@@ -116,7 +116,7 @@ class Tape:
                 use = make(g)
                 for name in names:
                     p = self._parameters[name]
-                    self._arrive(name, use if source is p else Derived(use, source, p))
+                    self._add_use(name, use if source is p else Derived(use, source, p))
             mine.clear()  # lets go of the activations, which the graph would keep
 
         self._handles.append(out.register_hook(receive))
@@ -128,7 +128,7 @@ class Tape:
         self.mark(out)
         return out
 
-    def _arrive(self, name: str, use: Use) -> None:
+    def _add_use(self, name: str, use: Use) -> None:
         self._arrived[name].append(use)
         if len(self._arrived[name]) == self._expected[name]:
             self._settle(name)
@@ -152,7 +152,7 @@ class Tape:
                 for gradient in gradients:
                     total.addcmul_(gradient, gradient)
 
-    def unused(self) -> list[str]:
+    def list_unused(self) -> list[str]:
         """Parameters that no function took."""
         return [name for name, uses in self._expected.items() if not uses]
 

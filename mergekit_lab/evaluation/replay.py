@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mergekit_lab.cuda_graphs import DEVICES, Card
+from mergekit_lab.cuda_graphs import DEVICES, GraphStream
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Recordings:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._card = Card(device)
+        self._graph_stream = GraphStream(device)
         self._by_shape: dict[Hashable, _Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._weights: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Recordings:
         """What the model makes of its arguments."""
         how = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), model.training
         key = (how, *((name, t.shape, t.dtype) for name, t in given.items()))
-        with self._card.stream():
+        with self._graph_stream.stream():
             recording = self._by_shape.get(key)
             if recording is None and self._seen[key] and self._may_record:
                 recording = self._record(model, given, key)
@@ -75,7 +75,7 @@ class Recordings:
     def _record(self, model: nn.Module, given: Arguments, key: Hashable) -> _Recording | None:
         inputs = {name: tensor.clone() for name, tensor in given.items()}
         try:
-            graph, output = self._card.record(lambda: _call(model, inputs))
+            graph, output = self._graph_stream.record(lambda: _call(model, inputs))
         except Exception as error:
             self._may_record = False
             log.info("evaluation runs as written (%s)", (str(error) or type(error).__name__).splitlines()[0])

@@ -38,7 +38,7 @@ def solve_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tupl
         return u, s, v
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         return solve_tall_triplets(matrices, rank)
-    u, s, v = (torch.cat(x) for x in zip(*(_solve_batch(x, rank) for x in _chunk(matrices)), strict=True))
+    u, s, v = (torch.cat(x) for x in zip(*(_solve_batch(x, rank) for x in _split_batch(matrices)), strict=True))
     return u, s, v
 
 
@@ -96,7 +96,7 @@ _UPRIGHT = 1.5
 """Rows a column from which a matrix is reduced to its triangle first."""
 
 
-def _chunk(matrices: Tensor) -> tuple[Tensor, ...]:
+def _split_batch(matrices: Tensor) -> tuple[Tensor, ...]:
     """A batch in parts of about equal size that `gesvda` takes."""
     batch = len(matrices)
     return matrices.tensor_split(min(batch, -(-batch * matrices.shape[2] // _GESVDA_COLUMNS)))
@@ -151,7 +151,7 @@ def solve_precise_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor,
     small = matrices
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         small = torch.stack([torch.linalg.qr(x, mode="r").R for x in matrices])
-    parts = [_refine_directions(part, rank) for part in _chunk(small)]
+    parts = [_refine_directions(part, rank) for part in _split_batch(small)]
     v = torch.cat(parts)
     u = matrices @ v
     s = u.norm(dim=1)

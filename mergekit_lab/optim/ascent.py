@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.sharded import is_sharded
-from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, mix_gradients
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 class AscentOptimizer(WrappedOptimizer):

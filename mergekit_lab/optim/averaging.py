@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
+from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
-from mergekit_lab.optim.wrapper import Closure, SavedWeights, WrappedOptimizer
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
@@ -179,10 +180,8 @@ class Averaging(WrappedOptimizer):
         new = [p for p in params if p not in self.average]
         old = [p for p in params if p in self.average]
         if old:
-            weights = at_least_float32([p.detach() for p in old])
+            weights = widen([p.detach() for p in old])
             part = 1 / (self.averaged_count + 1) if self.replay is None else self.replay.factor
             fold_in([self.average[p] for p in old], weights, part)
-        self.average.update(
-            {p: w.clone() for p, w in zip(new, at_least_float32([p.detach() for p in new]), strict=True)}
-        )
+        self.average.update({p: w.clone() for p, w in zip(new, widen([p.detach() for p in new]), strict=True)})
         self.averaged_count += 1

@@ -5,6 +5,7 @@ kernel reads the rate from the device (SGD, Adagrad).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,3 +56,18 @@ def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> N
     """Undo `keep_on_device` in an optimizer's state dict, in place. Learning rates become numbers."""
     for group, settings in zip(state_dict["param_groups"], before, strict=True):
         group |= settings | {"lr": float(group["lr"])}
+
+
+@dataclass(frozen=True)
+class ReplayState:
+    """Where a recorded step finds what the host decides of it.
+
+    Attributes:
+        generator: of random numbers, seeded anew for every step; a graph must register it.
+        seed: the same seed, int64, for kernels of our own.
+        factor: on what the step adds or mixes, a tensor without dimensions.
+    """
+
+    generator: torch.Generator
+    seed: Tensor
+    factor: Tensor

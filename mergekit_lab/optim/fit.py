@@ -70,7 +70,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     if entries == 0:
         raise InputError("there are no entries to fit: are the task vectors empty, or of integers?")
     if distribution == "laplace":
-        loc = _median(deltas, counts, entries)
+        loc = _find_median(deltas, counts, entries)
         scale = sum(float((v.double() - loc).abs().sum()) for v in _flatten(deltas, "")) / entries
         likelihood = -math.log(2 * scale) - 1 if scale else math.inf
     else:
@@ -78,7 +78,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
         variance = sum(float((v.double() - loc).square().sum()) for v in _flatten(deltas, "")) / entries
         scale = math.sqrt(variance)
         likelihood = -0.5 * math.log(2 * math.pi * variance) - 0.5 if variance else math.inf
-    distance = _distance(counts, entries, distribution, loc, scale)
+    distance = _measure_distance(counts, entries, distribution, loc, scale)
     return OffsetFit(loc, scale, distribution, distance, likelihood, entries)
 
 
@@ -116,7 +116,7 @@ def _from_order(ordered: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def _median(deltas: Any, counts: Tensor, entries: int) -> float:
+def _find_median(deltas: Any, counts: Tensor, entries: int) -> float:
     """The lower median: the leading bits from `counts`, the rest from another pass."""
     position = (entries - 1) // 2
     below = counts.cumsum(0)
@@ -131,19 +131,21 @@ def _median(deltas: Any, counts: Tensor, entries: int) -> float:
     return float(_from_order(torch.tensor([(leading << _LOW_BITS) + trailing])))
 
 
-def _distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
+def _measure_distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
     """sup |F_fitted − F_empirical| over the edges of the bins."""
     if scale == 0:
         return 0.0  # all entries are at loc, and so is the whole fitted distribution
     used = counts.nonzero().flatten()
     after = counts[used].cumsum(0).double() / entries
     before = torch.cat([after.new_zeros(1), after[:-1]])
-    lower = _cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
-    upper = _cdf(_from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale)
+    lower = _evaluate_cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
+    upper = _evaluate_cdf(
+        _from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale
+    )
     return float(torch.maximum((lower - before).abs(), (upper - after).abs()).max())
 
 
-def _cdf(x: Tensor, distribution: str, loc: float, scale: float) -> Tensor:
+def _evaluate_cdf(x: Tensor, distribution: str, loc: float, scale: float) -> Tensor:
     z = (x - loc) / scale
     if distribution == "gaussian":
         return torch.special.ndtr(z)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import sam_perturbation
 
 
-def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
+def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
     """d = g − σ m, one tensor per gradient; `mean` holds m, pairwise of the same shape."""
     if isinstance(sigma, list):
         return list(torch._foreach_sub(grads, torch._foreach_mul(mean, sigma)))
@@ -64,11 +64,11 @@ class FriendlySAM(AscentOptimizer):
         self.require_number("lmbda", minimum=0, maximum=1)
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        grads = at_least_float32(grads)
+        grads = widen(grads)
         means = [
             self.mean[p] if p in self.mean else torch.zeros_like(g) for p, g in zip(params, grads, strict=True)
         ]
-        direction = friendly_direction(grads, means, self.setting("sigma", params))
+        direction = remove_mean(grads, means, self.setting("sigma", params))
         lerp_(means, grads, combine(lambda past: 1 - past, self.setting("lmbda", params)))
         self.mean.update({p: g.clone() for p, g in zip(params, grads, strict=True) if p not in self.mean})
         return sam_perturbation(direction, self.setting("rho", params, signed=True))

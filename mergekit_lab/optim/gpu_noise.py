@@ -110,3 +110,12 @@ def _tabulate(chosen: tuple[tuple[int, int, int, int], ...], width: int, device:
         table[:, 4] = (table[:, 4] + before + count).clamp_(max=BLOCK)
         rows.append(table)
     return torch.cat(rows).to(device)
+
+
+def probe() -> None:
+    """Move a few weights; raise where the kernel cannot be built, or gives something else."""
+    weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
+    save_and_move([weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0)
+    if bool(copy.any()) or not bool(weights.all()):
+        raise RuntimeError("the first move is wrong")

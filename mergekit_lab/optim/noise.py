@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.sharded import first_entry, take_part_like, take_parts
-
-log = logging.getLogger(__name__)
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.optim.sharded import find_first_entry, take_part_like, take_parts
+from mergekit_lab.triton_kernels import load_kernels
 
 DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
@@ -97,7 +93,7 @@ def draw_noise(
         draws = sample(
             sum(sizes),
             generators[device],
-            wide_dtype(group[0]),
+            widen_dtype(group[0]),
             distribution=distribution,
             loc=loc,
             scale=scale,
@@ -122,11 +118,11 @@ def add_offset(
 class Move:
     """Copies weights and moves them by one Triton kernel on a GPU.
 
-    Its draws differ from `draw_noise`'s. They depend on an entry's number in the whole model, so a process
-    draws only its part.
+    Its draws differ from `draw_noise`'s. They depend on an entry's position in the whole model, so that
+    every process makes those of its part.
     """
 
-    def __init__(self, kernels: ModuleType) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
     @staticmethod
@@ -134,9 +130,9 @@ class Move:
         """The move for these parameters, or None if `draw_noise` must make it."""
         if not params or any(p.device.type != "cuda" or p.device != params[0].device for p in params):
             return None
-        if any(wide_dtype(p) is not torch.float32 or first_entry(p) is None for p in params):
+        if any(widen_dtype(p) is not torch.float32 or find_first_entry(p) is None for p in params):
             return None
-        kernels = _load_kernels()
+        kernels = load_kernels(f"{__package__}.gpu_noise", "torch moves weights")
         return None if kernels is None else Move(kernels)
 
     def __call__(
@@ -145,30 +141,9 @@ class Move:
         """See `gpu_noise.save_and_move`."""
         first, entries = [], 0
         for p in params:
-            first.append(entries + (first_entry(p) or 0))
+            first.append(entries + (find_first_entry(p) or 0))
             entries += -(-p.numel() // 4) * 4
         self._kernels.save_and_move(take_parts(params), take_parts(copies), first, seed, factor, **size)
-
-
-@cache
-def _load_kernels() -> ModuleType | None:
-    """`gpu_noise`, where Triton and what it needs are there and a first move comes out; else None."""
-    try:
-        from mergekit_lab.optim import gpu_noise
-
-        weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
-        seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
-        gpu_noise.save_and_move(
-            [weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0
-        )
-        if bool(copy.any()) or not bool(weights.all()):
-            return None
-    except Exception as error:
-        log.info(
-            "MergOPT moves weights by torch's operations, which takes longer (%s)", str(error).split("\n")[0]
-        )
-        return None
-    return gpu_noise
 
 
 def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -179,9 +154,9 @@ def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     entries = 0
     for p in params:
-        kind = (p.device, wide_dtype(p))
+        kind = (p.device, widen_dtype(p))
         if group and (
-            kind != (group[0].device, wide_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
+            kind != (group[0].device, widen_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
         ):
             yield group
             group, entries = [], 0

@@ -106,3 +106,18 @@ def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("LBFGS evaluates the loss itself and cannot be a base: use a first-order optimizer")
     return optimizer
+
+
+Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
+
+
+def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
+    """Replace gradients by `mix(params, first, second)`, where `second` are those that parameters have now.
+
+    Parameters that have none now, or are not in `first`, are left alone.
+    """
+    both = [p for p in first if p.grad is not None]
+    if both:
+        second = [p.grad for p in both if p.grad is not None]
+        for p, g in zip(both, mix(both, [first[p] for p in both], second), strict=True):
+            p.grad = g

@@ -18,10 +18,10 @@ from torch import Tensor
 from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.noise import draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.pgn import interpolate
-from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.wrapper import Closure, mix_gradients
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.optim.wrapper import Closure
 
 
 def filter_norms(weight: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def filter_norms(weight: Tensor) -> Tensor:
 
     A filter is the slice at one index of dimension 0. A vector or a number is one filter.
     """
-    dtype = wide_dtype(weight)
+    dtype = widen_dtype(weight)
     if weight.ndim < 2:
         return torch.linalg.vector_norm(weight, dtype=dtype)
     return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=dtype)

@@ -53,7 +53,7 @@ def spread_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
-def first_entry(tensor: Tensor) -> int | None:
+def find_first_entry(tensor: Tensor) -> int | None:
     """The index of the first entry of this process's part in the whole tensor. None if the part is not
     contiguous.
 

@@ -30,11 +30,11 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import sam_perturbation
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
+def select_largest(scores: Tensor, count: int) -> Tensor:
     """Select the `count` largest of `scores` `[N]` as bool `[N]`. Ties go to the first."""
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
@@ -56,8 +56,8 @@ def exchange(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
     """
     chosen = int(mask.sum())
     going = int(min(chosen * rate, mask.numel() - chosen))
-    stays = largest(drop.masked_fill(~mask, -math.inf), chosen - going)
-    comes = largest(grow.masked_fill(mask, -math.inf), going)
+    stays = select_largest(drop.masked_fill(~mask, -math.inf), chosen - going)
+    comes = select_largest(grow.masked_fill(mask, -math.inf), going)
     return stays | comes
 
 
@@ -83,7 +83,7 @@ class SparseAscent(AscentOptimizer):
 
     def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation inside the mask, 0 outside."""
-        shift = sam_perturbation(at_least_float32(grads), self.setting("rho", params, signed=True))
+        shift = sam_perturbation(widen(grads), self.setting("rho", params, signed=True))
         torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
         return shift
 
@@ -157,7 +157,7 @@ class SSAMF(SparseAscent):
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if not self.external_fisher:
-            self._estimate(params, at_least_float32(grads))
+            self._estimate(params, widen(grads))
         self.steps_done += 1
         return self.perturb_masked(params, grads)
 
@@ -171,7 +171,7 @@ class SSAMF(SparseAscent):
 
     def _renew(self, params: list[Tensor], fisher: list[Tensor]) -> None:
         scores = torch.cat([f.flatten().to(fisher[0].device) for f in fisher])
-        self.set_mask(params, largest(scores, int(scores.numel() * (1 - self.sparsity))))
+        self.set_mask(params, select_largest(scores, int(scores.numel() * (1 - self.sparsity))))
 
 
 class SSAMD(SparseAscent):
@@ -224,19 +224,21 @@ class SSAMD(SparseAscent):
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if any(p not in self.mask for p in params):
-            scores = self._random(params, "mask")
-            self.set_mask(params, largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity)))
+            scores = self._draw_like(params, "mask")
+            self.set_mask(
+                params, select_largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity))
+            )
         shift = self.perturb_masked(params, grads)
         if self.steps_done % self.every == 0:
             mask = torch.cat([self.mask[p].flatten().to(params[0].device) for p in params])
-            sizes = torch.cat([g.abs().flatten().to(mask.device) for g in at_least_float32(grads)])
+            sizes = torch.cat([g.abs().flatten().to(mask.device) for g in widen(grads)])
             part = min(1.0, self.steps_done / self.steps)
             rate = self.drop_rate * (1 + math.cos(math.pi * part)) / 2
-            self.set_mask(params, exchange(mask, sizes, self._random(params, "growth"), rate))
+            self.set_mask(params, exchange(mask, sizes, self._draw_like(params, "growth"), rate))
         self.steps_done += 1
         return shift
 
-    def _random(self, params: list[Tensor], what: str) -> Tensor:
+    def _draw_like(self, params: list[Tensor], what: str) -> Tensor:
         generator = torch.Generator(params[0].device).manual_seed(hash_bits(self.seed, self.steps_done, what))
         count = sum(p.numel() for p in params)
         return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)

@@ -1,147 +1,68 @@
-"""The base class of all optimizers here: it wraps a base optimizer, and moves and restores the weights.
+"""What every optimizer here shares: a base optimizer inside, and weights that move and come back.
 
 `WrappedOptimizer` owns the base optimizer, the state dict, closures and the copy of θ. A method is a subclass
-that moves the weights. It extends `AscentOptimizer` (ascent.py) if a first gradient decides where, or
-`OffsetOptimizer` (offset.py) if a random draw does. With `Averaging` (averaging.py) it keeps θ's average.
+that says where the weights go: of `AscentOptimizer` (ascent.py) if a first gradient says it, of
+`OffsetOptimizer` (offset.py) if chance does, with `Averaging` (averaging.py) if θ's average is what is kept.
 
-Legend: θ the weights that the base optimizer updates; P their number of entries.
+Legend: θ the weights the base optimizer updates; P their number of entries.
 """
 
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, split_names
+from mergekit_lab.optim.capturable import ReplayState
+from mergekit_lab.optim.group_settings import GroupSettings
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
-from mergekit_lab.optim.sharded import is_sharded, take_part, take_parts
+from mergekit_lab.optim.saved_weights import SavedWeights
+from mergekit_lab.optim.sharded import is_sharded, take_part
 
 Closure = Callable[[], Any]
-Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 STATE_KEY = "wrapper"
 
 
-class SavedWeights:
-    """A copy of θ while a method has moved the weights. Its memory is reused in later steps.
-
-    If a GPU waits for its CPU, allocating a tensor per parameter in every step costs more than copying.
-
-    It is only changed in place. Lightning wraps the optimizer in an object with separate attributes, and
-    methods called on that must still reach this copy.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._memory: dict[Tensor, Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedWeights":
-        copied = SavedWeights()
-        copied._kept = deepcopy(self._kept, memo)
-        return copied
-
-    @property
-    def held(self) -> bool:
-        """Whether the weights are moved away from θ."""
-        return bool(self._kept)
-
-    def save(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copy `params` and return the copies (same shapes, dtypes and devices).
-
-        Without `copy` their values are undefined, and the caller fills them before `restore`.
-        """
-        copies = [p.detach().clone() for p in params] if self._kept else self.refill(params, copy)
-        self._kept.append((list(params), copies))
-        return copies
-
-    def refill(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copy `params` into the reused memory. `restore` does not restore these copies."""
-        memory = self._memory
-        if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
-            memory.clear()
-            memory.update({p: p.detach().clone() for p in params})
-        elif params and copy:
-            torch._foreach_copy_(take_parts(list(memory.values())), take_parts([p.detach() for p in memory]))
-        return [memory[p] for p in params]
-
-    def release(self) -> None:
-        """Free the reused memory."""
-        self._memory.clear()
-
-    def restore(self) -> None:
-        """Restore the weights from the copies, bit for bit. Does nothing if there are none."""
-        while self._kept:
-            params, copies = self._kept.pop()
-            if params:
-                torch._foreach_copy_(take_parts(params), take_parts(copies))
-
-
-@dataclass(frozen=True)
-class ReplayState:
-    """The values that the host sets for a recorded step.
-
-    Attributes:
-        generator: random numbers, seeded anew for every step. A graph must register it.
-        seed: the same seed, int64, for our kernels.
-        factor: multiplies what the step adds or mixes; a 0-d tensor.
-    """
-
-    generator: torch.Generator
-    seed: Tensor
-    factor: Tensor
-
-
-def _fits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-class WrappedOptimizer(Optimizer):
-    """A torch optimizer around a base optimizer.
+class WrappedOptimizer(GroupSettings):
+    """A torch optimizer that steps by means of another one.
 
     `param_groups`, `state` and `defaults` are the base optimizer's own objects, so learning-rate schedulers,
-    loggers and gradient scalers act on the base. The base steps once per step, from θ. To clip or log the
-    gradient that it uses, add a hook to `optimizer.base`.
+    loggers and gradient scalers act on the base. `base` is called once a step, from θ, with the gradient that
+    the weights follow: a hook on `optimizer.base` is where to clip or log that gradient.
 
-    A subclass sets its hyper-parameters, then calls this constructor. `saved_attributes` names those that
-    belong in a checkpoint (plain types), and `saved_tensors` its tensors by parameter. It checks
-    hyper-parameters in `validate`, and implements `update`. Hyper-parameters named in `group_settings` may
-    differ between groups of parameters, and are read with `setting`.
+    A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
+    that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
+    `validate`, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
+    parameters, as a base optimizer's do; it reads them with `setting`.
 
     Args:
-        named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.
-            Name all of them or none. Only real floating tensors, each once. Groups may have settings of the
-            base, and those of this optimizer in `group_settings`. An option that the base has too, such as
-            Adadelta's `rho`, is the base's.
-        base: makes the optimizer that updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`. It is
-            called once with the same parameters or groups, without names.
+        named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
+            whose "params" hold either. Name all of them or none. Real floating tensors only, each once.
+            Groups may have settings of the base, and those of this optimizer that `group_settings` names. An
+            option that the base has too, such as Adadelta's `rho`, is the base's.
+        base: called once with the same parameters or groups, without names; returns the optimizer that
+            updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`.
 
     Attributes:
-        evaluations_per_step: the most calls of the closure in a step.
-        drops_gradients: whether a step with a closure first drops existing gradients.
-        evaluation: the index of the current call of the closure in its step. Metrics updated only in evaluation
-            0 count each batch once.
-        batch_fraction: the part of its batch that the closure may use, in (0, 1].
-        stays_in_train_mode: whether `step` in train mode moves to the next point. Set it to False in a loop
-            that calls `train()` before every forward pass: `step` then ends as `eval()` does.
+        evaluations_per_step: how often a step calls its closure, at most.
+        drops_gradients: whether a step with a closure first drops the gradients that are there.
+        evaluation: which call of the closure in a step this is, from 0. Metrics count each batch once if
+            they are updated in evaluation 0 only.
+        batch_fraction: the part (0, 1] of its batch that the closure may confine itself to.
+        stays_in_train_mode: whether `step` in train mode goes on to the next point. Set it to False in a
+            loop that calls `train()` before every forward pass: `step` then ends as `eval()` does.
 
     Raises:
-        InputError: the parameters or `base` are none of these, or parameters are sharded and this method needs
-            them whole.
+        InputError: the parameters or `base` are none of these, or sharded and this method needs them whole.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ()
     saved_tensors: ClassVar[tuple[str, ...]] = ()
-    group_settings: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
     evaluations_per_step: int = 1
     drops_gradients: bool = True
@@ -175,7 +96,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def gradient_evaluations(self) -> Fraction:
-        """Gradients of a whole batch that a step costs. A part of a batch counts as that part."""
+        """Gradients of a whole batch that a step costs; a part of a batch counts as that part."""
         return Fraction(self.evaluations_per_step)
 
     def validate(self) -> None:
@@ -190,66 +111,8 @@ class WrappedOptimizer(Optimizer):
                 "WASAM, SWA or MergOPT"
             )
 
-    def refuse_group_settings(self) -> None:
-        """Raise `InputError` if a group sets what must be the same for all parameters."""
-        common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
-        for number, group in enumerate(self.param_groups):
-            if odd := common & group.keys():
-                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
-                raise InputError(
-                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
-                    f"{name} a group may have {may}): pass it to {name} itself"
-                )
-
-    def group_values(self, name: str) -> list[Any]:
-        """A setting's value in each group: the group's, or else this optimizer's."""
-        common: Any = getattr(self, name)
-        if name in self.base.defaults or name not in self.group_settings:
-            return [common for _ in self.param_groups]
-        return [group.get(name, common) for group in self.param_groups]
-
-    def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-        """Raise `InputError` unless a setting is a number in range in every group."""
-        common = getattr(self, name)
-        require_number(name, common, minimum, maximum)
-        for number, value in enumerate(self.group_values(name)):
-            if value is not common:
-                require_number(f"{name} of group {number}", value, minimum, maximum)
-
-    def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
-        """A setting of `params`: one number, or a list with one per parameter if groups differ.
-
-        Args:
-            name: the attribute's name.
-            params: parameters whose setting is read.
-            signed: negate it if the base maximizes the loss, so that an ascent becomes a descent.
-        """
-        values = self.group_values(name)
-        if signed:
-            groups = zip(self.param_groups, values, strict=True)
-            values = [-value if group.get("maximize") else value for group, value in groups]
-        if all(value == values[0] for value in values):
-            return values[0]
-        groups = zip(self.param_groups, values, strict=True)
-        by_parameter = {p: value for group, value in groups for p in group["params"]}
-        return [by_parameter[p] for p in params]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Every parameter, in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """The name of each parameter; empty without names."""
-        return {
-            p: name
-            for group in self.param_groups
-            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-        }
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer. It needs names if the others have them."""
+        """Add a group, named if the others are, to the base optimizer."""
         if not hasattr(self, "base"):
             super().add_param_group(param_group)  # torch's constructor, registering what the base already has
             return
@@ -277,20 +140,19 @@ class WrappedOptimizer(Optimizer):
         self._mark_gradients()
 
     def attach(self, model: nn.Module) -> None:
-        """Let steps handle state of the model that is not in its parameters.
+        """Let steps look after what is the model's and not its parameters'.
 
-        Running statistics of normalizations then change only in a step's first evaluation. An ascent with
-        `sync_ascent=False` runs under the `no_sync` of a `DistributedDataParallel` model.
+        Running statistics of normalizations change in the first evaluation of a step only. An ascent that is
+        not synchronized runs under the `no_sync` of a `DistributedDataParallel` model.
 
         Args:
-            model: the model that the closure calls, including wrappers such as `DistributedDataParallel`.
+            model: whose forward the closure calls; wrapped, if it is.
         """
         self._models.append(model)
 
     def release(self) -> None:
-        """Free every tensor except the parameters. The optimizer cannot step again. For loops that keep it
-        alive after their end.
-        """
+        """Let go of every tensor but the parameters; it cannot go on from here. For loops that end and keep it
+        alive."""
         self.state.clear()
         self.theta.release()
         self._models.clear()
@@ -298,50 +160,47 @@ class WrappedOptimizer(Optimizer):
             getattr(self, name).clear()
 
     def allow_replay(self, device: torch.device) -> None:
-        """Read what the host decides from `device` from now on, so that a step can be recorded in a CUDA graph
-        and replayed. Sets `replay`.
+        """From now on take what the host decides of a step from `device`, so that a step can be recorded there
+        in a CUDA graph and replayed; `replay` is set from then on.
 
-        A loop that replays first calls `plan`. It calls `prepare_step` before a replay and `count_step` after
-        it. `step` does both itself.
+        A loop that replays asks `plan` first. Before a replay it calls `prepare_step`, after it `count_step`.
+        `step` does both itself.
         """
         seed, factor = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
         self.replay = ReplayState(torch.Generator(device), seed, factor)
 
     @property
     def replayable(self) -> bool:
-        """Whether steps can be recorded and replayed."""
+        """Whether any step can be recorded and replayed."""
         return True
 
     def plan(self) -> Hashable:
-        """What decides the next step's kernels besides tensors. Steps with the same plan launch the same
-        kernels on the same memory. None means that the step needs the host and cannot be replayed.
-        """
+        """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
+        on the same memory. None: this step needs the host, and cannot be replayed."""
         return ()
 
     def prepare_step(self) -> None:
-        """Write what the host decides for the next step into `replay`. The base class decides nothing."""
+        """Bring what the host decides of the coming step into `replay`. Here, it decides nothing."""
 
     def count_step(self) -> None:
-        """Count a replayed step on the host, as `update` does. The base class counts nothing."""
+        """Note on the host that a step was replayed: what `update` counts. Here, nothing."""
 
     def train(self) -> None:
-        """Move the weights to where the next gradient is taken. The base class does not move them."""
+        """Move the weights to where the next gradient is wanted. Here, they are there."""
 
     def eval(self) -> None:
-        """Set the weights to those that should be evaluated, saved or loaded. The base class does not move
-        them.
-        """
+        """Move the weights to those that are kept: to evaluate, save or load. Here, they are there."""
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Update once. Returns the loss of the first evaluation, or None without a closure.
+        """One update; returns the loss of the first evaluation, or None without a closure.
 
         Args:
             closure: runs forward and backward and returns the loss. It may zero the gradients or leave them.
 
         Raises:
-            InputError: a gradient is sparse; this optimizer needs a closure; or the step would drop gradients
-                made since the last step.
+            InputError: a sparse gradient, no closure where this optimizer needs one, or gradients made since
+                the last step that this one would drop.
         """
         if closure is not None and self.drops_gradients:
             self.refuse_to_drop_gradients()
@@ -369,9 +228,7 @@ class WrappedOptimizer(Optimizer):
                     grad.spent_version = take_part(grad)._version
 
     def refuse_to_drop_gradients(self) -> None:
-        """Raise `InputError` if there are gradients that no step has used. Waits for the device only if there
-        are.
-        """
+        """Raise `InputError` if there are gradients that no step has used. Waits for the device only then."""
         new = [
             p
             for group in self.param_groups
@@ -384,7 +241,7 @@ class WrappedOptimizer(Optimizer):
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
         )
         raise InputError(
-            f"{type(self).__name__}.step(closure) evaluates its batch again and would drop the gradients that "
+            f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop the gradients that "
             f"{len(new)} parameters have from before ({describe(new, self.names)}). If a loop accumulates "
             "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
             f"over them inside the closure{train_mode}. If these gradients are not wanted, call "
@@ -392,7 +249,7 @@ class WrappedOptimizer(Optimizer):
         )
 
     def update(self, closure: Closure | None) -> Any:
-        """Do the work of `step`. The base class calls the base optimizer's `step`."""
+        """What `step` does. Here, what the base optimizer does."""
         loss = self.evaluate(closure, zero=self.drops_gradients) if closure is not None else None
         self.base.step()
         return loss
@@ -402,15 +259,15 @@ class WrappedOptimizer(Optimizer):
     ) -> Any:
         """Call `closure` with gradients enabled and return its loss, detached and copied.
 
-        It is copied because a compiled model may write its next loss into the same buffer.
+        The copy is there because a compiled model may write its next loss into the same buffer.
 
         Args:
             closure: see `step`.
-            index: the evaluation's index in the step.
-            zero: drop the gradients first, so that only this call's remain even if the closure does not zero
-                them.
-            fraction: `batch_fraction` during the call.
-            sync: whether processes share their gradients. False needs an attached model with `no_sync`.
+            index: which evaluation of the step this is, from 0.
+            zero: drop the gradients first, so that they are those of this one call whether or not the closure
+                zeroes them itself.
+            fraction: becomes `batch_fraction` for the call.
+            sync: whether processes share their gradients; False needs an attached model with `no_sync`.
         """
         if zero:
             self.zero_grad()
@@ -471,10 +328,10 @@ class WrappedOptimizer(Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state dict, with this class's name, attributes and tensors under "wrapper".
+        """The base optimizer's state dict, and under "wrapper" this class's name, attributes and tensors.
 
-        It has only plain types and tensors, so `torch.load(weights_only=True)` reads it. It contains θ only if
-        the model's weights are others (`Averaging`).
+        Plain types and tensors only, so `torch.load(weights_only=True)` reads it. θ is not in it, unless the
+        weights that are kept are others (`Averaging`).
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -488,13 +345,13 @@ class WrappedOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a `state_dict`: base moments, learning rates, hyper-parameters, counters.
+        """Restore what `state_dict` returned: base moments, learning rates, hyper-parameters, counters.
 
         As with every torch optimizer, loaded hyper-parameters replace those given to the constructor.
 
         Raises:
-            InputError: the state is another class's, or has missing or unknown entries, or the weights are
-                moved away from θ. In that case restoring θ later would overwrite loaded weights.
+            InputError: the state is another class's, lacks or has unknown entries, or the weights are away
+                from θ (restoring θ afterwards would overwrite weights loaded in between).
         """
         if self.theta.held:
             raise InputError("the weights are away from θ: call optimizer.eval() before load_state_dict")
@@ -532,15 +389,3 @@ class WrappedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: all but hooks and a scheduler's patched `step`, as in torch."""
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-
-
-def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
-    """Replace gradients by `mix(params, first, second)`, where `second` are the current gradients.
-
-    Parameters without a current gradient, or not in `first`, are not changed.
-    """
-    both = [p for p in first if p.grad is not None]
-    if both:
-        second = [p.grad for p in both if p.grad is not None]
-        for p, g in zip(both, mix(both, [first[p] for p in both], second), strict=True):
-            p.grad = g

@@ -376,13 +376,13 @@ class Basis:
 
 def list_bases(rows: Iterable[Beside]) -> list[Basis]:
     """One for every row of a published table; doubts of its columns together."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
-        notes = found.setdefault((name, row.equal, row.unprinted), [])
+        notes = notes_by_row.setdefault((name, row.equal, row.unprinted), [])
         if row.note and row.note not in notes:
             notes.append(row.note)
-    return [Basis(*key, "; ".join(notes)) for key, notes in found.items()]
+    return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
 
 
 def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:

@@ -63,7 +63,7 @@ def list_kinds(method: Method) -> list[str]:
 CHAINED, MASK = "chained_gram", "mask"
 
 
-def side_kinds(run: Run) -> list[str]:
+def list_side_kinds(run: Run) -> list[str]:
     """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
@@ -71,7 +71,7 @@ def side_kinds(run: Run) -> list[str]:
 
 def curvature_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
-    for kind in side_kinds(run):
+    for kind in list_side_kinds(run):
         yield from (side_node(run, kind, task) for task in run.experts)
 
 
@@ -103,7 +103,7 @@ def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[
         for name, value in _compute(run, kind, task, whole, count, settings).items()
     }
     trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
-    tensors = _of_all_tensors(run, values) if kind == "fisher" else values
+    tensors = _fill_all_tensors(run, values) if kind == "fisher" else values
     write_tensors(workspace.out / f"{kind}.safetensors", tensors)
     return {"samples": count, "trace": trace}
 
@@ -222,7 +222,7 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
         yield to_device(objective.batch("train", part), run.device)
 
 
-def _of_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fill_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
     named = {names[p]: fisher[own] for own, p in run.model.named_parameters() if own in fisher}

@@ -46,13 +46,13 @@ class Merger:
     @property
     def coefficient(self) -> float | None:
         """The method's own coefficient; None if it has none."""
-        return _coefficient(self.method)
+        return _read_coefficient(self.method)
 
 
-def _coefficient(method: Method) -> float | None:
+def _read_coefficient(method: Method) -> float | None:
     inner = getattr(method, "inner", None)
     if inner is not None:
-        return _coefficient(inner)
+        return _read_coefficient(inner)
     value = getattr(method, "coefficient", ())
     return method.scale if value is None or isinstance(value, int | float) else None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from mergekit_lab.store import content_key
+from mergekit_lab.store import make_key
 from mergekit_lab.store.store import Workspace
 
 
@@ -54,7 +54,7 @@ class Node:
     @property
     def key(self) -> str:
         """The hash of its content."""
-        return content_key(self.content)
+        return make_key(self.content)
 
     @property
     def name(self) -> str:

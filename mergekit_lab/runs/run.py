@@ -152,13 +152,13 @@ class Run:
             bool(self.plain["backbone"].get("packing")),
         )
 
-    def backbone_of(self, source: str) -> Backbone:
+    def open_backbone(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
         node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
         backbone: Backbone = self._build(node, Backbone)
         return backbone
 
-    def variant(self, changes: Mapping[str, Any]) -> Run:
+    def vary(self, changes: Mapping[str, Any]) -> Run:
         """The same run with other values in its configuration; trackers do not hear of it.
 
         Close it after use.
@@ -176,9 +176,9 @@ class Run:
         """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self._optimizer_of(task)} {task}" for task in self.cfg.optimizer_of)])
+        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
 
-    def _optimizer_of(self, task: str) -> str:
+    def _name_optimizer(self, task: str) -> str:
         return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
 
     @property
@@ -287,7 +287,7 @@ class Run:
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
         optimizer = self.optimizer_name
         if node.unit is not None and node.unit in self.cfg.optimizer_of:
-            optimizer = self._optimizer_of(node.unit)
+            optimizer = self._name_optimizer(node.unit)
         made_by = "imported" if self.cfg.experts else optimizer
         words = [word for word in node.label.split() if word not in ("the", "of", "on", "offsets")]
         name = re.sub(r"[^\w.-]+", "-", "-".join([*words, made_by, f"s{self.seed}"]))[:120]
@@ -309,7 +309,7 @@ class Run:
         return self.only is None or unit is None or unit in self.only
 
     @contextmanager
-    def working_on(self, units: list[str]) -> Iterator[None]:
+    def work_on(self, units: list[str]) -> Iterator[None]:
         """Work on these units meanwhile."""
         before, self.only = self.only, units
         try:
@@ -347,7 +347,7 @@ class Run:
         with Progress(*columns, transient=True, disable=not self.plain["progress"]) as bar:
             name = stage.__name__.removeprefix("stage_").replace("_", " ")
             task = bar.add_task(name, total=len(units))
-            outcomes = self._pool.map(_work, jobs, lambda number, outcome: bar.advance(task))
+            outcomes = self._pool.map(_work_in_process, jobs, lambda number, outcome: bar.advance(task))
         for outcome in outcomes:
             self.made |= outcome.value or set()
         failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
@@ -389,7 +389,7 @@ _latest: list[Any] = []
 """In a worker: the configuration of its latest job, and the run with its objects."""
 
 
-def _work(
+def _work_in_process(
     stage: Callable[[Run], None], plain: dict[str, Any], folder: str, choices: dict[str, str], unit: str
 ) -> set[str]:
     """In a worker: a stage for one unit, with the objects that an earlier job of the run left."""
@@ -400,7 +400,7 @@ def _work(
         _latest[1].tracker = Tracker()
     run: Run = _latest[1]
     run.made.clear()
-    with run.working_on([unit]):
+    with run.work_on([unit]):
         stage(run)
     return set(run.made)
 

@@ -93,7 +93,7 @@ def _check_tensors(task: ImageTask) -> DataCheck:
     every: dict[str, ImageSamples] = {part: task.samples(part) for part in PARTS}
     digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
     checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
-    return DataCheck(task.name, len(task.classes), checks, _shared(digests))
+    return DataCheck(task.name, len(task.classes), checks, _count_shared(digests))
 
 
 def _check_files(task: HubImages) -> DataCheck:
@@ -101,7 +101,7 @@ def _check_files(task: HubImages) -> DataCheck:
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
     labeled = {part: task.labels(part) for part in PARTS}
-    pixels = {part: _pixel_digests(rows) for part, rows in task.rows.items()}
+    pixels = {part: _digest_pixels(rows) for part, rows in task.rows.items()}
     for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]
         kept = [(int(row), pixels[where][row]) for row in chosen]
@@ -110,13 +110,13 @@ def _check_files(task: HubImages) -> DataCheck:
         names[part] = {digest: rows.name(row) for row, digest in kept if digest is not None}
         published = task.sizes.get(part)
         if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
-            published -= task.validation_count(published)
+            published -= task.count_validation(published)
         checks[part] = _count(labels, published, corrupt)
-    shared, (other, misplaced) = _shared(digests), _other_labels(task)
-    return DataCheck(task.name, len(task.classes), checks, shared, _shared_names(names), other, misplaced)
+    shared, (other, misplaced) = _count_shared(digests), _list_other_labels(task)
+    return DataCheck(task.name, len(task.classes), checks, shared, _list_shared_names(names), other, misplaced)
 
 
-def _pixel_digests(rows: Rows) -> list[bytes | None]:
+def _digest_pixels(rows: Rows) -> list[bytes | None]:
     """A hash of every picture's size and pixels; None where it cannot be decoded."""
 
     def work(_: range, images: list[bytes]) -> list[bytes | None]:
@@ -142,7 +142,7 @@ def _count(labels: np.ndarray, published: int | None, corrupt: list[str] | None 
     )
 
 
-def _shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
+def _count_shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
     return {
         f"{a}, {b}": sum(digest in seen for digest in digests[b])
         for a, b in combinations(digests, 2)
@@ -150,7 +150,7 @@ def _shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
     }
 
 
-def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
+def _list_shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
     pairs = [
         f"{a}: {names[a][digest]} = {b}: {name}"
         for a, b in combinations(names, 2)
@@ -160,14 +160,14 @@ def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
     return pairs[:_SHOWN]
 
 
-def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
+def _list_other_labels(task: HubImages) -> tuple[list[str], list[str]]:
     """The source's names beside ours where they differ, in any part, and those that are ours elsewhere.
 
     A number as a name says nothing beyond itself.
     """
     other: dict[str, bool] = {}
     for part, rows in task.rows.items():
-        for name, number in zip(rows.label_names or (), task.labeling.numbers(part).tolist(), strict=False):
+        for name, number in zip(rows.label_names or (), task.labeling.map_numbers(part).tolist(), strict=False):
             ours = task.labeling.find_class(name)
             if ours == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
                 continue

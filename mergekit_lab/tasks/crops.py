@@ -44,23 +44,23 @@ def draw_boxes(
     top = (draws[2].gather(1, first) * (heights - height + 1)).floor()
     left = (draws[3].gather(1, first) * (widths - width + 1)).floor()
     boxes = torch.cat([top, left, height, width], 1).long()
-    return torch.where(fits.any(1, keepdim=True), boxes, _largest(sizes, ratio))
+    return torch.where(fits.any(1, keepdim=True), boxes, _fit_largest(sizes, ratio))
 
 
-def _largest(sizes: Tensor, ratio: tuple[float, float]) -> Tensor:
+def _fit_largest(sizes: Tensor, ratio: tuple[float, float]) -> Tensor:
     heights, widths = sizes[:, 0].double(), sizes[:, 1].double()
     width = torch.minimum(widths, (heights * ratio[1]).round())
     height = torch.minimum(heights, (widths / ratio[0]).round())
-    return _centered(sizes, torch.stack([height, width], 1).long())
+    return _center(sizes, torch.stack([height, width], 1).long())
 
 
 def center_boxes(sizes: Tensor) -> Tensor:
     """The largest centered square of each picture, int64 `[n, 4]`."""
     side = sizes.min(1, keepdim=True).values
-    return _centered(sizes, side.expand(-1, 2))
+    return _center(sizes, side.expand(-1, 2))
 
 
-def _centered(sizes: Tensor, windows: Tensor) -> Tensor:
+def _center(sizes: Tensor, windows: Tensor) -> Tensor:
     return torch.cat([torch.div(sizes - windows, 2, rounding_mode="floor"), windows], 1)
 
 
@@ -73,8 +73,8 @@ def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None
         flips: bool `[n]`, the windows to mirror.
     """
     boxes = boxes.to(pixels.device)
-    rows = _weights(boxes[:, 0], boxes[:, 2], side, pixels.shape[2])
-    columns = _weights(boxes[:, 1], boxes[:, 3], side, pixels.shape[3])
+    rows = _compute_weights(boxes[:, 0], boxes[:, 2], side, pixels.shape[2])
+    columns = _compute_weights(boxes[:, 1], boxes[:, 3], side, pixels.shape[3])
     if flips is not None:
         columns = torch.where(flips.to(pixels.device)[:, None, None], columns.flip(1), columns)
     with torch.autocast(pixels.device.type, enabled=False):
@@ -84,7 +84,7 @@ def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None
         return (rows.unsqueeze(1) @ half).clamp_(0, 255)
 
 
-def _weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor:
+def _compute_weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor:
     """Bicubic weights `[n, side, longest]` that resize `lengths` pixels from `starts` on; rows sum to 1."""
     scale = (lengths.float() / side)[:, None, None]
     centers = (torch.arange(side, device=lengths.device).float()[None, :, None] + 0.5) * scale

@@ -1,20 +1,18 @@
-"""Decode images once, into bytes on disk.
+"""From encoded images to bytes on disk, once.
 
-There are two forms. For evaluation, an image is resized (bicubic, by its shorter side) and cut to a centered
-square: `[N, 3, S, S]` in one file that is mapped into memory. For training, the whole picture is kept, its
-shorter side at most 256 pixels. A random crop then shows what the published recipe crops from the original.
-Threads decode, because Pillow releases Python's lock.
+Two forms. For evaluation every image is resized (bicubic, the shorter side) and cut to a centered square:
+`[N, 3, S, S]` in one file that is mapped into memory. For training the whole picture is kept with its shorter
+side at most 256 pixels, one after the other in one file, so that a random crop of it is what the published
+recipe crops from the original. Images are decoded by threads: Pillow works outside of Python's lock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,11 +21,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
-
-log = logging.getLogger(__name__)
+from mergekit_lab.triton_kernels import load_kernels
 
 TRAINING_SIDE = 256
 FORM = 1
@@ -42,10 +39,10 @@ T = TypeVar("T")
 
 
 class Index(NamedTuple):
-    """What rows tell without being decoded.
+    """What is known of rows without decoding them.
 
     labels: int64 `[N]`. digests: uint8 `[N, 16]`, of the encoded bytes. sizes: int64 `[N, 2]`, height and width
-    by the header, or zeros if the header cannot be read.
+    as the header says; zero where there is no readable header.
     """
 
     labels: np.ndarray
@@ -56,9 +53,9 @@ class Index(NamedTuple):
 def map_chunks(
     rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
 ) -> Iterator[T]:
-    """Call `work` on chunks of rows, several at a time, and yield results in order."""
+    """`work` on chunks of rows, several at a time, results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
-    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
+    with ThreadPoolExecutor(min(32, count_cores())) as pool:
         yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
 
 
@@ -77,14 +74,14 @@ def index_rows(rows: Rows) -> Index:
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
-            sizes[row] = _header(encoded)
+            sizes[row] = _read_header(encoded)
 
     for _ in map_chunks(rows, work):
         pass
     return Index(rows.labels, digests, sizes)
 
 
-def _header(encoded: bytes) -> tuple[int, int]:
+def _read_header(encoded: bytes) -> tuple[int, int]:
     try:
         with open_image(encoded) as image:
             return image.height, image.width
@@ -94,10 +91,10 @@ def _header(encoded: bytes) -> tuple[int, int]:
 
 @contextmanager
 def open_image(encoded: bytes) -> Iterator[Any]:
-    """Open a picture with Pillow, if its format and size are ones that data sets have.
+    """The picture as Pillow reads it, of a format and of dimensions that data sets have.
 
     Raises:
-        OSError: it is no such picture, or has more pixels than Pillow opens. Decoding it later may raise too.
+        OSError: it is none, also where it is decoded later; or has more pixels than Pillow opens.
     """
     from PIL import Image
 
@@ -111,7 +108,7 @@ def open_image(encoded: bytes) -> Iterator[Any]:
 
 
 def decode(encoded: bytes) -> Any:
-    """Decode a picture to RGB, as a Pillow image.
+    """The picture in RGB, as Pillow has it.
 
     Raises:
         OSError: it cannot be decoded, or has more pixels than Pillow opens.
@@ -120,15 +117,15 @@ def decode(encoded: bytes) -> Any:
         return image.convert("RGB")
 
 
-def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
-    """Height and width after the shorter one becomes `side`, rounded as torchvision's `Resize` does."""
+def fit_shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Height and width once the shorter of them is `side`; as torchvision's `Resize` rounds."""
     height, width = size
     if height <= width:
         return side, max(side, int(side * width / height))
     return max(side, int(side * height / width)), side
 
 
-def _pixels(image: Any, height: int, width: int) -> np.ndarray:
+def _resize_pixels(image: Any, height: int, width: int) -> np.ndarray:
     """Resized, uint8 `[3, height, width]`."""
     from PIL import Image
 
@@ -137,33 +134,33 @@ def _pixels(image: Any, height: int, width: int) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def _centered(image: Any, side: int) -> np.ndarray:
-    height, width = shorter_side((image.height, image.width), side)
-    pixels = _pixels(image, height, width)
+def _crop_center(image: Any, side: int) -> np.ndarray:
+    height, width = fit_shorter_side((image.height, image.width), side)
+    pixels = _resize_pixels(image, height, width)
     top, left = round((height - side) / 2), round((width - side) / 2)
     return pixels[:, top : top + side, left : left + side]
 
 
 def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
-    """Height and width that the chosen rows' pictures have for training, int64 `[n, 2]`."""
+    """Height and width of the chosen rows' pictures as kept for training, int64 `[n, 2]`."""
     sizes = index.sizes[chosen]
     large = sizes.min(1) > TRAINING_SIDE
     kept = sizes.copy()
     for row in large.nonzero()[0]:
-        kept[row] = shorter_side((int(sizes[row, 0]), int(sizes[row, 1])), TRAINING_SIDE)
+        kept[row] = fit_shorter_side((int(sizes[row, 0]), int(sizes[row, 1])), TRAINING_SIDE)
     return kept
 
 
 def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, sizes: np.ndarray) -> None:
-    """Decode the chosen rows into one file, in their order.
+    """Decode the chosen rows into one file of bytes, in their order.
 
     Args:
         chosen: ascending rows.
-        side: pixels of a centered square's side; None keeps whole pictures, of the given `sizes`.
-        sizes: int64 `[n, 2]`, heights and widths that are written.
+        side: of centered squares; None keeps pictures of the given `sizes`.
+        sizes: int64 `[n, 2]` of what is written.
 
     Raises:
-        InputError: an image, which the message names, cannot be decoded.
+        InputError: an image cannot be decoded; it is named.
     """
     ends = np.cumsum(3 * sizes.prod(1))
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
@@ -184,7 +181,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                 raise InputError(
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
                 ) from None
-            pixels = _centered(image, side) if side else _pixels(image, height, width)
+            pixels = _crop_center(image, side) if side else _resize_pixels(image, height, width)
             out[starts[at] : ends[at]] = pixels.reshape(-1)
 
     for _ in map_chunks(rows, work, wanted):
@@ -194,16 +191,15 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
 
 
 def map_file(file: Path) -> Tensor:
-    """Map a file into memory as uint8 `[bytes]`."""
+    """A file's bytes, mapped into memory, uint8 `[bytes]`."""
     return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
 
 class Packed(NamedTuple):
     """Pictures of several sizes, one after the other.
 
-    pixels: uint8 `[bytes]`, picture after picture, each `[3, H, W]`. sizes: int64 `[n, 2]`, heights and widths,
-    as an array of numpy: they stay on the host when a batch moves to a device. height, width: the largest of
-    them.
+    pixels: uint8 `[bytes]`, picture after picture, each `[3, H, W]`. sizes: int64 `[n, 2]`, heights and widths;
+    no tensor, for they stay on the host when a batch is moved to a device. height, width: the largest of them.
     """
 
     pixels: Tensor
@@ -212,9 +208,8 @@ class Packed(NamedTuple):
     width: int
 
     def pad(self) -> Tensor:
-        """Copy into one tensor, uint8 `[n, 3, height, width]`, on the pixels' device. What lies beyond a
-        picture's own size is undefined.
-        """
+        """uint8 `[n, 3, height, width]` on the device of the pixels; what lies beyond a picture's own size is
+        no picture, and must not be looked at."""
         pixels, sizes = self.pixels, torch.from_numpy(self.sizes).to(self.pixels.device)
         shape = (len(sizes), 3, self.height, self.width)
         if len(pixels) == torch.Size(shape).numel():
@@ -227,43 +222,31 @@ class Packed(NamedTuple):
         positions = rows[..., None] + torch.arange(self.width, device=pixels.device, dtype=rows.dtype)
         return pixels.index_select(0, positions.view(-1).clamp_(max=len(pixels) - 1)).view(shape)
 
-    def windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
-        """Resize windows to squares: float32 `[n, 3, side, side]` in [0, 255], on the pixels' device.
+    def cut_windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
+        """Windows, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], where the pixels are.
 
-        With Triton's kernels on a GPU this takes a sixth of the time, and rounds differently.
+        On a GPU for which Triton can build kernels this takes a sixth of the time, and rounding differs.
 
         Args:
             boxes, flips: see `crops.resize`; on the CPU.
         """
-        kernels = _load_gpu_kernels() if self.pixels.is_cuda else None
+        kernels = (
+            load_kernels(f"{__package__}.gpu_crops", "torch crops pictures") if self.pixels.is_cuda else None
+        )
         if kernels is None:
             return resize(self.pad(), boxes, side, flips)
         return kernels.resize_packed(self.pixels, torch.from_numpy(self.sizes), boxes, side, flips)
 
 
-@cache
-def _load_gpu_kernels() -> Any:
-    """`tasks.gpu_crops`, where Triton and what it needs are there and a first picture comes out; else None."""
-    try:
-        from mergekit_lab.tasks import gpu_crops
-
-        pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
-        gpu_crops.resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)
-    except Exception as error:
-        log.info("pictures are cropped without Triton, which takes longer (%s)", str(error).split("\n")[0])
-        return None
-    return gpu_crops
-
-
 class Pictures:
     """Pictures of many sizes in one run of bytes.
 
-    Indexing returns what evaluation sees: centered squares, uint8 `[n, 3, side, side]`.
+    Indexing gives what evaluation sees of them: centered squares of `side`, uint8 `[n, 3, side, side]`.
 
     Args:
         data: uint8 `[bytes]`, picture after picture, each `[3, H, W]`.
         sizes: int64 `[N, 2]`, heights and widths.
-        side: pixels of a square's side.
+        side: of the squares.
     """
 
     dtype = torch.uint8
@@ -281,17 +264,17 @@ class Pictures:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape that indexing all pictures would return."""
+        """Of what indexing all of them would give."""
         return len(self), 3, self.side, self.side
 
     def dim(self) -> int:
         return 4
 
-    def packed(self, positions: Tensor) -> Packed:
-        """These pictures in their own sizes.
+    def pack(self, positions: Tensor) -> Packed:
+        """Pictures as they are kept.
 
-        One call of torch copies them all without Python's lock. While a model trains, a thread that takes the
-        lock for every picture waits milliseconds each time.
+        One call of torch copies them all, outside of Python's lock: a thread that asks for the lock once a
+        picture waits milliseconds for it each time while a model trains.
         """
         rows = positions.numpy()
         spans = zip(self._starts[rows].tolist(), self._starts[rows + 1].tolist(), strict=True)
@@ -304,6 +287,6 @@ class Pictures:
         positions = torch.arange(len(self))[index]
         out = [torch.empty(0, 3, self.side, self.side)]
         for some in positions.split(256) if len(positions) else ():
-            found = self.packed(some)
-            out.append(found.windows(center_boxes(torch.from_numpy(found.sizes)), self.side))
+            packed = self.pack(some)
+            out.append(packed.cut_windows(center_boxes(torch.from_numpy(packed.sizes)), self.side))
         return torch.cat(out).round().to(torch.uint8)

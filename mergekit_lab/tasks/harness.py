@@ -81,8 +81,8 @@ class HarnessTask(Task):
 
     def find_version(self) -> Any:
         """The version in the task's file, or None."""
-        found = self.find_manager().task_index[self.name]
-        return ((found.cfg or {}).get("metadata") or {}).get("version")
+        entry = self.find_manager().task_index[self.name]
+        return ((entry.cfg or {}).get("metadata") or {}).get("version")
 
     def find_manager(self) -> Any:
         """The harness's index of task files, which includes this task.
@@ -90,18 +90,18 @@ class HarnessTask(Task):
         Raises:
             InputError: the harness is not installed, or has no such task with its own score.
         """
-        if self.include_path and self.name in _index(self.include_path, False).all_subtasks:
-            return _index(self.include_path, False)
-        manager = _index(self.include_path, True)
-        found = manager.task_index.get(self.name)
-        if found is None:
+        if self.include_path and self.name in _index_tasks(self.include_path, False).all_subtasks:
+            return _index_tasks(self.include_path, False)
+        manager = _index_tasks(self.include_path, True)
+        entry = manager.task_index.get(self.name)
+        if entry is None:
             raise InputError(
                 f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
                 f"{suggestion(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
             )
         is_group = self.name in manager.all_groups
-        if self.name in manager.all_tags or (is_group and not (found.cfg or {}).get("aggregate_metric_list")):
-            members = sorted(found.tags) or [str(each) for each in (found.cfg or {}).get("task", ())]
+        if self.name in manager.all_tags or (is_group and not (entry.cfg or {}).get("aggregate_metric_list")):
+            members = sorted(entry.tags) or [str(each) for each in (entry.cfg or {}).get("task", ())]
             raise InputError(
                 f"{self.name!r} is a group of lm-evaluation-harness's tasks without a score: name its tasks "
                 f"({listing(members, 10)})"
@@ -117,7 +117,7 @@ def _find_version() -> str:
 
 
 @cache
-def _index(include_path: str | None, defaults: bool) -> Any:
+def _index_tasks(include_path: str | None, defaults: bool) -> Any:
     """Reads every task file, thousands of them with the harness's own: some seconds, once per process."""
     _find_version()
     from lm_eval.tasks import TaskManager

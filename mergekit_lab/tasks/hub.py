@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks.sources import find_missing_shards, find_part_files, is_shard
+from mergekit_lab.tasks.layouts import find_missing_shards, find_part_files, is_shard
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LAST = ".gitattributes"
 """In every repository, and taken last: where it is, so are files whose names do not tell how many there are."""
 
 
-def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
+def find_cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
     for revision in (None, _CONVERTED):
         folder = find_cached_folder(repo, revision, "dataset")

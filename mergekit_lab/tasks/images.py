@@ -30,9 +30,10 @@ from mergekit_lab.tasks.decoding import (
     shrink_sizes,
     write_images,
 )
-from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.hub import download_data, find_cached_data
 from mergekit_lab.tasks.labels import Labeling
-from mergekit_lab.tasks.sources import Rows, open_rows
+from mergekit_lab.tasks.layouts import open_rows
+from mergekit_lab.tasks.sources import Rows
 from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, Part
 
 log = logging.getLogger(__name__)
@@ -123,11 +124,11 @@ class HubImages(ImageTask):
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _lines("classes", self.class_names, self.name)
+        return _read_lines("classes", self.class_names, self.name)
 
     @cached_property
     def templates(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _lines("templates", self.prompts, self.name)
+        return _read_lines("templates", self.prompts, self.name)
 
     def folder(self) -> Path | None:
         """The data's local folder, or None if it must be downloaded first.
@@ -145,7 +146,7 @@ class HubImages(ImageTask):
                 raise InputError(f"data_root is {self.root!r}, which is not a folder")
             if (inside := root / self.name).is_dir():
                 return inside
-        return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
+        return find_cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
 
     @property
     def _repository(self) -> str | None:
@@ -205,9 +206,9 @@ class HubImages(ImageTask):
 
     @cached_property
     def _indices(self) -> dict[str, Index]:
-        return {part: self._indexed(rows, part) for part, rows in self.rows.items()}
+        return {part: self._read_index(rows, part) for part, rows in self.rows.items()}
 
-    def _indexed(self, rows: Rows, part: str) -> Index:
+    def _read_index(self, rows: Rows, part: str) -> Index:
         labels = self.labeling.labels[part]
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
@@ -231,7 +232,7 @@ class HubImages(ImageTask):
             index = Index(rows.labels, arrays["digests"], arrays["sizes"])
         return index._replace(labels=labels)
 
-    def validation_count(self, total: int) -> int:
+    def count_validation(self, total: int) -> int:
         """How many of `total` training images become validation, if the source has no such part."""
         return min(int(self.validation_share * total), self.validation_most)
 
@@ -241,18 +242,18 @@ class HubImages(ImageTask):
         Raises:
             InputError: the part is empty, or a part of the source has labels that the task lacks.
         """
-        where, chosen = self._chosen(part)
+        where, chosen = self._choose_rows(part)
         labels = self.labeling.labels[where][chosen]
         if len(labels) == 0:
             raise InputError(f"task {self.name!r} has an empty part {part!r}")
         return labels, where, chosen
 
-    def _chosen(self, part: Part) -> tuple[str, np.ndarray]:
+    def _choose_rows(self, part: Part) -> tuple[str, np.ndarray]:
         """The source's part that a part is taken from, and its rows, ascending."""
         if part == "test" or "validation" in self.rows:
             return part, np.arange(len(self.rows[part]))
         total = len(self.rows["train"])
-        count = self.validation_count(total)
+        count = self.count_validation(total)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed)).numpy()
         kept = order[: total - count] if part == "train" else order[total - count :]
         return "train", np.sort(kept)
@@ -268,8 +269,8 @@ class HubImages(ImageTask):
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
-            digest.update(self._part_digest(part).encode())
-        if shared := self._files("test") & (self._files("train") | self._files("validation")):
+            digest.update(self._digest_part(part).encode())
+        if shared := self._hash_files("test") & (self._hash_files("train") | self._hash_files("validation")):
             log.warning(
                 "%s: %d images of the test part are in the training or validation part too: stage=check_data "
                 "compares them",
@@ -278,9 +279,9 @@ class HubImages(ImageTask):
             )
         return digest.hexdigest()
 
-    def _files(self, part: Part) -> set[bytes]:
+    def _hash_files(self, part: Part) -> set[bytes]:
         """A part's encoded images by their hashes."""
-        where, chosen = self._chosen(part)
+        where, chosen = self._choose_rows(part)
         return set(map(bytes, self._indices[where].digests[chosen]))
 
     def fingerprint(self) -> str:
@@ -305,8 +306,8 @@ class HubImages(ImageTask):
     def count(self, part: Part) -> int:
         return len(self.labels(part)[0])
 
-    def _part_digest(self, part: Part) -> str:
-        where, chosen = self._chosen(part)
+    def _digest_part(self, part: Part) -> str:
+        where, chosen = self._choose_rows(part)
         index = self._indices[where]
         unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
@@ -327,7 +328,7 @@ class HubImages(ImageTask):
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
-        content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
+        content = {"part": self._digest_part(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:
             write_images(rows, chosen, out / _FILES[0], side, sizes)
@@ -350,7 +351,7 @@ def _in_memory(make: Make) -> torch.Tensor:
         return torch.frombuffer(bytearray((Path(folder) / _FILES[0]).read_bytes()), dtype=torch.uint8)
 
 
-def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
+def _read_lines(kind: str, name: str, task: str) -> tuple[str, ...]:
     own = Path(name).expanduser()
     file = own if own.is_file() else _ASSETS / kind / f"{name}.txt"
     if not file.is_file():

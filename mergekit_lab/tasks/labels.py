@@ -30,9 +30,9 @@ class Labeling:
         self._task = task
         self._classes = classes
         self._rows = rows
-        self._spelled = _plain if len(set(map(_plain, classes))) == len(classes) else str
+        self._spelled = _simplify if len(set(map(_simplify, classes))) == len(classes) else str
         self._places = {self._spelled(name): number for number, name in enumerate(classes)}
-        self.labels = {part: self._checked(part) for part in rows}
+        self.labels = {part: self._check(part) for part in rows}
 
     def find_class(self, name: str) -> int | None:
         """The number of the class with this name, or None.
@@ -41,7 +41,7 @@ class Labeling:
         """
         return self._places.get(self._spelled(name))
 
-    def numbers(self, part: str) -> np.ndarray:
+    def map_numbers(self, part: str) -> np.ndarray:
         """The task's number for each of a part's numbers, int64 `[labels of the part]`.
 
         If every name of the source is one of the task's, names decide. Otherwise the source's numbers are
@@ -73,7 +73,7 @@ class Labeling:
             )
         return np.arange(max(len(self._classes), len(names)))
 
-    def _checked(self, part: str) -> np.ndarray:
+    def _check(self, part: str) -> np.ndarray:
         theirs = self._rows[part].labels
         if len(theirs) == 0:
             raise InputError(f"task {self._task!r} has an empty part {part!r}")
@@ -83,7 +83,7 @@ class Labeling:
                 f"task {self._task!r}: {(theirs < 0).sum()} of {len(theirs)} labels of {part!r} are below 0 "
                 f"(the least is {least}): is this part published without labels?"
             )
-        numbers = self.numbers(part)
+        numbers = self.map_numbers(part)
         if most >= len(numbers) or (ours := numbers[theirs]).max() >= len(self._classes):
             raise InputError(
                 f"task {self._task!r} names {len(self._classes)} classes, but labels of {part!r} span "
@@ -92,6 +92,6 @@ class Labeling:
         return ours
 
 
-def _plain(name: str) -> str:
+def _simplify(name: str) -> str:
     """Without case, spaces and signs, for comparing; a name of signs alone stays as it is."""
     return re.sub(r"[\W_]+", "", name.lower()) or name

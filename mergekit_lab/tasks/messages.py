@@ -49,7 +49,7 @@ _PATIENCE = 2000
 """Messages that were there already, one after another, before it is said that there are no more."""
 
 
-def _message(draw: Random) -> tuple[str, dict[str, str]]:
+def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
     topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
     said = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
     felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
@@ -91,7 +91,7 @@ class Messages(TextTask):
         ):  # fmt: skip
             prompts, answers, misses = [], [], 0
             while len(prompts) < size:
-                text, labels = _message(draw)
+                text, labels = _draw_message(draw)
                 misses += 1
                 if misses > _PATIENCE:
                     raise InputError(

@@ -8,7 +8,7 @@ import unicodedata
 from functools import cache
 
 from .glyph_tasks import SHIPPED, Pair
-from .glyphs import FACES, characters, digest
+from .glyphs import FACES, digest, list_characters
 from .task import PARTS
 
 
@@ -25,12 +25,12 @@ def find_held_out() -> frozenset[str]:
     )
 
 
-def pretraining_pairs() -> list[Pair]:
+def list_pretraining_pairs() -> list[Pair]:
     """Every named character with ink in every face, except what is held out."""
     left_out = find_held_out() | {None}
     return [
         (face, code)
         for face in FACES
-        for code in sorted(characters(face))
+        for code in sorted(list_characters(face))
         if unicodedata.name(chr(code), "") and digest(face, code) not in left_out
     ]

@@ -1,8 +1,8 @@
-"""Read images of a data set from a folder, in the layouts that data sets are published in.
+"""Where a data set's images come from: a folder in one of the layouts that data sets are published in.
 
-A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts
-are a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set),
-folders of images by part and class, and FER-2013's CSV. Nothing here decodes an image.
+A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts:
+a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set), folders
+of images by part and class, and FER-2013's own CSV. Nothing here decodes an image.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from mergekit_lab.errors import InputError, listing
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
 _LARGEST_LABEL = 1 << 31
-_SHARD = re.compile(r"(\d+)-of-(\d+)")
 _FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
-_FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
+FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
 
 class Rows(ABC):
-    """One part of a data set in its source.
+    """One part of a data set, as its source has it.
 
     Attributes:
-        labels: int64 `[N]`, in the source's numbering.
-        label_names: the source's names of its labels, in their order; None if it has none.
-        by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
-            the names in this part: the same number may be another class in another part.
-        chunks: ranges of rows to read together. They cover all rows in order.
-        files: the files that hold the rows. Their sizes and times tell whether they changed.
+        labels: int64 `[N]`, the source's own numbers.
+        label_names: what the source calls its labels, in their order; None where it does not say.
+        by_name: whether the source has names alone. Then `labels` are positions in `label_names`, which holds
+            what occurs in this part: the same number may be another class in another part.
+        chunks: ranges of rows that are read together; they cover all rows in order.
+        files: the files that decide the rows; their sizes and times say whether they are still the same.
     """
 
     labels: np.ndarray
@@ -58,7 +57,7 @@ class Rows(ABC):
 
     @abstractmethod
     def name(self, row: int) -> str:
-        """A row's image as messages call it."""
+        """What a message calls a row's image."""
 
 
 def _in_chunks(total: int) -> list[range]:
@@ -70,8 +69,8 @@ class ParquetRows(Rows):
 
     Args:
         files: the part's files, in order.
-        image: the images' column. If no column has that name, the only column with images is taken.
-        label: the labels' column, of integers, booleans or names.
+        image: the images' column; where there is none of that name, the only column of that kind.
+        label: the labels' column: integers, booleans or names.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str) -> None:
@@ -82,14 +81,14 @@ class ParquetRows(Rows):
         labels: list[Any] = []
         for file in files:
             opened = _open_parquet(file)
-            self._image = _image_column(file, opened.schema_arrow, image)
+            self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
                     f"{file} has no column {label!r} of labels; columns: {listing(opened.schema_arrow.names)}"
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            with reading_parquet(file):
+            with explain_parquet_errors(file):
                 labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
@@ -103,15 +102,15 @@ class ParquetRows(Rows):
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
         opened = _open_parquet(file)
-        with reading_parquet(file):
+        with explain_parquet_errors(file):
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
         at = next(i for i, rows in enumerate(self.chunks) if row in rows)
-        return f"{self._groups[at][0].name}, row {row - self._first_row(at)}"
+        return f"{self._groups[at][0].name}, row {row - self._find_first_row(at)}"
 
-    def _first_row(self, chunk: int) -> int:
+    def _find_first_row(self, chunk: int) -> int:
         """The first row of the file that holds a chunk."""
         file = self._groups[chunk][0]
         return next(
@@ -122,13 +121,13 @@ class ParquetRows(Rows):
 def _open_parquet(file: Path) -> Any:
     from pyarrow import parquet
 
-    with reading_parquet(file):
+    with explain_parquet_errors(file):
         return parquet.ParquetFile(file)
 
 
 @contextmanager
-def reading_parquet(file: Path) -> Iterator[None]:
-    """Turn errors of pyarrow into an `InputError` that names the file."""
+def explain_parquet_errors(file: Path) -> Iterator[None]:
+    """Raises `InputError` for whatever stops pyarrow, which names the file."""
     from pyarrow import ArrowException
 
     try:
@@ -138,7 +137,7 @@ def reading_parquet(file: Path) -> Iterator[None]:
         raise InputError(f"{file} is not a readable parquet file ({reason}): was the copy cut short?") from None
 
 
-def _image_column(file: Path, schema: Any, wanted: str) -> str:
+def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
     def is_binary(kind: Any) -> bool:
@@ -211,24 +210,24 @@ def _refuse_unreadable(error: OSError) -> None:
     raise InputError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _refuse_no_files(files: Sequence[Path]) -> None:
+def refuse_no_files(files: Sequence[Path]) -> None:
     """A broken link, a loop of links, a folder or a pipe by the name of a file."""
     if odd := [str(file) for file in files if not file.is_file()]:
         raise InputError(f"no files that can be read: {listing(odd, 3)}; remove them, or mend the links")
 
 
 class FolderRows(Rows):
-    """A folder with `<class>/<image>`."""
+    """`<class>/<image>` below one folder."""
 
     by_name = True
 
     def __init__(self, folder: Path) -> None:
         inside = next(os.walk(folder, onerror=_refuse_unreadable))[1]
         classes = sorted(name for name in inside if not name.startswith("."))
-        images = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
+        images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
         self._images = [file for _, file in images]
-        _refuse_no_files(self._images)
+        refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
         self.chunks = _in_chunks(len(images))
@@ -241,7 +240,7 @@ class FolderRows(Rows):
         return str(self._images[row].relative_to(self._folder.parent))
 
 
-def _image_files(folder: Path) -> list[Path]:
+def _list_image_files(folder: Path) -> list[Path]:
     """All below a folder, sorted; links to folders are not followed."""
     return sorted(
         Path(inside, name)
@@ -252,7 +251,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 class TarRows(Rows):
-    """A web data set: tar files with pairs of `key.<image>` and `key.cls`."""
+    """A web data set: tar files in which `key.<image>` stands beside `key.cls`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
@@ -318,7 +317,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = _FER2013_USAGE.get(part, set())
+        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
         table: Any = None
@@ -332,7 +331,7 @@ class Fer2013Rows(Rows):
             raise InputError(f"{file} cannot be read beyond line {line} ({error})") from None
         if lacking := {"emotion", "pixels", "Usage"} - set(columns):
             raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
-        known = set().union(*_FER2013_USAGE.values())
+        known = set().union(*FER2013_USAGE.values())
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {listing(known)}")
@@ -347,13 +346,13 @@ class Fer2013Rows(Rows):
         self.chunks = _in_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_gray_picture(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
         return f"{self._file.name}, line {self._lines[row]}"
 
 
-def _gray_picture(pixels: str) -> bytes:
+def _encode_gray(pixels: str) -> bytes:
     """A square of gray levels as PNG; no bytes, which are no picture, where the levels are none."""
     from PIL import Image
 
@@ -365,64 +364,3 @@ def _gray_picture(pixels: str) -> bytes:
     except (ValueError, OverflowError):
         return b""
     return out.getvalue()
-
-
-def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
-    """The repository's parquet or tar files that hold a part, by the hub's naming.
-
-    `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
-    `train/0.tar`.
-    """
-    data = sorted(file for file in files if file.endswith((".parquet", ".tar")))
-    inside = [file for file in data if subset in Path(file).parts[:-1]] if subset else []
-    return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
-
-
-def is_shard(file: str) -> bool:
-    """Whether a file's name says how many files there are, like `train-00000-of-00002.parquet`."""
-    return _SHARD.search(file) is not None
-
-
-def find_missing_shards(files: Sequence[str]) -> list[str]:
-    """Describe missing files of a numbered set, like `1 of 2 files data/train-…`."""
-    numbered: dict[tuple[str, int], set[str]] = {}
-    for file in files:
-        if shard := _SHARD.search(file):
-            numbered.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
-    return [
-        f"{total - len(numbers)} of {total} files {stem}…"
-        for (stem, total), numbers in numbered.items()
-        if len(numbers) < total
-    ]
-
-
-def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
-    """Open the first of these parts that a folder has, in any layout; None if it has none.
-
-    Args:
-        parts: the part's names, in the order of preference.
-        subset: a repository's subset, if it has several.
-        image, label: columns of parquet files.
-
-    Raises:
-        InputError: a file cannot be read or lacks a column.
-    """
-    names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
-    for part in parts:
-        listed = find_part_files(names, part, subset)
-        if missing := find_missing_shards(listed):
-            raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
-        files = [folder / file for file in listed]
-        _refuse_no_files(files)
-        if files and files[0].suffix == ".parquet":
-            return ParquetRows(files, image, label)
-        images = FolderRows(folder / part) if (folder / part).is_dir() else None
-        if files:
-            rows = TarRows(files)
-            return rows if len(rows) or not images else images  # an archive beside what came out of it
-        if (folder / "fer2013.csv").is_file():
-            if part in _FER2013_USAGE:
-                return Fer2013Rows(folder / "fer2013.csv", part)
-        elif images is not None and (len(images) or not names):
-            return images
-    return None

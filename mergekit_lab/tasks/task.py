@@ -51,10 +51,10 @@ class ImageSamples:
         """Images and labels of these samples."""
         return self.images[index], self.labels[index]
 
-    def packed(self, index: Tensor) -> Packed:
+    def pack(self, index: Tensor) -> Packed:
         """Pictures of these samples before any crop."""
         if isinstance(self.images, Pictures):
-            return self.images.packed(index)
+            return self.images.pack(index)
         images = self.images[index]
         height, width = images.shape[-2:]
         return Packed(images.reshape(-1), np.tile([[height, width]], (len(images), 1)), height, width)
@@ -93,7 +93,7 @@ class Task(ABC):
         """
         if part not in PARTS:
             raise InputError(f"task {self.name!r} has no part {part!r}{suggestion(str(part), PARTS)}")
-        return _made(self, part)
+        return _make(self, part)
 
     def count(self, part: Part) -> int:
         """The number of samples in a part."""
@@ -101,7 +101,7 @@ class Task(ABC):
 
     def fingerprint(self) -> str:
         """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
-        return _fingerprint(self)
+        return _compute_fingerprint(self)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class ImageTask(Task):
 
 
 @cache
-def _made(task: Task, part: Part) -> Sized:
+def _make(task: Task, part: Part) -> Sized:
     samples: Sized = task.make(part)
     if len(samples) == 0:
         raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
@@ -158,7 +158,7 @@ def _made(task: Task, part: Part) -> Sized:
 
 
 @cache
-def _fingerprint(task: Task) -> str:
+def _compute_fingerprint(task: Task) -> str:
     return task.digest()
 
 

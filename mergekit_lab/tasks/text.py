@@ -28,7 +28,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
-from .sources import reading_parquet
+from .sources import explain_parquet_errors
 from .task import PARTS, Part, Task
 
 log = logging.getLogger(__name__)
@@ -175,12 +175,12 @@ class TextFile(TextTask):
                 ) from None
 
     def make(self, part: Part) -> TextSamples:
-        rows = self._rows_of(part)
+        rows = self._read_rows(part)
         prompts = tuple(fill_template(self.prompt, row, self.name) for row in rows)
-        answers = tuple(self._word(fill_template(self.answer, row, self.name)) for row in rows)
+        answers = tuple(self._spell(fill_template(self.answer, row, self.name)) for row in rows)
         return TextSamples(prompts, answers)
 
-    def _word(self, value: str) -> str:
+    def _spell(self, value: str) -> str:
         if self.labels is None:
             return value
         if value not in self.labels:
@@ -189,10 +189,10 @@ class TextFile(TextTask):
             )
         return self.labels[value]
 
-    def _rows_of(self, part: Part) -> list[Mapping[str, Any]]:
+    def _read_rows(self, part: Part) -> list[Mapping[str, Any]]:
         source_part = {p: (self.parts or {}).get(p, p) for p in PARTS}
         sizes: Mapping[str, int] = self.sizes or {}
-        if not self.source.startswith("hub:") and data_folder(self.source).is_file():
+        if not self.source.startswith("hub:") and find_data_folder(self.source).is_file():
             source_part = dict.fromkeys(PARTS, "all")
             quarter = len(read_rows(self.source, "all", self.name)) // 4
             sizes = {"validation": quarter, "test": quarter, **sizes}
@@ -242,7 +242,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
         ) from None
 
 
-def data_folder(source: str) -> Path:
+def find_data_folder(source: str) -> Path:
     """A folder of data: an absolute path, or one under `$MERGEKIT_LAB_DATA`, by default `data` in the store."""
     named = os.environ.get("MERGEKIT_LAB_DATA")
     return (Path(named) if named else default_store() / "data") / Path(source).expanduser()
@@ -256,8 +256,8 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
         InputError: the part is missing or is no table. The message says how to get it.
     """
     if source.startswith("hub:"):
-        return _hub_rows(source.removeprefix("hub:"), part, task)
-    folder = data_folder(source)
+        return _read_hub_rows(source.removeprefix("hub:"), part, task)
+    folder = find_data_folder(source)
     files = [folder] if folder.suffix in KINDS else [folder / f"{part}{kind}" for kind in KINDS]
     table = next((file for file in files if file.is_file()), None)
     if table is None:
@@ -267,7 +267,7 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
             "suites that are known)"
         )
     try:
-        rows: list[Any] = list(_table(table))
+        rows: list[Any] = list(_read_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
     odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
@@ -278,18 +278,18 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _table(file: Path) -> Iterator[Mapping[str, Any]]:
+def _read_table(file: Path) -> Iterator[Mapping[str, Any]]:
     if file.suffix == ".jsonl":
         for line in file.read_text(encoding="utf-8").split("\n"):
             if line.strip():
                 yield json.loads(line)
     elif file.suffix == ".json":
-        found = json.loads(file.read_text(encoding="utf-8"))
-        yield from found if isinstance(found, list) else [found]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        yield from content if isinstance(content, list) else [content]
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 
-        with reading_parquet(file):
+        with explain_parquet_errors(file):
             yield from parquet.read_table(file).to_pylist()
     else:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -300,7 +300,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
 
 
-def _hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
+def _read_hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
     offline = explain_unreachable()

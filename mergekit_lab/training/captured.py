@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.batches import Batch
-from mergekit_lab.cuda_graphs import Card
+from mergekit_lab.cuda_graphs import GraphStream
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MOST = 32
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _StepRecording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Tensor
@@ -59,21 +59,21 @@ class Replay:
     ) -> None:
         self._step = step
         self._optimizer = optimizer if isinstance(optimizer, WrappedOptimizer) else None
-        self._card = Card(device)
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._graph_stream = GraphStream(device)
+        self._recordings: dict[Hashable, _StepRecording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._may_record = True
 
     def __call__(self, batch: Batches) -> Tensor:
         """One step; returns its loss, which the next step overwrites."""
-        with self._card.stream():
+        with self._graph_stream.stream():
             return self._make(batch)
 
     def _make(self, batch: Batches) -> Tensor:
-        key = self._key(batch)
+        key = self._find_key(batch)
         recording = self._recordings.get(key)
         if recording is not None:
-            torch._foreach_copy_(recording.inputs, list(_tensors(batch)))
+            torch._foreach_copy_(recording.inputs, list(_list_tensors(batch)))
             if self._optimizer is not None:
                 self._optimizer.prepare_step()
             recording.graph.replay()
@@ -90,21 +90,21 @@ class Replay:
         self._seen[key] += 1
         return self._step(batch)
 
-    def _key(self, batch: Batches) -> Hashable:
+    def _find_key(self, batch: Batches) -> Hashable:
         """What steps have in common that launch the same kernels; None where the host takes part."""
         plan = () if self._optimizer is None else self._optimizer.plan()
         if plan is None:
             return None
         return plan, tuple((*name, t.shape, t.dtype) for name, t in _name_tensors(batch))
 
-    def _record(self, batch: Batches) -> _Recording | None:
+    def _record(self, batch: Batches) -> _StepRecording | None:
         """Record the coming step, without making it. Where that fails, say so, and record no more."""
         optimizer = self._optimizer
         inputs = {name: tensor.clone() for name, tensor in _name_tensors(batch)}
         fixed: Batches = {
             task: {name: inputs[task, name] for name in part}
             if isinstance(part, Mapping)
-            else tuple(inputs[task, place] for place in range(len(part)))  # type: ignore[misc]
+            else tuple(inputs[task, position] for position in range(len(part)))  # type: ignore[misc]
             for task, part in batch.items()
         }
         counted, generators = {}, []
@@ -114,7 +114,7 @@ class Replay:
             generators.append(optimizer.replay.generator)
             counted = {name: getattr(optimizer, name) for name in optimizer.saved_attributes}
         try:
-            graph, loss = self._card.record(lambda: self._step(fixed), generators)
+            graph, loss = self._graph_stream.record(lambda: self._step(fixed), generators)
         except Exception as error:
             self._may_record = False
             for name, value in counted.items():
@@ -124,7 +124,7 @@ class Replay:
                 (str(error) or type(error).__name__).splitlines()[0],
             )
             return None
-        return _Recording(graph, list(inputs.values()), loss)
+        return _StepRecording(graph, list(inputs.values()), loss)
 
 
 def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
@@ -133,5 +133,5 @@ def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
             yield (task, name), tensor
 
 
-def _tensors(batch: Batches) -> Iterator[Tensor]:
+def _list_tensors(batch: Batches) -> Iterator[Tensor]:
     return (tensor for _, tensor in _name_tensors(batch))

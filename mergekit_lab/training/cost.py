@@ -31,7 +31,7 @@ class TrainingCost(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._since is None and self._steps >= _WARM_UP:
-            self._since = self._now(trainer)
+            self._since = self.read_clock(trainer)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
@@ -49,10 +49,10 @@ class TrainingCost(Callback):
 
     def _pause(self, trainer: Any) -> None:
         if self._since is not None:
-            self._seconds += self._now(trainer) - self._since
+            self._seconds += self.read_clock(trainer) - self._since
             self._since = None
 
-    def _now(self, trainer: Any) -> float:
+    def read_clock(self, trainer: Any) -> float:
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
@@ -114,7 +114,7 @@ class StepBatches:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(ready)
             for part in batch.values():
-                for tensor in tensors_of(part):
+                for tensor in list_tensors(part):
                     tensor.record_stream(current)
             yield batch
 
@@ -152,13 +152,13 @@ class StepBatches:
         for position, (name, size) in enumerate(self._sizes.items()):
             turns = chosen // size  # NumPy, for torch would let go of Python's lock in each of these lines
             chosen_by_turn = [
-                self._order_of(position, name, turn)[chosen[turns == turn] - turn * size]
+                self._draw_order(position, name, turn)[chosen[turns == turn] - turn * size]
                 for turn in range(turns[0], turns[-1] + 1)
             ]
             result[name] = torch.from_numpy(np.concatenate(chosen_by_turn))
         return result
 
-    def _order_of(self, task: int, name: str, turn: int) -> np.ndarray:
+    def _draw_order(self, task: int, name: str, turn: int) -> np.ndarray:
         """The order in which a task's training part is gone through for the `turn`th time."""
         if (task, turn) not in self._order:
             self._order = {k: v for k, v in self._order.items() if k[0] != task or k[1] == turn - 1}

@@ -21,7 +21,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
-from mergekit_lab.training.resume import Origin, SealedCheckpoints, find_checkpoint, hash_weights
+from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
@@ -107,9 +107,9 @@ def finetune(
     stopper = Stopper(resume / "last.ckpt")
     kept = [best, latest] if settings.keep == "best" else [latest, ended]
     called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
-    origin = Origin(identity, hash_weights(model.state_dict()))
+    origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
-    lit = _trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
+    lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -137,7 +137,7 @@ def finetune(
     return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
 
-def _trainer(
+def _make_trainer(
     settings: TrainingSettings,
     folder: Path,
     callbacks: list[Any],

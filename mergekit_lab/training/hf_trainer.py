@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
-def trainer_callback() -> TrainerCallback:
+def make_trainer_callback() -> TrainerCallback:
     """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[trainer_callback()])`.
 
     After every step and at the end of training it calls the optimizer's `eval()`. The model then holds θ
@@ -30,7 +30,7 @@ def trainer_callback() -> TrainerCallback:
 
     class KeptWeights(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            optimizer = _ours(kwargs.get("optimizer"))
+            optimizer = _find_ours(kwargs.get("optimizer"))
             if optimizer is None:
                 return
             if optimizer.evaluations_per_step > 1:
@@ -51,12 +51,12 @@ def trainer_callback() -> TrainerCallback:
 
 
 def _keep(optimizer: Any) -> None:
-    ours = _ours(optimizer)
+    ours = _find_ours(optimizer)
     if ours is not None:
         ours.eval()
 
 
-def _ours(optimizer: Any) -> WrappedOptimizer | None:
+def _find_ours(optimizer: Any) -> WrappedOptimizer | None:
     """The optimizer inside accelerate's wrapper, if it is one of ours."""
     optimizer = unwrap(optimizer)
     return optimizer if isinstance(optimizer, WrappedOptimizer) else None

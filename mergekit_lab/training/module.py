@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import count_samples, take_samples
-from mergekit_lab.compiled import compile_model, pays
+from mergekit_lab.compiled import compile_model, is_worthwhile
 from mergekit_lab.cuda_graphs import DEVICES
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
@@ -167,12 +167,12 @@ class FinetuneModule(lightning.LightningModule):
             optimizer.stays_in_train_mode = False
             optimizer.base.register_step_pre_hook(self._clip)
         self.replays = self._wants_replay(optimizer)
-        schedule = LambdaLR(optimizer, self._rate)
+        schedule = LambdaLR(optimizer, self._find_rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _rate(self, step: int) -> float:
+    def _find_rate(self, step: int) -> float:
         done = step if self.clock is None else self.clock.fraction * self.steps
-        return rate_at(done, self.steps, self.warmup_steps, self.schedule)
+        return compute_rate(done, self.steps, self.warmup_steps, self.schedule)
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
@@ -186,7 +186,7 @@ class FinetuneModule(lightning.LightningModule):
         """Compute gradients of a first micro-batch by a model that may not be able to."""
         self._runs = [model]
         with self.trainer.precision_plugin.forward_context():
-            loss = self._loss(self._cut(batch)[0], 1)
+            loss = self.compute_loss(self._cut(batch)[0], 1)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, trained, allow_unused=True)
 
@@ -249,11 +249,11 @@ class FinetuneModule(lightning.LightningModule):
         *others, last = self._cut(batch)
         before = torch.zeros((), device=self.device)
         for part in others:
-            loss = self._loss(part, total)
+            loss = self.compute_loss(part, total)
             with torch.autocast(self.device.type, enabled=False):
                 loss.backward()
             before = before + loss.detach()
-        loss = self._loss(last, total)
+        loss = self.compute_loss(last, total)
         if others:
             loss = loss + before
         if self._first_loss is None:
@@ -277,7 +277,7 @@ class FinetuneModule(lightning.LightningModule):
                 parts[number][task] = take_samples(whole, start, start + size)
         return [part for part in parts if part]
 
-    def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
+    def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
             self.objective(task).loss(self._runs[0], part, label_smoothing=self.label_smoothing) / total
             for task, part in batch.items()
@@ -326,7 +326,7 @@ class FinetuneModule(lightning.LightningModule):
                 log.warning("training.compile: a model that is spread over processes runs as written")
             return False
         if self.compile_model == "auto":
-            return pays(self.device, self.steps, self.model)
+            return is_worthwhile(self.device, self.steps, self.model)
         return bool(self.compile_model)
 
     def _wants_replay(self, optimizer: Any) -> bool:
@@ -411,9 +411,9 @@ class FinetuneModule(lightning.LightningModule):
     def on_train_end(self) -> None:
         self._record_points(wait=True)
 
-    def _rate_at(self, step: int) -> float:
+    def _find_rate_at(self, step: int) -> float:
         schedule: Any = self.lr_schedulers()
-        return float(schedule.base_lrs[0]) * self._rate(step - 1)
+        return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
 
     def _refuse_bad(self, step: int) -> None:
         """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
@@ -425,7 +425,7 @@ class FinetuneModule(lightning.LightningModule):
         )  # fmt: skip
         raise InputError(
             f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
-            f"{self._rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
+            f"{self._find_rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
         )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -467,7 +467,7 @@ class FinetuneModule(lightning.LightningModule):
         self._saved = checkpoint["global_step"]
 
 
-def rate_at(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
+def compute_rate(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
     """The factor on the learning rate: linear from 0 to 1 over the warm-up, then by the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -23,7 +23,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
 NAMES = ("last", "best")
@@ -35,7 +35,7 @@ _WRONG = {
 
 
 @dataclass(frozen=True)
-class Origin:
+class CheckpointOrigin:
     """Which training a checkpoint belongs to.
 
     Attributes:
@@ -87,11 +87,11 @@ def hash_weights(state: Mapping[str, Tensor]) -> str:
         own.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return own.digest()
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
 
 
-def find_checkpoint(folder: Path, origin: Origin) -> Path | None:
+def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
     """The `last.ckpt` of an interrupted training, if it and the best checkpoint it names are usable.
 
     The log says why a checkpoint cannot be used. What is no regular file (a pipe, a device) is removed.
@@ -133,7 +133,7 @@ class SealedCheckpoints(TorchCheckpointIO):
         origin: the training they belong to.
     """
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: CheckpointOrigin) -> None:
         self._origin = origin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

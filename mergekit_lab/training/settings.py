@@ -144,7 +144,7 @@ class TrainingSettings:
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
 
-    def for_task(self, task: str, samples: int) -> TrainingSettings:
+    def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
         """These settings with epochs as a whole number of steps, at least 1.
 
         Args:

@@ -28,7 +28,7 @@ def test_a_backbone_file_states_every_field_and_known_names(path):
 
 @pytest.mark.parametrize(("name", "repository"), REPOSITORIES.items())
 def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name, repository):
-    tag = ClipWeights(*name).tag()
+    tag = ClipWeights(*name).find_tag()
     assert tag["hf_hub"] == f"{repository}/"
     assert tag.get("quick_gelu", False) == (name[1] == "openai")
 

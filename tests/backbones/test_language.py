@@ -114,7 +114,7 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
         (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "shows the time"),
         (
             TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"),
-            "does not keep a user's message",
+            "does not keep a user's message unchanged",
         ),
     ):
         monkeypatch.setattr(tok, "chat_template", odd)

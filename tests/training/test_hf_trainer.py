@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import RWP, SAM, SWA, MergOPT, gradient_evaluations, refuse_accumulation
 from mergekit_lab.training import hf_trainer
-from mergekit_lab.training.hf_trainer import trainer_callback
+from mergekit_lab.training.hf_trainer import make_trainer_callback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),  # Lightning with torch ≥ 2.13
@@ -68,7 +68,7 @@ def trainer(model: nn.Module, data: Any, optimizer: Any, folder: Path, **options
         train_dataset=data,
         eval_dataset=data,
         optimizers=(optimizer, still),
-        callbacks=[trainer_callback()],
+        callbacks=[make_trainer_callback()],
     )
 
 
