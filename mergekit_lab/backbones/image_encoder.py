@@ -40,7 +40,7 @@ class ImageEncoder(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images, Map images, uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalized features `[N, D]`.
+        """Map images, uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalized features `[N, D]`.
 
         Images of another size than the model's are resized (bicubic, antialiased, ignoring the aspect ratio).
         """

@@ -273,7 +273,7 @@ class EncoderObjective(ScoredText):
         return TextClassifier(model, self.head)
 
     def embed(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
-        """Embeddings Embeddings `[N, D]`, on the model's device."""
+        """Embeddings `[N, D]`, on the model's device."""
         rows = self.tokenize(part)
         return self.embed_rows(model, [rows[i] for i in index.tolist()])
 

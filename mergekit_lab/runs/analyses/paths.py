@@ -167,7 +167,7 @@ class HessianPath(Analysis):
     Args:
         tasks: which; null: all of the run.
         points: from λ = 0 to 1, both included.
-        samples: size of the task's training part.
+        samples: of the task's training part.
         iterations: Lanczos products at most, and vectors of the model's size in memory.
         tolerance: of the eigenvalue's residual, relative.
         products: of the trace's estimate; 0 leaves it out.
