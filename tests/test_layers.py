@@ -1,6 +1,7 @@
 """Rooms import only what stands to their left; heavy frameworks stay where they belong."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,6 +86,12 @@ def test_files_import_only_what_their_rooms_may() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 200
     assert [wrong for file in files for wrong in find_wrong_imports(file)] == []
+
+
+def test_the_page_shows_this_order() -> None:
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    table = page.split("| room |")[1].split("\n\n")[0].splitlines()[2:]
+    assert [set(re.findall(r"`(\w+)/?`", row.split("|")[1])) for row in table] == LEFT_TO_RIGHT
 
 
 def test_tests_import_nothing_private() -> None:

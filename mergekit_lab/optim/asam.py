@@ -84,9 +84,10 @@ class ASAM(AscentOptimizer):
             called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta", "ascent_fraction", "sync_ascent")
-    group_settings: ClassVar[tuple[str, ...]] = ("rho", "eta")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("scaling", "eta", "ascent_fraction", "sync_ascent")
+    group_settings: ClassVar[tuple[str, ...]] = ("eta",)
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,

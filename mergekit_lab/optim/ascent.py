@@ -32,7 +32,6 @@ class AscentOptimizer(WrappedOptimizer):
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
     group_settings: ClassVar[tuple[str, ...]] = ("rho",)
-    mixes_gradients: ClassVar[bool] = False
     evaluations_per_step = 2
 
     def __init__(
@@ -81,13 +80,13 @@ class AscentOptimizer(WrappedOptimizer):
         raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
-        """The gradient for the base, in classes that set `mixes_gradients`.
+        """The gradient for the base. A class that overrides this keeps the first gradients in memory.
 
         Args:
             params: the parameters that have both gradients.
             first, second: their gradients at θ and at the perturbed point.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mix(params, first, second)")
+        return second
 
     def update(self, closure: Closure | None) -> Any:
         """Make two evaluations and a step of the base. Earlier gradients are not used."""
@@ -103,29 +102,33 @@ class AscentOptimizer(WrappedOptimizer):
             loss = self.evaluate(closure)
         else:
             loss = self.evaluate(closure, fraction=self.ascent_fraction, sync=self.sync_ascent)
-            first: dict[Tensor, Tensor] = {}
             try:
-                if self._ascend(first):
+                first = self._ascend()
+                if first is not None:
                     self.evaluate(closure, 1)
             finally:
                 self.theta.restore()
-            mix_gradients(first, self.mix)
+            mix_gradients(first or {}, self.mix)
         self.base.step()
         return loss
 
-    def _ascend(self, keep: dict[Tensor, Tensor]) -> bool:
-        """Move to the perturbed point; False if no parameter has a gradient.
+    def _ascend(self) -> dict[Tensor, Tensor] | None:
+        """Move to the perturbed point, and return the first gradients if `mix` reads them.
 
-        Apart from `update` so that the first gradients, unless `keep` is to have them, and the perturbation
-        are freed before the second evaluation.
+        Apart from `update` so that the perturbation, and gradients that are not mixed, are freed before the
+        second evaluation.
+
+        Returns:
+            None if no parameter has a gradient.
         """
         params = [p for p in self.parameters if p.grad is not None]
         if not params:
-            return False
+            return None
         grads = [p.grad for p in params if p.grad is not None]
-        if self.mixes_gradients:
-            keep.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
+        first: dict[Tensor, Tensor] = {}
+        if type(self).mix is not AscentOptimizer.mix:
+            first.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
         shift = self.perturbation(params, grads)
         self.theta.save(params)
         torch._foreach_add_(params, list(shift))
-        return True
+        return first

@@ -40,11 +40,12 @@ class FriendlySAM(AscentOptimizer):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sigma", "lmbda")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("sigma", "lmbda")
     group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     saved_tensors: ClassVar[tuple[str, ...]] = ("mean",)
     mean: dict[Tensor, Tensor]
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,

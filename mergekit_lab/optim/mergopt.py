@@ -78,9 +78,9 @@ class MergOPT(OffsetOptimizer):
         "distribution",
         "worst_of",
         "per_rank",
-        *OffsetOptimizer.saved_attributes,
     )
     takes_sharded = True
+    recordable = True
     chooses_offset = True
 
     def __init__(

@@ -70,7 +70,7 @@ class OffsetOptimizer(WrappedOptimizer):
 
     @property
     def replayable(self) -> bool:
-        return self.evaluations_per_step == 1 or not self.chooses_offset
+        return super().replayable and (self.evaluations_per_step == 1 or not self.chooses_offset)
 
     def prepare_step(self) -> None:
         assert self.replay is not None

@@ -62,7 +62,8 @@ class RWP(OffsetOptimizer):
             < 1; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha", *OffsetOptimizer.saved_attributes)
+    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
+    recordable = True
 
     def __init__(
         self,

@@ -39,10 +39,10 @@ class SAGM(AscentOptimizer):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("alpha",)
     group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     takes_sharded = True
-    mixes_gradients = True
+    recordable = True
 
     def __init__(
         self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 1e-3

@@ -55,8 +55,9 @@ class SAM(AscentOptimizer):
         >>> loss = optimizer.step(closure)
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "ascent_fraction", "sync_ascent")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("ascent_fraction", "sync_ascent")
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ def exchange(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
 class SparseAscent(AscentOptimizer):
     """The base of `SSAMF` and `SSAMD`: a mask over all parameters together, renewed every few steps."""
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sparsity", "every", "steps_done")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("sparsity", "every", "steps_done")
     saved_tensors: ClassVar[tuple[str, ...]] = ("mask",)
     mask: dict[Tensor, Tensor]
 
@@ -121,8 +121,9 @@ class SSAMF(SparseAscent):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (*SparseAscent.saved_attributes, "external_fisher")
-    saved_tensors: ClassVar[tuple[str, ...]] = ("mask", "squares")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("external_fisher",)
+    saved_tensors: ClassVar[tuple[str, ...]] = ("squares",)
+    recordable = True
     squares: dict[Tensor, Tensor]
 
     def __init__(
@@ -193,12 +194,8 @@ class SSAMD(SparseAscent):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (
-        *SparseAscent.saved_attributes,
-        "steps",
-        "drop_rate",
-        "seed",
-    )
+    saved_attributes: ClassVar[tuple[str, ...]] = ("steps", "drop_rate", "seed")
+    recordable = True
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class SWA(Averaging):
             gradient is sparse.
     """
 
+    recordable = True
+
     def __init__(
         self, named_parameters: Parameters, base: BaseOptimizer, steps: int, start: float = 0.75, every: int = 1
     ) -> None:

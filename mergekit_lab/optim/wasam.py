@@ -6,8 +6,6 @@ implementation: JeanKaddour/WASAM, `WASAM`.
 Where we differ: as in sam.py and swa.py.
 """
 
-from typing import ClassVar
-
 from mergekit_lab.optim.averaging import Averaging
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sam import SAM
@@ -30,7 +28,7 @@ class WASAM(Averaging, SAM):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (*SAM.saved_attributes, *Averaging.saved_attributes)
+    recordable = True
 
     def __init__(
         self,

@@ -36,10 +36,10 @@ class WrappedOptimizer(GroupSettings):
     loggers and gradient scalers act on the base. The base steps once per step, from θ. To clip or log the
     gradient that it uses, add a hook to `optimizer.base`.
 
-    A subclass sets its hyper-parameters, then calls this constructor. `saved_attributes` names those that
-    belong in a checkpoint (plain types), and `saved_tensors` its tensors by parameter. It checks
-    hyper-parameters in `validate`, and implements `update`. Hyper-parameters named in `group_settings` may
-    differ between groups of parameters, and are read with `setting`.
+    A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. It implements
+    `update`. `saved_attributes` names the hyper-parameters that belong in a checkpoint (plain types), and
+    `saved_tensors` its tensors by parameter. Those named in `group_settings` may differ between groups of
+    parameters, and are read with `setting`. These three lists add to the parents' lists.
 
     Args:
         named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.
@@ -65,8 +65,18 @@ class WrappedOptimizer(GroupSettings):
 
     saved_tensors: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    """Whether a step of this very class may be recorded in a CUDA graph: `plan` then tells apart what the host
+    decides of it. A subclass does not inherit it, and runs as written until it says so itself."""
     evaluations_per_step: int = 1
     drops_gradients: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("saved_attributes", "saved_tensors", "group_settings"):
+            listed = [each for kind in reversed(cls.__mro__) for each in vars(kind).get(name, ())]
+            setattr(cls, name, tuple(dict.fromkeys(listed)))
+        cls.recordable = vars(cls).get("recordable", False)
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
         plain, names = split_names(named_parameters)
@@ -174,7 +184,7 @@ class WrappedOptimizer(GroupSettings):
     @property
     def replayable(self) -> bool:
         """Whether steps can be recorded and replayed."""
-        return True
+        return self.recordable
 
     def plan(self) -> Hashable:
         """What decides the next step's kernels besides tensors. Steps with the same plan launch the same

@@ -20,6 +20,7 @@ from mergekit_lab.curvature import chained_grams, diagonal_fisher, first_moment,
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.merging import Localization, LocalizeStitch, Method, RegMeanPlusPlus, learn_masks
 from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import Curvature
@@ -58,9 +59,6 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
 def list_kinds(method: Method) -> list[str]:
     """The side inputs of single experts that a method reads, except those that are made during a merge."""
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
-
-
-CHAINED, MASK = "chained_gram", "mask"
 
 
 def list_side_kinds(run: Run) -> list[str]:

@@ -17,6 +17,7 @@ from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.train import Training
@@ -145,7 +146,7 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
         content["processes"] = run.processes
     if settings.seconds is not None:
         content["machine"] = describe_machine(run.plain["trainer"]["accelerator"])
-    return content
+    return content | code_content(optimizer, run.plain["finetuning"])
 
 
 def _optimizer_content(run: Run) -> dict[str, Any]:

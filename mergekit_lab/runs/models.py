@@ -58,9 +58,9 @@ class Model:
         """What messages call it."""
         return self.merger.label if self.merger else self.name or self.kind
 
-    def base_content(self, run: Run) -> dict[str, str]:
+    def base_content(self, run: Run) -> dict[str, Any]:
         """What decides the weights that it is a change of, or is."""
-        return dict(self.backbone.identity()) if self.backbone else run.base_content
+        return run.describe_backbone(self.backbone) if self.backbone else run.base_content
 
     def key(self, run: Run) -> str:
         """What names it in evaluations."""

@@ -37,6 +37,7 @@ from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Main, Search, TrainerSettings
@@ -187,9 +188,13 @@ class Run:
         return self.trainer.processes or len(self.devices)
 
     @cached_property
-    def base_content(self) -> dict[str, str]:
+    def base_content(self) -> dict[str, Any]:
         """What decides the base, as it enters contents."""
-        return dict(self.backbone.identity())
+        return self.describe_backbone(self.backbone)
+
+    def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
+        """What decides the weights of a backbone of the run's class, and what it does with them."""
+        return {**backbone.identity(), **code_content(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:

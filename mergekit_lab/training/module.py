@@ -349,7 +349,8 @@ class FinetuneModule(lightning.LightningModule):
             return f"batches of {', '.join(odd)} have many shapes"
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
-            return f"{type(optimizer).__name__} decides on the host what to compute"
+            why = "decides on the host what to compute" if optimizer.recordable else "is not marked recordable"
+            return f"{type(optimizer).__name__} {why}"
         base = optimizer.base if wrapped else optimizer
         return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
 

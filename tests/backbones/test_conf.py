@@ -43,3 +43,10 @@ def test_every_kind_is_exported_and_has_a_configuration(kind: type, group: str) 
             assert made.__name__ in backbones.__all__, f"{made.__name__} is no name of mergekit_lab.backbones"
             target = f"mergekit_lab.backbones.{made.__name__}\n"
             assert target in targets, f"{made.__name__} has no file in conf/{group}"
+
+
+def test_the_page_lists_every_backbone() -> None:
+    page = (ROOT.parent / "docs" / "backbones.md").read_text()
+    for path in CONF.glob("*.yaml"):
+        name = path.stem.removesuffix("_float32")
+        assert f"`{name}`" in page, f"{name} is missing in docs/backbones.md"

@@ -1,6 +1,7 @@
 """Every method equals the outputs of the original implementations.
 
-Tolerances are relative Frobenius norms per tensor on the stored quantity, as the vectors' README states.
+Tolerances are relative Frobenius norms per tensor on the stored quantity. `experiments/originals` makes
+outputs.
 """
 
 from functools import partial

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import struct
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from mergekit_lab.analysis.plane import measure_barrier
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.runs import analyze as stage
 from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
 from mergekit_lab.runs.run import Run
@@ -115,6 +117,21 @@ def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, t
     target = get_class(yaml.safe_load((conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
     monkeypatch.setattr(target, "compute", None)
     assert analyze(tmp_path / "again", store, name) == data
+
+
+def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/analysis.md").read_text()
+    (tmp_path / "my_analyses.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg, choices = composed([*TINY, f"store.root={trained[1]}", "joint=false"])
+    cfg.analysis = {"_target_": "my_analyses.Distance"}
+    run = Run(cfg, tmp_path, choices)
+    moved = build(cfg.analysis, Analysis).compute(run, tmp_path)
+    assert set(moved) == {"digits", "latin"}
+    assert all(0.01 < norm < 10 for norm in moved.values())
+    drawing = build(cfg.analysis, Analysis).draw(moved)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_one_pixel)
+    assert draw_analysis(drawing.title, drawing.panels, tmp_path / "figure", **drawing.options)[0].exists()
 
 
 def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
