@@ -232,7 +232,7 @@ class _Ended(Callback):
 
 
 class Progress(RichProgressBar):
-    """Counts steps of the whole training, also of one that goes on, and shows the loss that was recorded last.
+    """Counts steps of the whole training, also of a resumed one, and shows the last recorded loss.
 
     A clock does not know the last step, and a run has only one epoch.
     """
