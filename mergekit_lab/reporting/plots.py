@@ -307,7 +307,7 @@ def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
-    """Losses and validation accuracy over steps, a line an expert, at most `LINES_PER_FIGURE` a file.
+    """Losses and validation accuracy over steps, a line per expert, at most `LINES_PER_FIGURE` a file.
 
     `groups` maps a title ("" for none) to its curves. Files: `training.png`, or `training-1-…png`, ….
     """

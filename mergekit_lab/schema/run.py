@@ -38,7 +38,7 @@ class Curvature:
     Args:
         kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts; what mergers
             ask for is computed besides. Null: that alone.
-        samples: training images a task, the first of a seeded shuffle.
+        samples: training images per task, the first of a seeded shuffle.
         fraction: the same as a share of the training images; in place of `samples`.
         batch: of `fraction`: only whole batches of so many images count, one at least.
         estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
@@ -97,7 +97,7 @@ class Search:
             counts; tensors that none matches have a weight of their own. Empty: one weight an expert.
         low, high: the range of every weight; the search begins in its middle.
         trials: candidates.
-        population: candidates a generation; null takes `4 + 3 ln(weights)`.
+        population: candidates per generation; null takes `4 + 3 ln(weights)`.
         seed: of the draws.
     """
 

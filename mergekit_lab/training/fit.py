@@ -233,9 +233,9 @@ class _Ended(Callback):
 
 
 class Progress(RichProgressBar):
-    """Counts steps of the whole training, also of one that goes on, and shows the loss that was recorded last.
+    """Counts steps of the whole training, also of a resumed one, and shows the last recorded loss.
 
-    A clock does not know the last step; of epochs a run has but one.
+    A clock does not know the last step, and a run has only one epoch.
     """
 
     def __init__(self, clocked: bool) -> None:

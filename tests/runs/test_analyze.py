@@ -16,7 +16,7 @@ import torch
 import yaml
 from composing import TINY, composed
 from hydra.utils import get_class
-from pictures import leave_undrawn
+from pictures import leave_undrawn, save_one_pixel
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import measure_barrier
