@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from pictures import save_one_pixel
+from pictures import draw_one_pixel
 from tiny import TinyEncoder
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def head() -> Tensor:
 def _pictures_of_one_pixel():
     """Modules that look at pictures have a fixture of this name that does nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.figure.Figure.savefig", save_one_pixel)
+        patch.setattr("vl_convert.vegalite_to_svg", draw_one_pixel)
         yield
 
 

@@ -24,11 +24,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
 import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph, mergekit_lab.runs.report
 import mergekit_lab.commands.merge_checkpoints
-import matplotlib.figure
+import vl_convert
 sys.path.insert(0, sys.argv[1])
 import composing, pictures
 sys.path.pop(0)
-matplotlib.figure.Figure.savefig = pictures.save_one_pixel
+vl_convert.vegalite_to_svg = pictures.draw_one_pixel
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()

@@ -15,7 +15,7 @@ import torch
 import yaml
 from composing import TINY, composed
 from hydra.utils import get_class
-from pictures import save_one_pixel
+from pictures import draw_one_pixel
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import barrier
@@ -106,7 +106,7 @@ DRAWN = "landscape"
 def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
     _, store = trained
     if name != DRAWN:
-        monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_one_pixel)
+        monkeypatch.setattr("vl_convert.vegalite_to_svg", draw_one_pixel)
     data = analyze(tmp_path / "first", store, name, drawn=True)
     png = (tmp_path / f"first/analysis/{name}.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
