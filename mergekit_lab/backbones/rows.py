@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -20,13 +21,10 @@ def pad_rows(
     rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
-    length = max(map(len, rows))
-    tokens = torch.full((len(rows), length), value, dtype=torch.int64)
-    mask = torch.zeros(len(rows), length, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        where = slice(length - len(row), length) if left else slice(0, len(row))
-        tokens[i, where] = row
-        mask[i, where] = 1
+    tokens = pad_sequence(list(rows), True, value, "left" if left else "right")
+    counts = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(tokens.shape[1]) < counts[:, None]).long()
+    mask = mask.flip(1) if left else mask
     return (tokens, mask) if device is None else (tokens.to(device), mask.to(device))
 
 
