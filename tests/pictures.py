@@ -1,6 +1,9 @@
 """Pictures of one pixel, where nobody looks: drawing takes a third of a small run's time."""
 
 from typing import Any
+from unittest.mock import patch
+
+from matplotlib.figure import Figure
 
 
 def draw_one_pixel(*_: Any, **__: Any) -> str:

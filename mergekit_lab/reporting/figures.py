@@ -68,7 +68,7 @@ class Lines:
         looks = choose_looks(name for name in self.curves if name not in _REFERENCES)
         return {name: looks.get(name, REFERENCE) for name in self.curves}
 
-    def shown(self, name: str) -> str:
+    def label(self, name: str) -> str:
         """What a legend calls a curve."""
         return display_name(name) if self.mergers else name
 
@@ -139,10 +139,10 @@ def _chart(panel: Panel, grid: Any, names: tuple[str, str], box: Box | None, com
         return charts.chart_plane(panel.title, grid, names, panel.values, levels, panel.points, box)
     if isinstance(panel, Lines):
         return charts.chart_lines(
-            panel.title, panel.x, panel.y, {panel.shown(name): curve for name, curve in panel.curves.items()},
-            {panel.shown(name): look for name, look in panel.looks.items()}, labels=panel.labels,
+            panel.title, panel.x, panel.y, {panel.label(name): curve for name, curve in panel.curves.items()},
+            {panel.label(name): look for name, look in panel.looks.items()}, labels=panel.labels,
             logarithmic=panel.logarithmic and panel.positive, logarithmic_x=panel.logarithmic_x,
-            spreads={panel.shown(name): spread for name, spread in panel.spreads.items()},
+            spreads={panel.label(name): spread for name, spread in panel.spreads.items()},
         )  # fmt: skip
     return charts.chart_matrix(panel.title, panel.names, panel.values, panel.limits, panel.signed)
 

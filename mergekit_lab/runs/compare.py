@@ -1,4 +1,4 @@
-"""One comparison over runs that are there, from their folders alone."""
+"""One comparison over existing runs, only from their folders."""
 
 from __future__ import annotations
 
