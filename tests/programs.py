@@ -28,12 +28,12 @@ sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
 import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph, mergekit_lab.runs.report
-import mergekit_lab.commands.merge_checkpoints
-import vl_convert
-sys.path.insert(0, sys.argv[1])
+import mergekit_lab.commands.merge_checkpoints, mergekit_lab.runs.train
+listener, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+sys.path.insert(0, folder)
 import composing, pictures
 sys.path.pop(0)
-vl_convert.vegalite_to_svg = pictures.draw_one_pixel
+pictures.leave_undrawn().start()
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()

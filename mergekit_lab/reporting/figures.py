@@ -153,5 +153,5 @@ def spread_levels(values: Sequence[float]) -> list[float]:
     Values that are not finite do not count.
     """
     ordered = sorted(filter(math.isfinite, values)) or [0.0]
-    found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
-    return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
+    levels = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
+    return levels if len(levels) > 1 else [ordered[0], ordered[0] + 1.0]
