@@ -6,7 +6,7 @@ Every function gives one panel. Shares are in percent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mergekit_lab.reporting.names import DASHES, REFERENCE, Look, choose_looks
@@ -240,7 +240,7 @@ def chart_costs(
             }
         )  # fmt: skip
     costs, shares = limits
-    across = _axis("x", x, {"type": "log", "domain": costs, "nice": False, "padding": 20})
+    across = _axis("x", x, {"type": "log", "domain": costs, "nice": False, "padding": 20}, costs)
     up = _axis(
         "y", "normalized (%)", {"domain": [*map(_percent, shares)], "nice": True, "zero": False, "padding": 12}
     )
@@ -301,8 +301,10 @@ def chart_lines(
     dense = max((len(xs) for xs, _ in curves.values()), default=0) > _POINTS
     across: Chart = _nominal("x") | {"title": x or None}
     if labels is None:
-        across = _axis("x", x, ({"type": "log"} if logarithmic_x else {"zero": False}) | {"nice": False})
-    up = _axis("y", y, {"type": "log"} if logarithmic else {"zero": False})
+        scale = {"type": "log"} if logarithmic_x else {"zero": False}
+        across = _axis("x", x, scale | {"nice": False}, (value["x"] for value in values))
+    scale = {"type": "log"} if logarithmic else {"zero": False}
+    up = _axis("y", y, scale, (value["y"] for value in values))
     if max((abs(value["y"]) for value in values), default=1.0) < 1e-3:
         up["axis"]["format"] = ".3~e"
     points = _look(looks)
@@ -439,11 +441,13 @@ def _nominal(field: str) -> Chart:
     return {"field": field, "type": "nominal", "sort": None, "title": None}
 
 
-def _axis(field: str, title: str, scale: Chart) -> Chart:
-    return {
-        "field": field, "type": "quantitative", "title": title or None, "scale": scale,
-        "axis": {"format": ",.5~g", "tickCount": 6},
-    }  # fmt: skip
+def _axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
+    """A number's axis; `values` are those on it, for logarithmic ones."""
+    axis: Chart = {"format": ",.5~g", "tickCount": 6}
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    if scale.get("type") == "log" and known and max(known) < 10 * min(known):
+        axis["labelExpr"] = "format(datum.value, ',.5~g')"  # within a decade Vega leaves most ticks without
+    return {"field": field, "type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
 
 def _number(field: str, title: str) -> Chart:

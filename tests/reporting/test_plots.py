@@ -156,6 +156,9 @@ def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path):
 
     assert scales(CURVE) == ["log", "log", "linear"]
     assert scales([{"step": 0, "train_loss": 0.0}]) == ["linear"]
+    (path,) = plots.draw_training({"": {"a": [CURVE[0], {"step": 9, "train_loss": 0.01}]}}, tmp_path)
+    labelled = ["labelExpr" in panel["layer"][0]["encoding"]["y"]["axis"] for panel in panels(path)]
+    assert labelled == [False, True, False], "within a decade every tick"
 
 
 def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same_each_time(tmp_path, drawn):
@@ -177,6 +180,7 @@ def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same
 def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path):
     (path,) = plots.draw_searches({"": {"ties": SEARCH}}, ["ties"], tmp_path)
     (panel,) = panels(path)
+    assert "labelExpr" not in panel["layer"][0]["encoding"]["x"]["axis"]
     points = [(value["x"], value["y"], value.get("chosen")) for value in panel["data"]["values"]]
     assert points == [(0.1, 70, None), (0.5, 90, True)]
     assert panel["layer"][-1]["transform"] == [{"filter": "datum.chosen"}]
