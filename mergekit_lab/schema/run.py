@@ -249,7 +249,6 @@ def check(cfg: DictConfig) -> None:
             resolve, or a value of the wrong kind or range.
     """
     check_against(cfg, Main)
-    check_slice(cfg)
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
     if "analyze" in list_stages(cfg):
@@ -284,22 +283,6 @@ def check(cfg: DictConfig) -> None:
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
-
-
-def check_slice(cfg: DictConfig) -> None:
-    """Refuse a `table` and a `metric` that the report could not draw, before any work.
-
-    Raises:
-        InputError: unknown names, or mergers that are no dimension though one run has many.
-    """
-    from mergekit_lab.reporting import parse_table
-
-    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
-    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
-        raise InputError(
-            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
-            f"table={cfg.table}@merger:NAME"
-        )
 
 
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
