@@ -174,7 +174,12 @@ def count_positions(source: str) -> int | None:
 @lru_cache(maxsize=1)
 def load_model(source: str, kind: str, dtype: str) -> Any:
     """transformers' model, on the CPU, evaluation mode. One is kept: copies of it are asked for in turn."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        MODEL_FOR_MASKED_LM_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+    )
 
     origin = find_model(source)
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
@@ -190,6 +195,12 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
             raise InputError(
                 f"{origin.label} does not load as a {kind} model: {str(error).splitlines()[0]}"
             ) from None
+    encodes = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", 1)
+    if kind == "causal" and encodes:
+        raise InputError(
+            f"{origin.label} is an encoder, which sees the text that it would have to continue: set "
+            "backbone=hf_encoder"
+        )
     return model.eval()
 
 
