@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
 from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.backbones.classification import Crops
@@ -36,7 +37,7 @@ from mergekit_lab.tasks.decoding import Pictures, map_file
 from mergekit_lab.training import StepBatches, TrainingCost, TrainingSettings, finetune
 
 CLASSES = 10
-PARTS = ("evaluation", "training", "run")
+PARTS = ("evaluation", "replaying", "training", "run")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ def _objective(
 
 
 def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
-    """Images a second: the forward pass alone, from the files, and from images held on the device."""
+    """Images a second: the forward pass alone and compiled, from files, from images on the device."""
     found: dict[str, Any] = {"images": task.images, "batch": batch}
     for precision in ("bfloat16", "float32"):
         objective = _objective(backbone, task, device, precision)
@@ -116,6 +117,44 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
                     score(model, objective, part, batch_size=batch)  # type: ignore[arg-type]
                     rates[name].append(task.images / (_now() - begun))
         found[precision] = {name: [round(rate) for rate in values] for name, values in rates.items()}
+        found[precision] |= _compiled(objective, model, some, task.images // batch)
+    return found
+
+
+@torch.inference_mode()
+def _compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds: int) -> dict[str, Any]:
+    """The forward pass of a compiled model, alone and replayed from a CUDA graph."""
+    found: dict[str, Any] = {}
+    for name, options in {"compiled": {}, "compiled and replayed": {"triton.cudagraphs": True}}.items():
+        begun = _now()
+        compiled = torch.compile(model, options=options)
+        for _ in range(3):
+            objective._logits(compiled, some)
+        found[f"{name}, s to compile"] = round(_now() - begun, 1)
+        rates = []
+        for _ in range(3):
+            begun = _now()
+            for _ in range(max(1, rounds)):
+                objective._logits(compiled, some).argmax(1)
+            rates.append(round(max(1, rounds) * len(some) / (_now() - begun)))
+        found[f"forward, {name}"] = rates
+    return found
+
+
+def replaying(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of an evaluation of the shipped model's size, its forward passes as written and replayed."""
+    backbone, task = OpenClip("glyph-clip", None), Noise("noise", folder=folder, images=images, side=32)
+    model = backbone.model().to(device)
+    found: dict[str, Any] = {"images": images}
+    for name, replays in {"as written": False, "replayed": True}.items():
+        objective = _objective(backbone, task, device, "float32")
+        objective.replays_forward = replays  # type: ignore[misc]
+        times = []
+        for _ in range(rounds):
+            begun = _now()
+            score(model, objective, "validation", batch_size=512)
+            times.append(_now() - begun)
+        found[f"{name}, ms"] = round(1e3 * statistics.median(times[3:]), 2)
     return found
 
 
@@ -270,6 +309,9 @@ def main() -> None:
     device = torch.device("cuda" if cuda else "cpu")
     if "evaluation" in options.parts:
         keep("evaluation", evaluation(backbone, task, device, sizes[0]))
+    if "replaying" in options.parts:
+        images, rounds = (64, 5) if options.tiny else (1024, 60)
+        keep("replaying", replaying(device, options.store / "noise", images, rounds))
     if "training" in options.parts:
         keep("training", training(backbone, replace(task, images=sizes[0]), *sizes[1:]))
     if "run" in options.parts:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,31 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
             rows[f"vmap(grad), chunk 8, {precision}"] = run(lambda: by_vmap(model, x, y, 8))
         rows[f"training step, {precision}"] = run(training(model, x, y))
         model.zero_grad(set_to_none=True)
+        if args.compile:
+            rows[f"training step, compiled, {precision}"] = run(training(torch.compile(model), x, y))
+            model.zero_grad(set_to_none=True)
+            rows[f"squares of layers, {precision}"] = squares(model, args, run)
     return rows
+
+
+def squares(model: nn.Module, args: argparse.Namespace, run: Callable[..., dict[str, float]]) -> dict[str, Any]:
+    """The squared gradients of all linear layers from inputs and output gradients: as written and compiled."""
+    shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
+    tokens = (model.encoder.size[0] // 32) ** 2 + 1
+
+    def write(grads: Tensor, inputs: Tensor) -> Tensor:
+        return (grads.mT @ inputs).square_().sum(dim=0)
+
+    def layers(square: Callable[[Tensor, Tensor], Tensor]) -> None:
+        for height, width in shapes:
+            square(made[height], made[width])
+
+    made = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
+    found: dict[str, Any] = {"as written": run(lambda: layers(write))}
+    for name, mode in {"compiled": "default", "autotuned": "max-autotune-no-cudagraphs"}.items():
+        compiled = torch.compile(write, mode=mode, dynamic=False)
+        found[name] = run(lambda compiled=compiled: layers(compiled))
+    return found
 
 
 def main() -> None:
@@ -136,6 +161,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--chunks", type=int, nargs="+", default=[64, 32])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="also what torch.compile makes of it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

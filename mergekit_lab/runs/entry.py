@@ -30,7 +30,7 @@ _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "train
 _DECIDES_NOTHING = {
     "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "runs",
     "shipped", "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb",
-    "evaluation_batch_size",
+    "evaluation_batch_size", "evaluation_compile",
 }  # fmt: skip
 """What a run may change when it goes on where it was cut."""
 

@@ -152,6 +152,8 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
             "peak_memory_bytes": peak_memory(run.device),
         }
     objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
+    if loaded is run.model:
+        loaded = run.model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
     each = objective.score_samples(scores.predictions, part, torch.arange(len(scores.predictions)))
     if each is not None:

@@ -12,12 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import resolve_device
@@ -123,6 +125,7 @@ class Run:
         """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
         self._pool: Pool | None = None
+        self._compiled: nn.Module | None = None
 
     def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
@@ -205,6 +208,21 @@ class Run:
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
         return self.parametrization.make_evaluable(self.backbone.model()).to(self.device)
+
+    def model_to_score(self, task: str) -> nn.Module:
+        """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
+        objective = self.objective(task)
+        if not self.cfg.evaluation_compile or not objective.replays_forward:
+            return self.model
+        if self._compiled is None:
+            index = torch.arange(min(self.cfg.evaluation_batch_size, self.tasks[task].count("validation")))
+
+            def use(model: nn.Module) -> None:
+                with torch.inference_mode():
+                    objective.predict(model.eval(), "validation", index)
+
+            self._compiled = compile_model(self.model, use, "evaluation_compile")
+        return self._compiled
 
     def objective(self, task: str) -> Objective:
         """How the backbone learns a task and is scored on it; on the run's device."""

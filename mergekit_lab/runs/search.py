@@ -170,7 +170,7 @@ def _score_model(run: Run) -> Score:
     """The validation scores of the run's model as it is."""
     return lambda task, share: (
         score(
-            run.model,
+            run.model_to_score(task),
             run.objective(task),
             "validation",
             index=_first(run.tasks[task].count("validation"), share),

@@ -225,6 +225,7 @@ class Main:
     mergers: dict[str, Target[Method]]
     analysis: Target[Literal["mergekit_lab.runs.analyses.Analysis"]]
     evaluation_batch_size: Annotated[int, Ge(1)]
+    evaluation_compile: bool
     trainer: TrainerSettings
     store: StoreSettings
     logger: Target[Tracker]

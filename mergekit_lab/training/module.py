@@ -23,13 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import count_samples, take_samples
+from mergekit_lab.compiled import compile_model, pays
 from mergekit_lab.cuda_graphs import DEVICES
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.captured import Batches, Replay
 from mergekit_lab.training.clock import Clock
-from mergekit_lab.training.compiled import compile_model, pays
 from mergekit_lab.training.data import spread_seed
 
 log = logging.getLogger(__name__)
@@ -178,15 +178,17 @@ class FinetuneModule(lightning.LightningModule):
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
         if self._to_compile:
             self._to_compile = False
-            self._runs = [compile_model(self.model, lambda model: self._try(model, batch))]
+            self._runs = [compile_model(self.model, lambda model: self._try(model, batch), "training.compile")]
         _seed(spread_seed(seed, self.global_rank, self.trainer.world_size), self.device)
         self._first_loss = None
 
-    def _try(self, model: nn.Module, batch: Batches) -> Tensor:
-        """The loss of a first micro-batch by a model that may not be able to make it."""
+    def _try(self, model: nn.Module, batch: Batches) -> None:
+        """Compute gradients of a first micro-batch by a model that may not be able to."""
         self._runs = [model]
         with self.trainer.precision_plugin.forward_context():
-            return self._loss(self._cut(batch)[0], 1)
+            loss = self._loss(self._cut(batch)[0], 1)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""

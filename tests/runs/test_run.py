@@ -16,6 +16,7 @@ from composing import TINY, composed
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
+from mergekit_lab.evaluation import score
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
@@ -135,6 +136,27 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
     wanted = merge_state_dicts(base, experts, WeightAverage())
     stored = open_checkpoint(store / "merged" / key)
     assert all(torch.equal(stored[name], value) for name, value in wanted.items())
+
+
+def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_as_written(
+    finished, tmp_path, monkeypatch, caplog
+) -> None:
+    _, store = finished
+    compiles = torch.compile
+    monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="eager"))
+    cfg = composed([*TINY, f"store.root={store}", "evaluation_compile=true"])[0]
+    run = Run(cfg, tmp_path, {"optimizer": "adamw"})
+    model = run.model_to_score("digits")
+    assert model is not run.model
+    assert run.model_to_score("latin") is model
+    run.model.load_state_dict({n: t + 0.01 for n, t in run.base_state.items()})
+    values = [score(each, run.objective("digits"), "test").predictions for each in (model, run.model)]
+    assert values[0] == values[1]
+
+    monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="no_such_backend"))
+    run = Run(cfg, tmp_path, {"optimizer": "adamw"})
+    assert run.model_to_score("digits") is run.model
+    assert "evaluation_compile: the model cannot be compiled" in caplog.text
 
 
 def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:

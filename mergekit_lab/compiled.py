@@ -1,4 +1,4 @@
-"""The model compiled by `torch.compile` for training, once for all experts of one shape."""
+"""Models compiled by `torch.compile`: for training, once for all experts of one shape, and for evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mergekit_lab.paths import compiler_cache
 
@@ -40,13 +40,13 @@ def _has_compiler() -> bool:
     return bool(has_triton()) and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
-def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> nn.Module:
+def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting: str) -> nn.Module:
     """`model` compiled, with the same parameters; `model` itself, and a line of the log, where that fails.
 
     Args:
         model: its parameters, gradients and buffers stay as they are.
-        loss_of: the loss of a batch by the model that it is given; it is asked for once, and its gradient is
-            computed, so that compiling happens here.
+        use: does with the model that it is given what will be done with it; called once, to compile.
+        setting: the name under which users ask for it, such as "training.compile".
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
     log.info("compiling the model: half a minute to two, or seconds where it was compiled before")
@@ -54,13 +54,13 @@ def compile_model(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> n
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
-        trained = [p for p in model.parameters() if p.requires_grad]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of itself while it compiles
-            torch.autograd.grad(loss_of(compiled), trained, allow_unused=True)
+            use(compiled)
     except Exception as error:
         log.warning(
-            "training.compile: the model cannot be compiled and runs as written (%s)",
+            "%s: the model cannot be compiled and runs as written (%s)",
+            setting,
             (str(error) or type(error).__name__).splitlines()[0],
         )
         return model
