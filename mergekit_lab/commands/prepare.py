@@ -95,6 +95,7 @@ class Prepared:
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
         tokenizer_source: what the card calls that.
+        chat_template: in Jinja, in place of the tokenizer's own.
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
@@ -117,6 +118,7 @@ class Prepared:
     vocabulary: int | None
     tokenizer: Path | None
     tokenizer_source: str
+    chat_template: str | None
     base_source: str
     sources: Mapping[str, str]
     notes: Sequence[str]
@@ -176,6 +178,7 @@ def prepare(
     device: Devices = "auto",
     embeddings: str | None = None,
     tokenizer_from: str | Path | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     allow_config_mismatch: Sequence[str] = (),
     buffers: str = "merge",
@@ -251,6 +254,7 @@ def prepare(
         vocabulary=same.rows,
         tokenizer=chosen,
         tokenizer_source=called,
+        chat_template=chat_template,
         base_source=_called(base),
         sources={name: _called(source) for name, source in named.items()},
         notes=notes,
